@@ -19,10 +19,9 @@ from driver import Report, parser_of
 
 from mega_rl.cli.quickstart import sums
 from mega_rl.cli.quickstart.run import NUM_RANKS, TASKS, launch, setting
-from mega_rl.rewards.call import load_call
-from mega_rl.rewards.pool import RewardPool
-from mega_rl.rewards.role import CalledRewards
-from mega_rl.rewards.score import Response, ScoreSource, ignore
+from mega_rl.rewards.call import load_functions
+from mega_rl.rewards.pool import FunctionRewards, WorkerPool
+from mega_rl.rewards.score import Response, ignore
 from mega_rl.tracking.metrics.records import read_metrics
 from mega_rl.types import Prompt
 
@@ -51,7 +50,7 @@ def nothing_of_several(responses):
 """
 
 
-def seconds(scorer: ScoreSource, count: int) -> float:
+def seconds(scorer: FunctionRewards, count: int) -> float:
     """Return how long `count` responses take."""
     items = [
         (Prompt(index=i, token_ids=(1,), text="1+1=", answer="2"), Response(str(i), num_tokens=1, finish="stop"))
@@ -86,12 +85,13 @@ def shares_of_step(num_workers: int, steps: int, folder: Path) -> dict[str, floa
     return {name: statistics.median(one[name] for one in of_steps) for name in of_steps[0]}
 
 
-def with_workers(function: str, num_workers: int, work: Callable[[ScoreSource], float]) -> float:
+def with_workers(function: str, num_workers: int, work: Callable[[FunctionRewards], float]) -> float:
     """Return what `work` measures with these workers, which have started."""
-    pool = RewardPool(load_call(function), function, num_workers=num_workers, timeout_s=60.0)
+    pool = WorkerPool(function, num_workers=num_workers, timeout_s=60.0)
+    rewards = FunctionRewards(load_functions(function), pool=pool)
     try:
-        seconds(pool, 4 * num_workers)
-        return work(pool)
+        seconds(rewards, 4 * num_workers)
+        return work(rewards)
     finally:
         pool.close()
 
@@ -121,7 +121,7 @@ def main() -> int:
             print(f"{options.count} responses, each {name} 50 ms: one worker {one:.2f} s, two {two:.2f} s, "
                   f"ratio {one / two:.2f} (target {SPEEDUP:g})")  # fmt: skip
         own = statistics.median(
-            seconds(CalledRewards(load_call(f"{file}:nothing")), 2000) for _ in range(options.rounds)
+            seconds(FunctionRewards(load_functions(f"{file}:nothing")), 2000) for _ in range(options.rounds)
         )
         for workers, name in ((1, "nothing"), (2, "nothing"), (1, "nothing_of_several")):
             glue = with_workers(

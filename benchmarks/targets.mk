@@ -9,7 +9,6 @@ bench-ddp: setup
 	@$(BIN)/python benchmarks/ddp.py
 
 bench-weight-sync: setup sglang
-	@$(BIN)/python benchmarks/weight_links.py
 	@$(BIN)/python benchmarks/weight_sync.py --real
 
 bench-checkpoint: setup
@@ -28,7 +27,8 @@ bench-engines: setup
 
 # Tasks that a wrong trainer fails, five seeds each with ablations, on one core; writes plot and figures of docs/learning.md.
 bench-learn: setup
-	@OMP_NUM_THREADS=1 $(BIN)/mega-rl bench learn --ablations --json docs/learning.json --plot docs/learning.svg
+	@OMP_NUM_THREADS=1 $(BIN)/mega-rl bench learn --ablations --json docs/learning.json
+	@$(BIN)/python benchmarks/learn_page.py
 
 # GRPO's learning curves next to TRL's, five seeds each.
 bench-curves: bench-environment

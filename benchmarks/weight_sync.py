@@ -1,4 +1,4 @@
-"""Weights from two trainer ranks (TP2) into one server: buckets in shared memory against the usual ways.
+"""Weights from two trainer ranks (TP2) into one server: buckets over a process group against the usual ways.
 
 The model has Qwen3-0.6B's shape: 1.19 GB of bfloat16 in 310 tensors, random. The receiver is a process of its own: a
 stand-in with SGLang's endpoints, or with --real a SGLang server on CPUs. See README.md.
@@ -26,8 +26,8 @@ from typing import Any
 from converters import MODELS, write_source
 from driver import TORCHRUN, Contender, Report, compare, parser_of, run
 
-TARGETS = {"copy": (2.5, "at most"), "per tensor": (1 / 5, "at most")}
-OURS = "shared memory"
+TARGETS = {"per tensor": (1.0, "at most")}
+OURS = "distributed"
 
 
 def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callable[[int], Any]]:
@@ -37,14 +37,11 @@ def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callabl
 
     from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
-    from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
 
     rank = dist.get_rank()
     weights = TrainerWeights(engine, torch.bfloat16)
-    servers = [Server(0, 1, ("here",), receiver if rank == 0 else None)]
-    settings: dict[str, Any] = {"bucket_bytes": bucket_mib << 20, "timeout_s": 120.0}
-    shared = SharedMemoryTransport(weights, servers, hosts=["here", "here"], **settings)
-    group = DistributedTransport(weights, servers, **settings)
+    servers = [Server(0, 1, (0,), receiver if rank == 0 else None)]
+    group = DistributedTransport(weights, servers, bucket_bytes=bucket_mib << 20, timeout_s=120.0)
     source = torch.empty(sum(bucket.nbytes for bucket in weights.buckets(1 << 30)), dtype=torch.uint8).fill_(1)
     target = torch.empty_like(source)
 
@@ -81,8 +78,7 @@ def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callabl
     return {
         "copy": copy,
         "two copies": copy_twice,
-        OURS: lambda version: shared.send(version=version),
-        "distributed": lambda version: group.send(version=version),
+        OURS: lambda version: group.send(version=version),
         "per tensor": per_tensor,
     }
 

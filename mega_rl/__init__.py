@@ -10,13 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mega_rl.algorithms.advantages.base import AdvantageInputs
-    from mega_rl.algorithms.corrections import SampledTokens
-    from mega_rl.algorithms.losses.tokens import PolicyTokens
+    from mega_rl.algorithms.inputs import AdvantageInputs
+    from mega_rl.algorithms.losses.tokens import PolicyTokens, SampledTokens
     from mega_rl.api import (
         Outcome,
         Trainer,
-        build_trainer,
         load_config,
         register_advantage,
         register_correction,
@@ -35,51 +33,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdvantageInputs",
-    "Config",
-    "DataContext",
-    "Outcome",
-    "PolicyTokens",
-    "Prompt",
-    "Rollout",
-    "RolloutContext",
-    "RolloutSource",
-    "RunError",
-    "SampledTokens",
-    "Trainer",
-    "Trajectory",
-    "UserError",
-    "__version__",
-    "build_trainer",
-    "load_config",
-    "register_advantage",
-    "register_correction",
-    "register_data_source",
-    "register_loss",
-    "register_rollout_source",
-    "show_progress",
-    "train",
-]
-
-_OF_API = (
-    "Outcome", "Trainer", "build_trainer", "load_config", "register_advantage", "register_correction",
-    "register_data_source", "register_loss", "register_rollout_source", "train",
-)  # fmt: skip
-_MODULES = {
-    "AdvantageInputs": "mega_rl.algorithms.advantages.base",
-    "PolicyTokens": "mega_rl.algorithms.losses.tokens",
-    "SampledTokens": "mega_rl.algorithms.corrections",
-    "Config": "mega_rl.config.schema",
-    "DataContext": "mega_rl.data.rows",
-    "RolloutSource": "mega_rl.protocols",
-    **dict.fromkeys(("Prompt", "Rollout"), "mega_rl.types"),
-    **dict.fromkeys(("RolloutContext", "Trajectory"), "mega_rl.workers.own_rollouts"),
-    "RunError": "mega_rl.errors",
-    "UserError": "mega_rl.errors",
-    "show_progress": "mega_rl.tracking.progress",
-    **dict.fromkeys(_OF_API, "mega_rl.api"),
+_NAMES = {
+    "mega_rl.algorithms.inputs": "AdvantageInputs",
+    "mega_rl.algorithms.losses.tokens": "PolicyTokens SampledTokens",
+    "mega_rl.api": "Outcome Trainer load_config register_advantage register_correction register_data_source "
+    "register_loss register_rollout_source train",
+    "mega_rl.config.schema": "Config",
+    "mega_rl.data.rows": "DataContext",
+    "mega_rl.errors": "RunError UserError",
+    "mega_rl.protocols": "RolloutSource",
+    "mega_rl.tracking.progress": "show_progress",
+    "mega_rl.types": "Prompt Rollout",
+    "mega_rl.workers.own_rollouts": "RolloutContext Trajectory",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
@@ -31,12 +30,8 @@ Own = TypeVar("Own", bound=Registered)
 def load_config(recipe: str | Path | None = None, overrides: str | Overrides = ()) -> Config:
     """Return the config of a recipe with overrides, every value checked for type and range; nothing else is read.
 
-    recipe: path of a YAML file, name of a packaged recipe, or None for the defaults. overrides: `["optim.lr=1e-6"]` as
-    on the command line, a mapping, flat (`{"optim.lr": 1e-6}`) or by section (`{"optim": {"lr": 1e-6}}`), or a
-    DictConfig of OmegaConf.
-
-    Raises:
-        UserError: every mistake found, one line each.
+    Arguments as of `mega_rl.config.loader.load`; one override may stand without a list. Raises UserError with one line
+    for each mistake.
     """
     return load(recipe, [overrides] if isinstance(overrides, str) else overrides)
 
@@ -101,11 +96,7 @@ class Trainer:
 
     @classmethod
     def from_config(
-        cls,
-        recipe: str | Path | None = None,
-        overrides: Sequence[str] | Mapping[str, Any] = (),
-        *,
-        reward: RewardFunction | None = None,
+        cls, recipe: str | Path | None = None, overrides: Overrides = (), *, reward: RewardFunction | None = None
     ) -> Trainer:
         """Return the trainer of a recipe with overrides; see `load_config` and `Trainer`."""
         return cls(load_config(recipe, overrides), reward=reward)
@@ -136,65 +127,29 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if Trainer._open is self:
             Trainer._open = None
-            self._resources.__exit__(kind, error, trace)
+            self._resources.__exit__(*error)
 
 
-def register_advantage(name: str) -> Callable[[Own], Own]:
-    """Return a decorator by which `algorithm.advantage` may name a class or function: see `AdvantageInputs`.
+def _registrar(choice: Choice) -> Callable[[str], Callable[[Own], Own]]:
+    def register(name: str) -> Callable[[Own], Own]:
+        """Return a decorator by which a recipe may name a class or function. Raises UserError for a built-in name."""
 
-    Raises UserError for a built-in name.
-    """
-    return _registering(ADVANTAGE, name)
+        def decorate(own: Own) -> Own:
+            choice.register(name, own)
+            return own
 
-
-def register_loss(name: str) -> Callable[[Own], Own]:
-    """Return a decorator by which `algorithm.loss` may name a class or function: see `PolicyTokens`.
-
-    Raises UserError for a built-in name.
-    """
-    return _registering(LOSS, name)
-
-
-def register_correction(name: str) -> Callable[[Own], Own]:
-    """Return a decorator by which `algorithm.correction` may name a class or function: see `SampledTokens`.
-
-    Raises UserError for a built-in name.
-    """
-    return _registering(CORRECTION, name)
-
-
-def register_rollout_source(name: str) -> Callable[[Own], Own]:
-    """Return a decorator by which `rollout.source` may name a class or function: see `RolloutContext`.
-
-    Raises UserError for a built-in name.
-    """
-    return _registering(ROLLOUT, name)
-
-
-def register_data_source(name: str) -> Callable[[Own], Own]:
-    """Return a decorator by which `data.source` may name a class or function: see `DataContext`.
-
-    Raises UserError for a built-in name.
-    """
-    return _registering(DATA, name)
-
-
-def _registering(choice: Choice, name: str) -> Callable[[Own], Own]:
-    def register(own: Own) -> Own:
-        choice.register(name, own)
-        return own
+        return decorate
 
     return register
 
 
-def build_trainer(config: Config, *, reward: RewardFunction | None = None) -> Trainer:
-    """Return a trainer that is ready to fit; see `Trainer`."""
-    return Trainer(config, reward=reward)
+# Decorators' arguments are names; the classes are called with AdvantageInputs, PolicyTokens and SampledTokens, or made
+# with RolloutContext and DataContext.
+register_advantage, register_loss, register_correction = map(_registrar, (ADVANTAGE, LOSS, CORRECTION))
+register_rollout_source, register_data_source = map(_registrar, (ROLLOUT, DATA))
 
 
 def train(config: Config, *, reward: RewardFunction | None = None) -> Outcome:

@@ -36,19 +36,15 @@ def processors() -> set[int]:
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Return each rank's share of the physical cores that this process may use, at least 1."""
-    return max(1, usable_cores() // local_ranks)
+    """Return each rank's share, at least 1, of the physical cores that this process may use."""
+    allowed = len(processors())
+    usable = min(psutil.cpu_count(logical=False) or allowed, allowed, _container_limit() or allowed)
+    return max(1, usable // local_ranks)
 
 
 def own_cores() -> int:
     """Return this rank's share of its host's cores, as `threads_per_rank`."""
     return threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def usable_cores() -> int:
-    """Return the physical cores this process may use: by its affinity, and by a container's limit, rounded up."""
-    allowed = len(processors())
-    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed, _container_limit() or allowed))
 
 
 def _container_limit() -> int | None:

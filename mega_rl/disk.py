@@ -1,7 +1,6 @@
 """Durable changes of files and folders, and locks. Errors name the file.
 
-Every system call of this module goes through its name `os`: a test that replaces that name sees each write, fsync,
-rename and unlink of a save, and can end the process before or after it.
+Every system call goes through the name `os`: a test that replaces it sees each write, fsync, rename and unlink.
 """
 
 from __future__ import annotations
@@ -115,16 +114,11 @@ def remove_file(path: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a folder with its content, or a file. Links are removed, never followed."""
     with _naming(path):
-        if not path.is_dir() or path.is_symlink():
+        if path.is_symlink() or not path.is_dir():
             remove_file(path)
             return
-        with os.scandir(path) as scan:
-            entries = list(scan)
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                remove_tree(Path(entry.path))
-            else:
-                remove_file(Path(entry.path))
+        for entry in list(path.iterdir()):
+            remove_tree(entry)
         os.rmdir(path)
 
 
@@ -140,9 +134,7 @@ def lock_file(path: Path) -> int:
 
     The kernel frees the lock however its process ends. A holder may remove the file before it closes the descriptor.
 
-    Raises:
-        BlockingIOError: another process holds the lock.
-        OSError: the file cannot be opened, or is a link.
+    Raises BlockingIOError if another process holds the lock, OSError for a link or a file that cannot be opened.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -160,12 +152,11 @@ def lock_file(path: Path) -> int:
 
 @contextmanager
 def _naming(target: Path | int) -> Iterator[None]:
-    """Turn an OSError into a SaveError that names the file."""
+    """Turn an OSError into a SaveError that names the file, which may be a descriptor."""
     try:
         yield
     except OSError as error:
-        where: Path | str = target if isinstance(target, Path) else f"file descriptor {target}"
-        if isinstance(target, int):
-            with suppress(OSError):
-                where = os.readlink(f"/proc/self/fd/{target}")
+        where = Path(f"/proc/self/fd/{target}") if isinstance(target, int) else target
+        with suppress(OSError):
+            where = where.readlink() if isinstance(target, int) else where
         raise SaveError(f"{where}: cannot be written ({error.strerror or error})") from error

@@ -11,19 +11,13 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us: shown as one message, exit code 2, never a traceback.
-
-    The message names the thing, its value, the rule it breaks and the fix.
-    """
+    """A mistake of the user: one message with the value, the rule and the fix, exit code 2, never a traceback."""
 
     exit_code = 2
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on for a reason that its own numbers or the user's code gave: one message, exit code 1.
-
-    Raised on all ranks alike. The message names what was found and where.
-    """
+    """A run that cannot continue, by its numbers or the user's code: one message, exit code 1, on all ranks alike."""
 
     exit_code = 1
 

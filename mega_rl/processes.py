@@ -1,4 +1,4 @@
-"""Child processes: start, output, end with a deadline, and no child that outlives its parent.
+"""Child processes: start, output, end with a deadline, and no child that outlives its parent; work on threads.
 
     python -m mega_rl.processes PARENT_PID SIGNAL PROGRAM ARGUMENT...
 
@@ -15,16 +15,18 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import IO, Self, TypeAlias, cast
+from typing import IO, Generic, Self, TypeAlias, TypeVar, cast
 
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, name_of_signal
 
 Stream: TypeAlias = int | IO[bytes] | None
+Result = TypeVar("Result")
 
 DEVNULL, PIPE, STDOUT = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
@@ -37,7 +39,7 @@ class ChildStartError(RunError):
 
 
 class ChildDeadlineError(RunError):
-    """A child process did not do something in time; the message names both."""
+    """A child process did not end, or write its next line, in time; the message names both."""
 
 
 class Child:
@@ -59,24 +61,21 @@ class Child:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> None:
-        """Start the process.
+        """Start the process. name: the child in messages, "rank 3".
 
-        Args:
-            name: the child in messages, "rank 3".
-            dies_by: signal from the kernel when the thread that starts the child ends; 0: none.
-            blocks: signals that the child never gets, unless it unblocks them itself.
-            streams: standard input, output and error, each as in `subprocess.Popen`: None inherits.
+        dies_by: signal from the kernel when the thread that starts the child ends; 0: none. blocks: signals that the
+        child never gets, unless it unblocks them itself. streams: standard input, output and error as for `Popen`.
 
-        Raises:
-            ChildStartError: no such program or folder, or the machine allows no further process.
+        Raises ChildStartError: no such program or folder, or the machine allows no further process.
         """
         assert not (dies_by and blocks), "the program that asks for the signal lets all signals through"
         self.name = name
-        started = dying_with_parent(command, dies_by) if dies_by else list(command)
+        if dies_by:
+            command = python_module("mega_rl.processes", str(os.getpid()), str(int(dies_by)), *command)
         try:
             with blocked(blocks):
                 self._process = subprocess.Popen(
-                    started,
+                    list(command),
                     pass_fds=tuple(pass_fds),
                     stdin=streams[0],
                     stdout=streams[1],
@@ -111,10 +110,10 @@ class Child:
             return None
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
-    def lines(self, *, within_s: float = math.inf, awaiting: str = "written its next line") -> Iterator[str]:
+    def lines(self, *, within_s: float = math.inf) -> Iterator[str]:
         """Yield each line of standard output without its end, until the output ends.
 
-        Raises ChildDeadlineError when a line takes more than `within_s` seconds. awaiting: as in `wait`.
+        Raises ChildDeadlineError when a line takes more than `within_s` seconds.
         """
         output, rest = self.stdout.fileno(), b""
         poll = select.poll()
@@ -123,7 +122,7 @@ class Child:
         while True:
             left_s = deadline - time.monotonic()
             if not poll.poll(None if left_s == math.inf else max(0.0, left_s) * 1000):
-                raise self._late(awaiting, within_s)
+                raise ChildDeadlineError(f"{self.name} (process {self.pid}) wrote no line within {within_s:g} s")
             part = os.read(output, 1 << 16)
             if not part:
                 break
@@ -134,16 +133,12 @@ class Child:
         if rest:
             yield rest.decode(errors="replace").rstrip("\r")
 
-    def wait(self, within_s: float = math.inf, *, awaiting: str = "ended") -> int:
-        """Wait for the end and return the exit code; the process id is free afterwards.
-
-        Raises ChildDeadlineError after `within_s` seconds. awaiting: what the child has not done by then, as a
-        participle: "ended".
-        """
+    def wait(self, within_s: float = math.inf) -> int:
+        """Wait for the end and return the exit code; the process id is free afterwards."""
         try:
             return self._process.wait(None if within_s == math.inf else within_s)
         except subprocess.TimeoutExpired:
-            raise self._late(awaiting, within_s) from None
+            raise ChildDeadlineError(f"{self.name} (process {self.pid}) has not ended within {within_s:g} s") from None
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, not to its children; an ended process gets none."""
@@ -187,8 +182,29 @@ class Child:
             return "runs"
         return f"ended with exit code {code}" if code >= 0 else f"died of {name_of_signal(-code)}"
 
-    def _late(self, awaiting: str, seconds: float) -> ChildDeadlineError:
-        return ChildDeadlineError(f"{self.name} (process {self.pid}) has not {awaiting} within {seconds:g} s")
+
+class Running(Generic[Result]):
+    """Work on a thread of its own, which neither an exception nor a signal in the caller's thread waits for.
+
+    Once it has ended, `error` is the exception that it raised, None without one, and `result` what it returned.
+    """
+
+    def __init__(self, work: Callable[[], Result], *, name: str) -> None:
+        self.result: Result | None = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether the work is still running after at most `seconds`."""
+        self._thread.join(seconds)
+        return self._thread.is_alive()
+
+    def _run(self, work: Callable[[], Result]) -> None:
+        try:
+            self.result = work()
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            self.error = error
 
 
 @contextmanager
@@ -202,10 +218,7 @@ def blocked(numbers: Collection[int]) -> Iterator[None]:
 
 
 def die_with_parent(parent: int, number: int) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends.
-
-    Call it first thing in a child, with the parent's process id: if the parent has already ended, it exits.
-    """
+    """Let the kernel send this process a signal when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(128 + number)
@@ -214,11 +227,6 @@ def die_with_parent(parent: int, number: int) -> None:
 def let_parent_trace() -> None:
     """Let this process's parent, and its other children, read its stacks where the kernel (Yama) restricts it."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, os.getppid(), 0, 0, 0)
-
-
-def dying_with_parent(command: Sequence[str], number: int) -> list[str]:
-    """Return a command whose program, named by its path, gets a signal when this process ends."""
-    return python_module("mega_rl.processes", str(os.getpid()), str(number), *command)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -120,13 +120,8 @@ class ModelPasses(Teacher, Protocol):
 class Engine(ModelPasses, StatefulModel, Protocol):
     """One model with its gradients and optimizer state, spread over the ranks of a layout."""
 
-    @property
-    def data_parallel(self) -> Ranks:
-        """Replicas of this model."""
-
-    @property
-    def replica(self) -> Ranks:
-        """The ranks that together hold one copy of this model."""
+    data_parallel: Ranks  # replicas of this model
+    replica: Ranks  # the ranks that together hold one copy of this model
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor in training dtype) of every weight, on all ranks; collective."""

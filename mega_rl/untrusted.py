@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
@@ -27,15 +28,11 @@ _SHOWN = 80  # characters of a text in a message
 def parse_object(text: bytes | str) -> JsonFields:
     """Return the JSON object that `text` (UTF-8) holds.
 
-    Raises:
-        ValueError: not UTF-8, not JSON, nested too deep, not an object, a key that occurs twice, or a number that is
-            not finite; the message gives the reason, without the file's name.
+    Raises ValueError with the reason for anything else: also a key that occurs twice, and a number that is not finite.
     """
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = json.loads(
-            text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_float=_finite
-        )
+        value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({shorten(str(error), 2 * _SHOWN)})") from error
     if not isinstance(value, dict):
@@ -50,22 +47,15 @@ def shorten(text: str, limit: int = _SHOWN) -> str:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> JsonFields:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{shorten(repeated)} occurs twice")
+    if len(result := dict(pairs)) < len(pairs):
+        raise ValueError("a key occurs twice")
     return result
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{shorten(text)} is too large a number")
+        raise ValueError(f"{shorten(text)} is not a finite number")
     return value
 
 
@@ -130,21 +120,18 @@ def fault(where: str | Path, key: str, value: Any, rule: str) -> str:
 
 def limited(problems: list[str], where: str | Path) -> list[str]:
     """Return the first `MAX_FAULTS` problems, and a line with the number of the rest."""
-    if len(problems) <= MAX_FAULTS:
-        return problems
-    return [*problems[:MAX_FAULTS], f"{where}: {len(problems) - MAX_FAULTS} more faults like these"]
+    more = len(problems) - MAX_FAULTS
+    return problems if more <= 0 else [*problems[:MAX_FAULTS], f"{where}: {more} more faults like these"]
 
 
 def shown(value: Any) -> str:
     """Return a value for a message: short, on one line, for any type and size."""
     if isinstance(value, list) and len(value) <= MAX_DIMS and all(isinstance(v, int | float | str) for v in value):
-        return "[" + ", ".join(shown(v) for v in value) + "]"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return f"an object of {len(value)} keys"
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"  # its digits may be more than Python prints
+        return "[" + ", ".join(map(shown, value)) + "]"
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 200:  # its digits may be more than Python prints
+        return f"an integer of {value.bit_length()} bits"
     return shorten(repr(value[:_SHOWN] if isinstance(value, str) else value))
 
 
@@ -167,18 +154,13 @@ def is_shape(value: Any) -> TypeGuard[list[int]]:
 
 def is_checksum(value: Any) -> TypeGuard[str]:
     """Return whether a value is 16 lower-case hexadecimal digits."""
-    return isinstance(value, str) and len(value) == 16 and all(digit in "0123456789abcdef" for digit in value)
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
 
 
 def is_tensor_name(value: Any) -> TypeGuard[str]:
     """Return whether a value may name a tensor: short, printable, and a relative path without . and .. parts."""
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= 1024
-        and value.isprintable()
-        and "\\" not in value
-        and all(part not in ("", ".", "..") for part in value.split("/"))
-    )
+    named = isinstance(value, str) and len(value) <= 1024 and value.isprintable() and "\\" not in value
+    return named and not {"", ".", ".."} & {*value.split("/")}
 
 
 def read_record(kind: type[Record], value: object) -> Record:
@@ -201,10 +183,8 @@ def _read(kind: object, value: object, name: str) -> object:
         return make(**{field: _read(hint, value.get(field), field) for field, hint in _hints(make).items()})
     if isinstance(value, dict) and origin is Mapping:
         return {_read(str, key, name): _read(parts[1], one, name) for key, one in value.items()}
-    if kind is float and isinstance(value, int | float) and type(value) is not bool and abs(value) < MAX_NUMBER:
-        return float(value)
-    if kind is int and type(value) is int and abs(value) < MAX_NUMBER:
-        return value
+    if kind in (int, float) and type(value) in (int, kind) and abs(cast(float, value)) < MAX_NUMBER:
+        return cast(type, kind)(value)
     if kind is bool and type(value) is bool:
         return value
     if kind is str and isinstance(value, str):

@@ -13,8 +13,8 @@ EVALUATION: Table = {
         ),
         (
             "an answer with as many votes wins alone",
-            "        if taken < own:\n            joined",
-            "        if taken <= own:\n            joined",
+            "if vote is not None and count == most]",
+            "if vote is not None and count == most][:1]",
         ),
     ],
     ("evaluation", "workers/test_rollout.py"): [
@@ -48,8 +48,8 @@ EVALUATION: Table = {
     ("evaluation", "rollout/test_hf.py"): [
         (
             "an evaluation's responses end where those of training do",
-            "draws.max_new_tokens or self._max_new_tokens",
-            "self._max_new_tokens",
+            "draws.max_new_tokens or max_new_tokens",
+            "max_new_tokens",
         )
     ],
     ("metrics", "engines/test_outcome.py"): [
@@ -57,13 +57,6 @@ EVALUATION: Table = {
             "quantiles of ratios count what does not train",
             "_places(x.flatten()), chosen.flatten().double())",
             "_places(x.flatten()), torch.ones(x.numel(), dtype=torch.float64))",
-        )
-    ],
-    ("replay", "verify/test_replay.py"): [
-        (
-            "responses without a reward count as those with one",
-            "return np.where(known, values, np.nan)",
-            "return np.nan_to_num(values)",
         )
     ],
 }

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.advantages import ESTIMATORS
-from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.corrections import CORRECTIONS
-from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, RewardKL
+from mega_rl.algorithms.inputs import AdvantageInputs
+from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
+from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import SumOverRanks
-from mega_rl.config.schema.algorithms import ADVANTAGES, LOSSES
 from mega_rl.types import Experience, RewardParts, TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
 
@@ -92,7 +92,7 @@ def cases() -> Iterator[Case]:
     """Yield every combination that a run accepts; a loss that a teacher gives is no estimate."""
     sampled = [loss for loss in OBJECTIVES if not LOSSES[loss].needs_teacher]
     for estimator, loss in itertools.product(ESTIMATED, sampled):
-        area = ADVANTAGES[ESTIMATED[estimator][0]]
+        area = ESTIMATORS[ESTIMATED[estimator][0]]
         if LOSSES[loss].needs_response_advantages and (area.needs_critic or area.needs_reference):
             continue
         for placement in ("none", "loss", *(["reward"] if area.takes_kl else [])):
@@ -200,7 +200,7 @@ def gradients(world: World, case: Case, groups: Tensor, weights: Tensor, moments
         ref_logprobs=aligned(ref),
         values=aligned(values),
     )
-    controller = FixedKL(BETA)
+    controller = KLController(BETA)
     penalty = None
     if case.placement == "reward":
         penalty = RewardKL(controller, KL_ESTIMATORS["k1"]).penalty(experience.old_logprobs, experience.ref_logprobs)
@@ -258,7 +258,7 @@ def measure(case: Case, *, samples: int, seed: int = 0) -> Result:
     sampled, expected = sampled * moments.deviation, expected * moments.deviation
     beta = {"none": 0.0, "reward": BETA, "loss": BETA * moments.deviation}[case.placement]
     scale = ESTIMATED[case.estimator][2] or 1.0
-    if ADVANTAGES[ESTIMATED[case.estimator][0]].needs_reference:
+    if ESTIMATORS[ESTIMATED[case.estimator][0]].needs_reference:
         scale, beta = 0.0, 1.0 + beta
     # The loss is a mean over the two tokens of a response, the objective a sum.
     exact = world.exact(scale=scale, beta=beta) / LENGTH

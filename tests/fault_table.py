@@ -37,12 +37,12 @@ TABLE: Table = {
         ("GAE off by one token", "next_values[:, :-1] = values[:, 1:]", "next_values[:, :-1] = values[:, :-1]"),
         (
             "whitening over the local batch",
-            "advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)",
-            "advantages = whiten(advantages, mask)",
+            "return whiten(x, self.mask, sum_over_ranks=self.sum_over_ranks)",
+            "return whiten(x, self.mask)",
         ),
     ],
     ("algorithms", "algorithms/test_group_advantages.py"): [
-        ("GRPO's deviation over the batch", 'if std == "batch":', 'if std != "none":')
+        ("GRPO's deviation over the batch", 'if self.std == "batch":', 'if self.std != "none":')
     ],
     ("algorithms", "algorithms/test_policy_loss.py"): [
         (
@@ -84,15 +84,15 @@ TABLE: Table = {
         ),
         (
             "the critic learns from the policy's lambda",
-            "advantages, _ = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)",
-            "advantages, returns = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)",
+            "advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam)",
+            "advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=lam)",
         ),
     ],
     ("advantages", "algorithms/test_group_advantages.py"): [
         (
             "ReMax without its baseline",
-            "return torch.where(known, returns - greedy_rewards[:, None], 0.0)",
-            "return torch.where(known, returns, 0.0)",
+            "inputs.on_tokens(torch.where(known, returns - greedy[:, None], 0.0))",
+            "inputs.on_tokens(torch.where(known, returns, 0.0))",
         ),
         (
             "failed samples in the sums of a group",
@@ -106,20 +106,20 @@ TABLE: Table = {
         ),
         (
             "a deviation of the rank's own batch",
-            "count, squares = sum_over_ranks(torch.stack(",
+            "count, squares = inputs.sum_over_ranks(torch.stack(",
             "count, squares = (torch.stack(",
         ),
         (
             "RLOO's baseline holds the sample",
-            "groups.centred(rewards) * n / (n - 1).clamp(min=1)",
-            "groups.centred(rewards)",
+            "groups.centred(inputs.rewards) * n / (n - 1).clamp(min=1)",
+            "groups.centred(inputs.rewards)",
         ),
-        ("OPO's baseline without lengths", "centred(rewards, weights=lengths)", "centred(rewards)"),
-        ("sets of pass@k with a sample twice", "for j in range(1, k):", "for j in range(k):"),
+        ("OPO's baseline without lengths", "centred(inputs.rewards, weights=lengths)", "centred(inputs.rewards)"),
+        ("sets of pass@k with a sample twice", "for j in range(1, self.k):", "for j in range(self.k):"),
         (
             "pass@k's deviation without a root",
-            "(all_missed * (1 - all_missed)).sqrt() if normalize",
-            "(all_missed * (1 - all_missed)) if normalize",
+            "(all_missed * (1 - all_missed)).sqrt() if self.std",
+            "(all_missed * (1 - all_missed)) if self.std",
         ),
         (
             "a right sample gains what all gain",
@@ -129,12 +129,12 @@ TABLE: Table = {
         ("REINFORCE++ without the later tokens", "gamma=gamma, lam=1.0)", "gamma=gamma, lam=0.0)"),
         (
             "REINFORCE++ whitens the rank's own batch",
-            "return whiten(returns, mask, sum_over_ranks=sum_over_ranks)",
-            "return whiten(returns, mask)",
+            "return whiten(x, self.mask, sum_over_ranks=self.sum_over_ranks)",
+            "return whiten(x, self.mask)",
         ),
         (
             "REINFORCE++ without the baseline",
-            "scores = PromptGroups.of(inputs.experience.prompt_index, mask).centred(inputs.rewards).float()",
+            "scores = inputs.groups.centred(inputs.rewards).float()",
             "scores = inputs.rewards",
         ),
     ],
@@ -481,11 +481,11 @@ TABLE: Table = {
             "columns[rows] = torch.tensor(numbers, dtype=torch.float32)",
             "columns[: len(rows)] = torch.tensor(numbers, dtype=torch.float32)",
         ),
-        ("a response without a score is not counted", "            self._counts[outcome.kind] += 1\n", ""),
+        ("a response without a score is not counted", "                counts[result.kind] += 1\n", ""),
         (
             "failed responses counted on one rank",
-            "sum(failed) > self._rule.max_share * total",
-            "sum(failed) > self._rule.max_share * sum(own)",
+            "sum(failed) > self._max_failed_share * total",
+            "sum(failed) > self._max_failed_share * sum(own)",
         ),
         (
             "the stop token is not counted",
@@ -507,25 +507,20 @@ TABLE: Table = {
             "        pass\n",
         )
     ],
-    ("rewards", "rewards/test_builtin.py -k nobody"): [
-        (
-            "numbers are computed that nobody can compute",
-            "if any(num_digits(expression) > MOST_DIGITS for expression in parsed):",
-            "if any(num_digits(expression) < 0 for expression in parsed):",
-        )
-    ],
     ("rewards", "rewards/test_pool.py -k guilty"): [
         (
             "a lost worker gets the next responses",
-            "                    worker = self._workers[number] = None\n",
-            "                    pass\n",
-        )
+            "        self._workers[number] = None\n",
+            "        pass\n",
+        ),
+        (
+            "responses of a message are lost with their worker",
+            "                elif len(rows) > 1:\n",
+            "                elif len(rows) < 1:\n",
+        ),
     ],
     ("rewards", "rewards/test_pool.py"): [
-        ("both sides of a fork answer", "if os.getpid() != self._pid:", "if os.getpid() < 0:")
-    ],
-    ("rewards", "rewards/test_pool.py -k leaves"): [
-        ("processes of a response stay", "        if self._cleans_up:\n", "        if not self._cleans_up:\n")
+        ("both sides of a fork answer", "if os.getpid() != own:", "if os.getpid() < 0:")
     ],
     ("rewards", "rewards/test_pool.py -k as_a_group"): [
         (
@@ -537,29 +532,15 @@ TABLE: Table = {
     ("rewards", "rewards/test_pool.py -k one_by_one"): [
         (
             "a batch that fails costs all of its responses",
-            "        if len(rows) == 1:\n            return [result]\n",
-            "        if rows:\n            return [result] * len(rows)\n",
-        )
-    ],
-    ("rewards", "rewards/test_pool.py -k ahead"): [
-        (
-            "responses sent ahead are lost with their worker",
-            "batch.put_back([row for row in group if row in left and row not in suspects])",
-            "batch.put_back([])",
-        )
-    ],
-    ("rewards", "rewards/test_pool.py -k running"): [
-        (
-            "a deadline is not of the function that was running",
-            'running |= {group[place]: str(message["function"])',
-            'running |= {group[place]: ""',
+            "        if len(chunk) == 1:\n            return [result]\n",
+            "        if chunk:\n            return [result] * len(chunk)\n",
         )
     ],
     ("rewards", "rewards/test_pool.py -k killing_the_rank"): [
         (
             "workers outlive their rank",
-            "if sys.stdin.fileno() in ready or signal.SIGTERM in numbers:",
-            "if sys.stdin.fileno() in ready and os.getppid() < 0:",
+            "    poll.register(sys.stdin.fileno(), 0)",
+            "    pass",
         )
     ],
     ("rewards", "parallel/test_agreement.py"): [

@@ -8,17 +8,17 @@ PARTS: Table = {
     ("parts", "algorithms/test_group_advantages.py"): [
         (
             "GDPO's parts without their deviations",
-            "scores += weight * centred / (deviation + eps)",
+            "scores += weight * centred / (deviation + self.eps)",
             "scores += weight * centred",
         ),
         (
             "GDPO's parts without their weights",
-            "scores += weight * centred / (deviation + eps)",
-            "scores += centred / (deviation + eps)",
+            "scores += weight * centred / (deviation + self.eps)",
+            "scores += centred / (deviation + self.eps)",
         ),
         (
             "GDPO's sum over the deviation of the rank's own batch",
-            "sums = sum_over_ranks(torch.stack(",
+            "sums = inputs.sum_over_ranks(torch.stack(",
             "sums = (torch.stack(",
         ),
     ],
@@ -35,8 +35,8 @@ PARTS: Table = {
         ),
         (
             "a part that others lack is dropped",
-            "new = [name for name in names if name not in settled]",
-            "new: list[str] = []",
+            "if names != own:",
+            "if not {*own} <= {*names}:",
         ),
         (
             "what a tool wrote is the policy's answer",

@@ -33,8 +33,8 @@ REFERENCE: Table = {
         ("the student runs from its teacher", "teacher.float() - student.float()", "student.float() - teacher.float()"),
         (
             "a token never answers for later ones",
-            "gae(gaps, torch.zeros_like(gaps), mask, lam=1.0, gamma=gamma)",
-            "gae(gaps, torch.zeros_like(gaps), mask, lam=1.0, gamma=0.0)",
+            "inputs.returns(gaps, gamma=self.gamma)",
+            "inputs.returns(gaps, gamma=0.0)",
         ),
     ],
     ("reference", "config/test_choices.py"): [

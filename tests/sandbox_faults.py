@@ -11,7 +11,11 @@ SANDBOX: Table = {
     ("sandbox", "rewards/sandbox/test_local.py"): [
         ("the network of the host", '_COMMON = ("--unshare-pid", "--unshare-net",', '_COMMON = ("--unshare-pid",'),
         ("a root that can be written", '"--remount-ro", "/dev", "--remount-ro", "/",', ""),
-        ("the memory of one process alone", "            tree += _children(process, pid)\n", ""),
+        (
+            "the memory of one process alone",
+            "for pid in filter(str.isdigit, os.listdir(processes)):",
+            'for pid in ("2",):',
+        ),
     ],
     ("sandbox", "rewards/sandbox/test_hostile_programs.py"): [
         ("a judge that can be looked into", "prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)", "prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)"),
@@ -27,24 +31,14 @@ SANDBOX: Table = {
         ),
     ],
     ("sandbox", "rewards/test_code.py"): [
-        (
-            "an equal of everything",
-            'return isinstance(other, Remote) and operate(self, "__eq__", other) is True',
-            'return operate(self, "__eq__", other) is True',
-        ),
         ("right output of a program that failed", "return outcome.succeeded and same_text(", "return same_text("),
         ("a tolerance of integers", 'is_decimal = "." in expected and', "is_decimal ="),
     ],
     ("sandbox", "rewards/sandbox/test_watch.py"): [
         (
-            "the host's disk counted while bubblewrap changes the root",
-            "if os.fstat(folder).st_dev in _host_devices():",
-            'if os.stat(f"/proc/{init_pid}/root/{name}").st_dev in _host_devices():',
-        ),
-        (
-            "the memory of another process of the same number",
-            "if pid != init_pid and parent not in parents:",
-            "if pid != init_pid and not parent:",
+            "the host's processes counted before bubblewrap changes the root",
+            'if os.path.samestat(os.fstat(root), os.stat("/")):',
+            "if not root:",
         ),
     ],
     ("sandbox", "rewards/sandbox/test_suites.py"): [

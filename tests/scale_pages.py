@@ -13,6 +13,7 @@ from typing import Any
 
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
+from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.cost import HARDWARE, RATES, StepTime, step_time
@@ -21,7 +22,6 @@ from mega_rl.plan.passes import num_microbatches
 from mega_rl.plan.report import seconds
 from mega_rl.plan.search import is_legal
 from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.plan.traffic import optimizer_steps
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.plan.models import QWEN3_8B, QWEN3_32B, QWEN3_235B
 
@@ -155,7 +155,7 @@ def _head(run: ScaleRun, setup: RunSetup, verdict: FitVerdict) -> Iterator[str]:
     yield run.command
     yield "```"
     yield ""
-    steps, micros, rollout = optimizer_steps(setup), num_microbatches(setup), setup.config.rollout
+    steps, micros, rollout = updates_of_a_batch(setup.config), num_microbatches(setup), setup.config.rollout
     rows = setup.config.trainer.prompts_per_step * rollout.n
     yield f"Layout {setup.layout}; {rows:,} responses of {rollout.max_new_tokens:,} tokens, {steps} optimizer steps of"
     yield f"{micros} micro-batches. {verdict.sentence[:1].upper()}{verdict.sentence[1:]}."
@@ -164,7 +164,7 @@ def _head(run: ScaleRun, setup: RunSetup, verdict: FitVerdict) -> Iterator[str]:
 def _time(time: StepTime) -> Iterator[str]:
     together = ", with training and generation side by side" if time.ahead else ""
     yield f"Expected step: {seconds(time.total)}{together}; training at {time.mfu:.0%} of the peak. Longest parts:"
-    parts = [(spent, phase.name, part) for phase in time.phases for part, spent in phase.parts.items()]
+    parts = [(spent, phase, part) for phase, its in time.phases.items() for part, spent in its.items()]
     longest = sorted(parts, reverse=True)[:NUM_PARTS]
     yield "; ".join(f"{phase}, {part} {seconds(spent)}" for spent, phase, part in longest) + "."
 

@@ -1,72 +1,59 @@
 """Corrections: weights of token losses for tokens that other weights, or another engine, sampled.
 
-`CORRECTIONS` has them by the name that a recipe chooses.
+Recipes choose by `name`, as `algorithm.correction=tis`. Config reads this file without torch, so a correction imports
+it when it is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from mega_rl.config.setting import Kind, by_name, setting
 
-from mega_rl.algorithms.kl import LOG_RATIO_LIMIT, clamped_log_ratio
-from mega_rl.algorithms.sequences import Sequences
-from mega_rl.config.schema import algorithms as settings
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Weights = tuple[Tensor, dict[str, Tensor]]
+    from mega_rl.algorithms.losses.tokens import SampledTokens, TokenLoss
 
 
 @dataclass(frozen=True)
-class SampledTokens:
-    """Tokens of a micro-batch with their two log-probs; one shape, float32, without gradient."""
+class CorrectionKind(Kind):
+    """A correction: a dataclass whose fields are its settings."""
 
-    logprobs: Tensor  # the trainer's now
-    old_logprobs: Tensor  # the trainer's, before the update: the policy that the ratio of the loss is taken to
-    rollout_logprobs: Tensor  # of the policy that sampled, whatever its age, kernels and precision
-    advantages: Tensor
-    token_weights: Tensor  # 1 / response tokens of the global mini-batch; 0 on tokens that do not count
-    sequences: Sequences  # sums over whole responses; collective under context parallelism
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """Return log(pi_old / pi_rollout), clamped to +-20 nats; 0 on tokens that do not count."""
-        return self.of_active(clamped_log_ratio(self.old_logprobs, self.rollout_logprobs))
-
-    def of_active(self, x: Tensor) -> Tensor:
-        """Return x on tokens that count, 0 elsewhere."""
-        return x.where(self.token_weights > 0, 0.0)
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Return this micro-batch's share of the mean of x over the mini-batch's tokens."""
-        return (self.token_weights * x).sum()
-
-
-class Correction(Protocol):
-    """A correction; its settings as of `config.schema.algorithms.CorrectionSettings`."""
-
-    def __call__(self, tokens: SampledTokens, /) -> Weights:
+    def __call__(self, tokens: SampledTokens, /) -> TokenLoss:
         """Return (weight of each token's policy loss, at least 0; token means by name: "actor/...").
 
         A weight of 0 leaves the token out; what the loss is divided by stays the mini-batch's. The mean of the weights
         and the share of zeros are measured for every correction.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class TIS(settings.TISSettings):
+class NoCorrection(CorrectionKind):
+    """No correction: every token counts fully."""
+
+    name = "none"
+
+
+@dataclass(frozen=True)
+class AutoCorrection(CorrectionKind):
+    """The correction that suits the run, which the log names."""
+
+    name = "auto"
+
+
+@dataclass(frozen=True)
+class TIS(CorrectionKind):
     """Truncated importance sampling.
 
         token:     w_t = min(pi_old / pi_rollout, cap)                  of each token
         sequence:  w   = min(prod_t pi_old / pi_rollout, cap)           of all tokens of a response
 
-    An expectation over sampled tokens with these weights is one over the old policy's, except for what the cap takes
-    off: it bounds the variance that a few large ratios would bring, at the price of a bias. Weights of tokens leave out
-    how likely the tokens before were; weights of sequences do not, and vary with the response's length. If the
-    log-probs are equal the weight is exactly 1 (for cap >= 1).
+    The cap bounds the variance that a few large ratios would bring, at the price of a bias. Weights of tokens leave out
+    how likely the tokens before were; weights of sequences do not, and vary with the response's length.
     Token mean: actor/tis_truncated_fraction (tokens whose ratio is above the cap).
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (truncated
     importance sampling for the mismatch of engines); Fu et al. 2025 (AReaL), arXiv:2505.24298, eq. 5 (decoupled PPO);
@@ -74,17 +61,36 @@ class TIS(settings.TISSettings):
     Mismatch".
     """
 
-    def __call__(self, tokens: SampledTokens) -> Weights:
+    name = "tis"
+
+    level: str = setting(
+        "token", "Ratio of each token, or of a response's probabilities.", choices=("token", "sequence")
+    )
+    cap: float = setting(2.0, "Each token's policy loss times min(ratio of pi_old to pi_rollout, cap).", above=0.0)
+
+    def __call__(self, tokens: SampledTokens) -> TokenLoss:
         log_ratio = tokens.log_ratio
         if self.level == "sequence":
             log_ratio = tokens.sequences.spread(tokens.sequences.sum(log_ratio))
-        ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        ratio = tokens.ratio(log_ratio)
         return ratio.clamp(max=self.cap), {"actor/tis_truncated_fraction": tokens.mean((ratio > self.cap).float())}
 
 
 @dataclass(frozen=True)
-class IcePop(settings.IcePopSettings):
-    """Importance weights of tokens inside a band, and none of those outside.
+class Band(CorrectionKind):
+    """Settings of corrections by a band of ratios."""
+
+    low: float
+    high: float
+
+    def problems(self) -> Iterator[str]:
+        if not self.low <= 1.0 <= self.high:
+            yield f"low={self.low:g}, high={self.high:g}: legal: low at most 1, high at least 1"
+
+
+@dataclass(frozen=True)
+class IcePop(Band):
+    """Importance weights of tokens inside a band; tokens outside do not train.
 
         r_t = pi_old / pi_rollout
         w_t = r_t   where low <= r_t <= high, else 0
@@ -93,38 +99,54 @@ class IcePop(settings.IcePopSettings):
     Source: Ling Team 2025, arXiv:2510.18855, section on IcePop.
     """
 
-    def __call__(self, tokens: SampledTokens) -> Weights:
+    name = "icepop"
+
+    low: float = setting(0.5, "Tokens of a smaller ratio of pi_old to pi_rollout do not train.", min=0.0)
+    high: float = setting(5.0, "Tokens of a larger ratio do not train.", min=0.0)
+
+    def __call__(self, tokens: SampledTokens) -> TokenLoss:
+        import torch
+
         ratio = tokens.log_ratio.exp()
         return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0), {}
 
 
 @dataclass(frozen=True)
-class GeometricRejection(settings.GeometricRejectionSettings):
-    """Rejection of whole responses by their mean log ratio.
+class GeometricRejection(Band):
+    """Responses whose mean ratio of a token is outside a band do not train.
 
         r   = exp(mean_t log(pi_old / pi_rollout))
         w_t = 1     on all tokens of a response where low <= r <= high, else 0
 
-    A response far off is left out as a whole, since a single token of it may have led all later ones astray. The
-    geometric mean does not depend on the length.
+    A single token may have led all later ones astray. The geometric mean does not depend on the length.
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
     Mismatch".
     """
 
-    def __call__(self, tokens: SampledTokens) -> Weights:
+    name = "geometric_rejection"
+
+    low: float = setting(0.99, "Responses of a smaller geometric mean of pi_old over pi_rollout are rejected.", min=0.0)
+    high: float = setting(1.01, "Responses of a larger geometric mean are rejected.", min=0.0)
+
+    def __call__(self, tokens: SampledTokens) -> TokenLoss:
         return _inside(tokens, tokens.sequences.mean(tokens.log_ratio).exp(), low=self.low, high=self.high), {}
 
 
 @dataclass(frozen=True)
-class SequenceRejection(settings.SequenceRejectionSettings):
-    """Rejection, as in `GeometricRejection`, by the ratio of a response's probabilities, which few long ones pass.
+class SequenceRejection(Band):
+    """Responses whose ratio of probabilities is outside a band do not train; few long ones pass.
 
         r = exp(sum_t log(pi_old / pi_rollout))
 
     Source: as of `GeometricRejection`.
     """
 
-    def __call__(self, tokens: SampledTokens) -> Weights:
+    name = "sequence_rejection"
+
+    low: float = setting(0.5, "Responses of a smaller ratio of pi_old to pi_rollout are rejected.", min=0.0)
+    high: float = setting(2.0, "Responses of a larger ratio are rejected.", min=0.0)
+
+    def __call__(self, tokens: SampledTokens) -> TokenLoss:
         return _inside(tokens, tokens.sequences.sum(tokens.log_ratio).exp(), low=self.low, high=self.high), {}
 
 
@@ -134,27 +156,27 @@ def _inside(tokens: SampledTokens, ratios: Tensor, *, low: float, high: float) -
 
 
 @dataclass(frozen=True)
-class OPSM(settings.OPSMSettings):
-    """Off-policy sequence masking: bad responses that the policy has moved away from are left out.
+class OPSM(CorrectionKind):
+    """Responses of negative advantage that the policy has moved away from do not train.
 
         w_t = 0   on all tokens of a response with A_t < 0 and mean_t log(pi_rollout / pi) > delta, else 1
 
-    pi is the policy now, so the distance holds staleness, mismatch and the updates of this step. A model learns from
-    its own mistakes; pushing down a response that it would hardly give any more only disturbs it. Good responses stay.
+    pi is the policy now: pushing down a response that it would hardly give any more only disturbs it.
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, section 3.1.
     """
 
-    def __call__(self, tokens: SampledTokens) -> Weights:
-        distance = tokens.sequences.mean(tokens.of_active(clamped_log_ratio(tokens.rollout_logprobs, tokens.logprobs)))
+    name = "opsm"
+
+    delta: float = setting(
+        0.1, "Largest mean of log(pi_rollout / pi) of a response that trains.", unit="nats per token", above=0.0
+    )
+
+    def __call__(self, tokens: SampledTokens) -> TokenLoss:
+        import torch
+
+        distance = tokens.sequences.mean(tokens.log_distance)
         is_far = tokens.sequences.spread(distance) > self.delta
         return torch.where(is_far & (tokens.advantages < 0), 0.0, torch.ones_like(tokens.advantages)), {}
 
 
-# Called with the settings of the recipe; `mega_rl.config.schema.algorithms.CORRECTIONS` has the same names, and "none".
-CORRECTIONS: dict[str, Callable[..., Correction]] = {
-    "tis": TIS,
-    "icepop": IcePop,
-    "geometric_rejection": GeometricRejection,
-    "sequence_rejection": SequenceRejection,
-    "opsm": OPSM,
-}
+CORRECTIONS = by_name(TIS, IcePop, GeometricRejection, SequenceRejection, OPSM)

@@ -6,15 +6,11 @@ All in float64, from counts and votes alone; no tensor.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
-
-import numpy as np
-import numpy.typing as npt
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
-MOST_SAMPLES = 1024  # of a prompt: C(n, k) of more does not fit a float64
 
 
 @dataclass(frozen=True)
@@ -42,74 +38,30 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_k(votes: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """Return the expected rightness of the answer that most of k samples give, over all sets of k of the n samples.
+    """Return the mean rightness of the answer that most of k samples give, over disjoint sets of k of the n samples.
 
     votes: [n] answer of each sample, None for one without, which takes a place in a set but no part in its vote; right:
     [n] whether the reward calls the sample right. Answers with equally many votes share the set evenly. Where samples
     with one answer are not all right, as a judge may have it, that answer counts with the share that are. A set without
-    a vote is wrong. The sum over sets is exact: over the votes that an answer gets, the sets in which no other answer
-    has more are counted with their ties. Raises ValueError unless 1 <= k <= n <= `MOST_SAMPLES`.
+    a vote is wrong. Raises ValueError unless 1 <= k <= n.
     """
-    n = len(votes)
-    if not (1 <= k <= n <= MOST_SAMPLES) or len(right) != n:
-        raise ValueError(f"maj@{k} of {n} votes, {len(right)} samples: needs 1 <= k <= n <= {MOST_SAMPLES}")
-    tallies: dict[Hashable, list[int]] = {}  # answer -> [votes, right ones]
-    for vote, is_right in zip(votes, right, strict=True):
-        if vote is not None:
-            tally = tallies.setdefault(vote, [0, 0])
-            tally[0] += 1
-            tally[1] += is_right
-    counts = sorted(count for count, _ in tallies.values())
-    silent = n - sum(counts)
+    if not 1 <= k <= len(votes) == len(right):
+        raise ValueError(f"maj@{k} of {len(votes)} votes, {len(right)} samples: needs 1 <= k <= n")
+    given, right_ones = Counter(votes), Counter(vote for vote, is_right in zip(votes, right, strict=True) if is_right)
+    sets = [Counter(votes[first : first + k]) for first in range(0, len(votes) - k + 1, k)]
     total = 0.0
-    for count, num_right in tallies.values():
-        if num_right:
-            others = counts.copy()
-            others.remove(count)
-            total += num_right / count * _wins(count, tuple(others), silent, k)
-    return min(total, 1.0)
-
-
-@cache
-def _wins(count: int, others: tuple[int, ...], silent: int, k: int) -> float:
-    """Return the share of sets of k samples that an answer of `count` votes wins; a tie of t answers counts 1 / t.
-
-    others: votes of each other answer; silent: samples without a vote.
-    """
-    n = count + sum(others) + silent
-    wins = 0.0
-    for own in range(1, min(count, k) + 1):
-        most_ties = k // own - 1  # answers that can have as many votes as this one
-        # ways[t, j]: choices of j samples of other answers, t of which have `own` votes and none more
-        ways = np.zeros((most_ties + 1, k - own + 1))
-        ways[0, 0] = 1.0
-        for other in others:
-            ways = _with_answer(ways, other, own)
-        ways = _with_answer(ways, silent, silent + 1)
-        wins += math.comb(count, own) * float((ways[:, k - own] / (1.0 + np.arange(most_ties + 1))).sum())
-    return wins / math.comb(n, k)
-
-
-def _with_answer(ways: npt.NDArray[np.float64], votes: int, own: int) -> npt.NDArray[np.float64]:
-    """Return the choices when an answer with so many votes joins: at most `own` of them, of which `own` is a tie."""
-    joined = np.zeros_like(ways)
-    room = ways.shape[1]
-    for taken in range(min(votes, own, room - 1) + 1):
-        chosen = math.comb(votes, taken) * ways[:, : room - taken]
-        if taken < own:
-            joined[:, taken:] += chosen
-        else:
-            joined[1:, taken:] += chosen[:-1]
-    return joined
+    for counts in sets:
+        most = max((count for vote, count in counts.items() if vote is not None), default=0)
+        winners = [vote for vote, count in counts.items() if vote is not None and count == most]
+        total += sum(right_ones[vote] / given[vote] for vote in winners) / max(len(winners), 1)
+    return total / len(sets)
 
 
 def mean_with_interval(values: Sequence[float], *, samples: int) -> Estimate:
     """Return the mean of one number in [0, 1] for each prompt, with a 95 % interval; values must not be empty.
 
-    Prompts are the clusters: the samples of one say little of another. The interval is Wilson's with as many trials as
-    the spread between prompts makes it worth, P p (1 - p) / variance (Korn and Graubard 1998, for surveys), at most
-    all samples, P * samples. With one sample each that is P, Wilson's own interval of right prompts. It stays in
-    [0, 1] and has a width where all prompts agree.
+    The interval is Wilson's with as many trials as the spread between prompts makes it worth,
+    P p (1 - p) / variance (Korn and Graubard 1998, for surveys), at most all samples, P * samples.
 
     samples: that stand behind each prompt's number.
     """

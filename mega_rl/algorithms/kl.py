@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 is finite in float32, and so is its square
 K3_LIMIT = 10.0  # nats, of one token's estimate
@@ -44,9 +43,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return q/p - 1 - log(q / p), at most 10: of low variance, never negative, unbiased while no token is cut.
 
-    Without the bound one token whose probability collapsed is the mean: e^20 nats weigh as much as 10^8 tokens. The
-    bound cuts tokens that the reference gives 2.6 nats more than the policy, or 11 less. There the derivative is 0, so
-    a loss takes its gradient from `kl_penalty`; k1 and k2 are not bounded. The field bounds k3 at 10, too.
+    Without the bound one token whose probability collapsed is the mean. Beyond it the derivative is 0, so a loss takes
+    its gradient from `kl_penalty`.
     """
     log_ratio = clamped_log_ratio(ref_logprobs, logprobs)
     estimate = torch.expm1(log_ratio) - log_ratio
@@ -63,10 +61,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, est
         gradient  w * log(p / q) * grad log p       w = min(p / p_old, 10), a constant; log(p / q) within +-20 nats
 
     All tensors share one shape; log_ratio is log(p / p_old), and p_old sampled the tokens. Their mean gradient is that
-    of KL(p || q) at their prefixes: sum p grad(log p) log(p / q) = sum p_old w grad(log p) log(p / q). It is the
-    derivative of sg(w) * k2 and of w * k3 alike (sg: a constant), so k2 and k3 differ in value alone.
-    Derivatives of bare estimators are others: of k1 it is 0 on average, of k3 it is that of KL(q || p). The bounds act
-    on single tokens: one far from the reference is pulled back by 20 nats, not e^20, and never let go.
+    of KL(p || q) at their prefixes, so k2 and k3 differ in value alone. Derivatives of bare estimators are others: of
+    k1 it is 0 on average, of k3 it is that of KL(q || p).
     Source: Tang & Munos 2025, arXiv:2506.09477; docs/decisions.md has the numbers.
     """
     weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)
@@ -98,62 +94,28 @@ def kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, *, token_weights: Tensor)
     return {name: (token_weights * estimate).sum() for name, estimate in estimates.items()}
 
 
-class KLController(Protocol):
-    """Coefficient of the KL penalty, which may follow the observed KL."""
-
-    value: float
-
-    def update(self, kl: float, num_sequences: int) -> None: ...
-
-    def state(self) -> dict[str, float]: ...
-
-    def restore(self, state: Mapping[str, float]) -> None: ...
-
-
 @dataclass
-class FixedKL:
-    """Constant coefficient."""
-
-    value: float
-
-    def update(self, kl: float, num_sequences: int) -> None:
-        """Do nothing: the coefficient is constant."""
-
-    def state(self) -> dict[str, float]:
-        """Return nothing: a resumed run takes the coefficient of its config."""
-        return {}
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Keep the configured coefficient."""
-
-
-@dataclass
-class AdaptiveKL:
-    """Coefficient steered so that the observed KL stays near `target`.
+class KLController:
+    """Coefficient of the KL penalty: constant, or steered so that the observed KL stays near `target`.
 
         error = clip(kl / target - 1, -0.2, 0.2)
         value = value * (1 + error * min(num_sequences / horizon, 1))
 
-    target in nats per token, horizon in sequences. The fraction is capped at 1, so that a batch larger than the horizon
-    changes the coefficient by at most 20 % and can never make it negative.
-    Raises UserError when the initial value is not positive: a product never leaves 0.
+    target in nats per token, horizon in sequences. The cap at 1 keeps the coefficient of a large batch positive.
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
 
     value: float
-    target: float
-    horizon: int
-
-    def __post_init__(self) -> None:
-        for name, number in (("kl_coef", self.value), ("kl_target", self.target), ("kl_horizon", self.horizon)):
-            if not number > 0:
-                raise UserError(f"{name}={number}: the adaptive KL controller needs a number above 0")
+    target: float | None = None  # None: constant
+    horizon: int = 1
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Take the mean KL (nats per token) of a step's `num_sequences` sequences into account.
 
         Raises RunError for a KL that is not finite, which would be the coefficient of every later step.
         """
+        if self.target is None:
+            return
         if not math.isfinite(kl):
             raise RunError(
                 f"kl/ref={kl}: the adaptive KL controller needs a finite KL, so log-probs of the policy or of the "
@@ -164,9 +126,9 @@ class AdaptiveKL:
         self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
 
     def state(self) -> dict[str, float]:
-        """Return the numbers that a checkpoint must hold."""
-        return {"value": self.value}
+        """Return the numbers that a checkpoint must hold; of a constant none, as a resumed run takes its config's."""
+        return {} if self.target is None else {"value": self.value}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue from what `state` returned."""
-        self.value = state["value"]
+        self.value = state.get("value", self.value) if self.target is not None else self.value

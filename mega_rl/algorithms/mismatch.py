@@ -13,19 +13,15 @@ Log ratios, also of whole responses, are bounded by +-20 nats.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import LOG_RATIO_LIMIT
 
-# Lower ends of the histogram's bins in nats, from the second bin on: the first begins at 0, the last has no end. FP32
-# engines of one kind stay below 1e-5, most tokens of bf16 ones below 0.1.
-BIN_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-_NO_TOKENS = (0,) * (len(BIN_EDGES) + 1)
-_NUMBERS = 9  # numbers of a summary before its histogram
-SUMMARY_SIZE = _NUMBERS + len(_NO_TOKENS)
+LARGE = 1.0  # nats
+SUMMARY_SIZE = 10
 IMPORTANCE_SIZE = 15
 
 
@@ -42,7 +38,7 @@ class LogprobMismatch:
     token_id: int = -1
     rollout_logprob: float = 0.0
     trainer_logprob: float = 0.0
-    histogram: tuple[int, ...] = _NO_TOKENS  # tokens in [0, 1e-6), [1e-6, 1e-5), ... [1, inf] nats; see BIN_EDGES
+    large: int = 0  # tokens with a difference of LARGE or more
 
     @property
     def mean(self) -> float:
@@ -51,19 +47,12 @@ class LogprobMismatch:
 
     @property
     def share_of_large(self) -> float:
-        """Return the share of tokens with a difference of `BIN_EDGES[-1]` = 1 nat or more; 0 without tokens."""
-        return self.histogram[-1] / self.count if self.count else 0.0
+        """Return the share of tokens with a difference of `LARGE` or more; 0 without tokens."""
+        return self.large / self.count if self.count else 0.0
 
     def metrics(self, name: str = "rollout/logprob_diff") -> dict[str, float]:
-        """Return `<name>_max`, `<name>_mean`, and the histogram as the share of tokens in each bin.
-
-        The bins are `<name>_share_below_1e-06`, `<name>_share_from_1e-06`, ... `<name>_share_from_1e+00`, each up to
-        the next one's lower end.
-        """
-        bins = [f"below_{BIN_EDGES[0]:.0e}", *(f"from_{edge:.0e}" for edge in BIN_EDGES)]
-        tokens = max(self.count, 1)
-        shares = {f"{name}_share_{label}": n / tokens for label, n in zip(bins, self.histogram, strict=True)}
-        return {f"{name}_max": self.max, f"{name}_mean": self.mean} | shares
+        """Return `<name>_max`, `<name>_mean` and `<name>_large_fraction`."""
+        return {f"{name}_max": self.max, f"{name}_mean": self.mean, f"{name}_large_fraction": self.share_of_large}
 
     def describe_worst(self) -> str:
         """Describe the worst token, for the message that stops a run."""
@@ -79,9 +68,7 @@ class LogprobMismatch:
         The elementwise sum over the ranks is what `combine` takes: one collective for everything.
         """
         packed = torch.zeros(size, SUMMARY_SIZE, dtype=torch.float64)
-        values = (self.sum, self.count, self.max, self.prompt_index, self.sample_index, self.position, self.token_id)
-        logprobs = self.rollout_logprob, self.trainer_logprob
-        packed[rank] = torch.tensor([*values, *logprobs, *self.histogram], dtype=torch.float64)
+        packed[rank] = torch.tensor(astuple(self), dtype=torch.float64)
         return packed
 
 
@@ -116,15 +103,8 @@ def logprob_mismatch(
         token_id=int(tokens[row, column]),
         rollout_logprob=float(rollout_logprobs[row, column]),
         trainer_logprob=float(trainer_logprobs[row, column]),
-        histogram=_histogram(difference),
+        large=int((difference >= LARGE).sum()),
     )
-
-
-def _histogram(difference: Tensor) -> tuple[int, ...]:
-    """Return the number of tokens in each bin; difference: [N] float64, may be infinite."""
-    edges = torch.tensor(BIN_EDGES, dtype=torch.float64, device=difference.device)
-    bins = torch.bucketize(difference, edges, right=True)
-    return tuple(torch.bincount(bins, minlength=len(_NO_TOKENS)).tolist())
 
 
 def combine(packed: Tensor) -> LogprobMismatch:
@@ -133,24 +113,19 @@ def combine(packed: Tensor) -> LogprobMismatch:
     packed: [ranks, SUMMARY_SIZE] float64, the sum over ranks of what each one's `LogprobMismatch.pack` returned. Equal
     worst differences are settled by (prompt, sample, position), so it does not matter which rank held which row.
     """
-    rows = [_unpack(values) for values in packed.tolist()]
+    empty = LogprobMismatch(sum=0.0, count=0, max=0.0)
+    kinds = [type(value) for value in astuple(empty)]
+    rows = [LogprobMismatch(*(kind(value) for kind, value in zip(kinds, own, strict=True))) for own in packed.tolist()]
     filled = [row for row in rows if row.count]
     if not filled:
-        return LogprobMismatch(sum=0.0, count=0, max=0.0)
+        return empty
     worst = min(filled, key=lambda row: (-row.max, row.prompt_index, row.sample_index, row.position))
     return replace(
         worst,
         sum=sum(row.sum for row in filled),
         count=sum(row.count for row in filled),
-        histogram=tuple(sum(bin_counts) for bin_counts in zip(*(row.histogram for row in filled), strict=True)),
+        large=sum(row.large for row in filled),
     )
-
-
-def _unpack(values: list[float]) -> LogprobMismatch:
-    total, count, largest, prompt_index, sample_index, position, token_id, rollout, trainer = values[:_NUMBERS]
-    place = int(prompt_index), int(sample_index), int(position), int(token_id)
-    histogram = tuple(int(tokens) for tokens in values[_NUMBERS:])
-    return LogprobMismatch(total, int(count), largest, *place, rollout, trainer, histogram)
 
 
 def importance_summary(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:

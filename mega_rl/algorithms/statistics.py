@@ -42,17 +42,10 @@ def global_moments(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = id
     return Moments(count=count, mean=mean, variance=variance)
 
 
-def whiten(
-    x: Tensor,
-    mask: Tensor,
-    *,
-    sum_over_ranks: SumOverRanks = identity,
-    shift_mean: bool = True,
-    eps: float = 1e-8,
-) -> Tensor:
-    """Return `x` with mean 0 (unless `shift_mean` is false) and variance 1 over the global batch; 0 off the mask.
+def whiten(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = identity, eps: float = 1e-8) -> Tensor:
+    """Return `x` with mean 0 and variance 1 over the global batch; 0 off the mask.
 
-        y = (x - mean) / sqrt(variance + eps)   [+ mean]
+        y = (x - mean) / sqrt(variance + eps)
 
     x [B, S] float32, mask [B, S] bool -> [B, S] float32. The variance is the population's (divided by the count): the
     tokens at hand are the whole batch, not a sample of one, and a batch of one token gives 0 instead of 0/0. N ranks
@@ -61,6 +54,4 @@ def whiten(
     """
     moments = global_moments(x, mask, sum_over_ranks=sum_over_ranks)
     y = (x.double() - moments.mean) * torch.rsqrt(moments.variance + eps)
-    if not shift_mean:
-        y = y + moments.mean
     return torch.where(mask, y, 0.0).to(torch.float32)

@@ -32,7 +32,12 @@ from mega_rl.untrusted import read_file
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"  # folder of a run folder
+CHECKPOINTS, PREVIOUS = "checkpoints", "previous"  # folders of a run folder
+# Files that a run writes next to its checkpoints, except logs of servers, which may be open already.
+RECORDS = (
+    *("config.yaml", "curves.png", "hf", "metrics.jsonl", "records", "rollouts", "summary.json", "tensorboard"),
+    *("mlruns", "swanlog", "trackers", "wandb"),
+)
 LATEST_FILE = "latest"
 _STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,11})")
 _HIDDEN = re.compile(r"\.(step_[0-9]{6,12})\.(tmp|old|removed)")
@@ -99,12 +104,12 @@ def begin(root: Path, step: int) -> Path:
     return folder
 
 
-def publish(root: Path, step: int, manifest: Manifest) -> Path:
-    """Publish the shards in `temporary(root, step)` as a checkpoint; return its folder.
+def publish(root: Path, manifest: Manifest) -> Path:
+    """Publish the shards in the temporary folder of a step as a checkpoint; return its folder.
 
     Replaces an earlier checkpoint of that step. Raises SaveError.
     """
-    work, target = temporary(root, step), final(root, step)
+    work, target = temporary(root, manifest.step), final(root, manifest.step)
     text = manifest_text(manifest)
     disk.write_text(work / MANIFEST_FILE, text)
     disk.write_text(work / COMMIT_FILE, commit_text(text.encode()))
@@ -129,18 +134,15 @@ def recover(root: Path) -> None:
             disk.sync_folder(root)
 
 
-def surplus(
-    root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str, verified: bool = False
-) -> list[tuple[Path, str]]:
+def surplus(root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str) -> list[tuple[Path, str]]:
     """Return (folder, reason) of checkpoints to remove now that `newest_step` is the run's newest.
 
     Keeps the newest `keep`, those whose step is a multiple of `keep_interval` (0: none), and the one with the largest
-    value of the metric `keep_best` ("": none). When the newest one lacks shards, keeps all, unless the caller has
-    `verified` that one of those kept is whole.
+    value of the metric `keep_best` ("": none). When the newest one lacks shards, keeps all.
     """
     whole, others = _survey(root)
     newest = final(root, newest_step)
-    if not verified and (newest not in whole or size_faults(newest)):
+    if newest not in whole or size_faults(newest):
         log.warning("%s is not complete: no other checkpoint is removed", newest)
         return []
     kept = {newest, *whole[max(0, len(whole) - keep) :]}
@@ -152,6 +154,41 @@ def surplus(
     kept |= {max(values)[2]} if values else set()  # the later one of equal values
     remains = [(folder, why) for folder, why in others if folder.is_dir() and not folder.is_symlink()]
     return [*remains, *((folder, "older than those to keep") for folder in whole if folder not in kept)]
+
+
+def begin_history(run_dir: Path, restored: Path | None, *, step_in_memory: int | None = None) -> None:
+    """Move to `previous/001` the files of another history than the one that continues from checkpoint `restored`.
+
+    If that is a checkpoint of this folder, or in the run's memory, moves only later checkpoints; else all files of an
+    earlier run. Oldest checkpoints first, so the newest is in one of the two places if the process is killed. The
+    caller holds the run's lock. Raises SaveError.
+    """
+    root = run_dir.absolute() / CHECKPOINTS
+    own = restored is not None and restored.resolve().parent == root.resolve()
+    first = step_of(restored) if restored is not None and own else -1 if step_in_memory is None else step_in_memory
+    steps = sorted(filter(is_step_folder, entries(root)), key=step_of)
+    files = [path for path in steps if step_of(path) > first]
+    if first < 0:
+        records = [run_dir / name for name in RECORDS if _holds_something(run_dir / name)]
+        files += records if files or any(record.name != "config.yaml" for record in records) else []
+    if not files:
+        return
+    target = run_dir / PREVIOUS / f"{1 + len(entries(run_dir / PREVIOUS)):03d}"
+    for file in files:
+        moved = target / file.absolute().relative_to(run_dir.absolute())
+        disk.make_folder(moved.parent)
+        disk.rename(file, moved)
+    disk.sync_folder(root)
+    disk.sync_folder(run_dir)
+    if restored is not None and own:
+        disk.replace_text(root / LATEST_FILE, f"{restored.name}\n")
+    words = ", ".join(file.name for file in files)
+    log.warning("%s held files of an earlier run (%s): moved to %s", run_dir, words, target)
+
+
+def _holds_something(path: Path) -> bool:
+    """Return whether a file or folder exists and is not empty."""
+    return any(entries(path)) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 
 def remove(folders: Sequence[Path]) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mega_rl.config.keys import TAGGED, flattened
 from mega_rl.converters.safetensors.reader import CheckpointReader
@@ -25,21 +25,6 @@ from mega_rl.types import JsonObject
 FILES = "data_files"  # record next to the identity that explains a mismatch; not compared
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 _SAMPLED_TENSORS, _SAMPLE_BYTES = 64, 4096
-# Settings of output, places, waiting times and machines, which do not change the numbers of a run.
-_WITHOUT_EFFECT = (
-    "checkpoint.", "metrics.", "engine.fsdp.", "trainer.run_dir", "trainer.timeout_s", "trainer.deterministic",
-    "trainer.device", "trainer.microbatch.", "trainer.profile.", "trainer.val_interval", "model.path",
-    "model.recompute", "model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation",
-    "rollout.hf.", "rollout.sglang.", "rollout.bucket_mib", "rollout.verify_interval", "rollout.mismatch.",
-    "data.source", "data.stream.timeout_s", "data.train_files", "data.val_files",
-    "reward.source.url", "reward.source.key_file", "reward.source.retries", "reward.source.batch_size",
-    "reward.source.concurrency", "reward.source.attn_implementation",
-)  # fmt: skip
-# The only settings of engine.megatron that change the numbers.
-_WITH_EFFECT = (
-    "engine.megatron.moe.", "engine.megatron.optimizer.precision_aware", "engine.megatron.optimizer.moment_dtype",
-)  # fmt: skip
-_SCHEDULE = "optim.schedule"
 
 
 def run_identity(
@@ -62,8 +47,7 @@ def run_identity(
 def model_identity(folder: Path) -> str:
     """Return the identity of a checkpoint folder by content; reads at most 256 KiB.
 
-    Raises:
-        UserError: config.json or the weights cannot be read.
+    Raises UserError: config.json or the weights cannot be read.
     """
     config = {k: v for k, v in read_json_object(folder / "config.json").items() if k not in _NOT_OF_THE_MODEL}
     with CheckpointReader(folder) as reader:
@@ -106,21 +90,14 @@ def differences(
     for key, value in current.items():
         if key == FILES or stored.get(key) == value:
             continue
-        before, path = (_model_path(each) for each in (stored_config, config))
-        if key == "model" and before and before == path:
-            mismatches.append(f"model.path: {path!r} holds another model now, by config.json or its weights")
-        elif key == "model" and before and path:
-            mismatches.append(f"model.path: {before!r} -> {path!r}, whose config.json or weights differ")
+        if key == "model":
+            before, now = (config.get("model", {}).get("path", "") for config in (stored_config, config))
+            mismatches.append(f"model.path: {before!r} -> {now!r}, whose config.json or weights differ")
         elif key == "data":
             mismatches.append(_data_difference(stored.get(FILES), current.get(FILES), stored_config, config))
         else:
             mismatches.append(f"{key}: {stored.get(key)!r} -> {value!r}")
     return mismatches
-
-
-def _model_path(config: Mapping[str, Any]) -> str:
-    model = config.get("model")
-    return str(model.get("path") or "") if isinstance(model, dict) else ""
 
 
 def _data_difference(stored: Any, current: Any, stored_config: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -131,25 +108,17 @@ def _data_difference(stored: Any, current: Any, stored_config: Mapping[str, Any]
     for name in (name for name in now if name in before and now[name] != before[name]):
         old, new = (record[0] for record in (before[name], now[name]))
         words.append(f"{name} has changed" + (f" ({old:,} -> {new:,} bytes)" if old != new else ""))
-    sections = [{"data": each.get("data", {})} for each in (stored_config, config)]
-    words += [in_words([change]) for change in changes(*sections) if not change.key.endswith("_files")]
+    others = {"train_files": None, "val_files": None}
+    sections = [{"data": {**each.get("data", {}), **others}} for each in (stored_config, config)]
+    words += filter(None, [changes(*sections)])
     if not words:
         words = [] if before else [f"the files are {', '.join(now) or 'unknown'}"]
         words.append("the same files give other prompts: by the tokenizer, or this version's reading of them")
     return f"training prompts: {'; '.join(words)}"
 
 
-class Change(NamedTuple):
-    """A setting with its value in the checkpoint and the one of this run."""
-
-    key: str
-    before: Any
-    now: Any
-    matters: bool  # whether the run now computes something else
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the settings that differ between two resolved configs.
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the settings that differ between two resolved configs: "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8".
 
     Ignores settings that only one of them has, except settings of a user's class that both choose.
     """
@@ -159,25 +128,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
             section = key.rpartition(".")[0]
             if section in TAGGED and other.get(f"{section}.name") == one.get(f"{section}.name"):
                 other[key] = None
-    constant = all(config.get(_SCHEDULE, "constant") == "constant" for config in (old, new))
-    return [
-        Change(key, old[key], new[key], _matters(key, constant_rate=constant))
-        for key in new
-        if key in old and _plain(old[key]) != _plain(new[key])
-    ]
-
-
-def in_words(changed: Sequence[Change]) -> str:
-    """Return "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8"."""
-    return ", ".join(f"{change.key} {_shown(change.before)} -> {_shown(change.now)}" for change in changed)
-
-
-def _matters(key: str, *, constant_rate: bool) -> bool:
-    if key == "trainer.steps":
-        return not constant_rate  # the schedule ends with the run
-    if key.startswith("engine.megatron."):
-        return key.startswith(_WITH_EFFECT)
-    return not key.startswith(_WITHOUT_EFFECT)
+    differing = [key for key in new if key in old and _plain(old[key]) != _plain(new[key])]
+    return ", ".join(f"{key} {_shown(old[key])} -> {_shown(new[key])}" for key in differing)
 
 
 def _plain(value: Any) -> Any:

@@ -1,15 +1,15 @@
-"""`mega-rl checkpoint list | verify | prune | memory`: checkpoints on disk and in memory.
+"""`mega-rl checkpoint list | verify | prune`: checkpoints of a run.
 
 Each function prints and returns the exit code: 0, or 1 when a checkpoint is damaged. Raises UserError for a mistake of
-the user. Only `verify` and `prune` read data, and import torch.
+the user. Only `verify` reads data, and imports torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,8 @@ import typer
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.folders import CHECKPOINTS
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE, MANIFEST_FILE
-from mega_rl.checkpoint.lock import LOCK_FILE, RunLock
-from mega_rl.checkpoint.memory import place
-from mega_rl.checkpoint.previous import previous_runs
-from mega_rl.disk import lock_file
-from mega_rl.errors import UserError, UserErrors, in_units
-from mega_rl.untrusted import shorten
+from mega_rl.checkpoint.lock import RunLock
+from mega_rl.errors import UserError, in_units
 
 EXIT_DAMAGED = 1
 
@@ -37,17 +33,12 @@ def list_checkpoints(run: Path, *, metric: str = "", as_json: bool = False) -> i
     root = _root_of(run if one is None else one.parent)
     rows = [_described(folder, metric) for folder in folders.complete(root) if one in (None, folder)]
     rows += [_unusable(path, why) for path, why in folders.torn(root) if one in (None, path)]
-    earlier = previous_runs(root.parent) if one is None else []
     if as_json:
-        aside = [str(folder) for folder in earlier]
-        typer.echo(json.dumps({"root": str(root), "checkpoints": rows, "previous": aside}))
+        typer.echo(json.dumps({"root": str(root), "checkpoints": rows}))
     elif rows:
         _print_table(rows)
     else:
         typer.echo(f"{root}: no checkpoints")
-    for folder in earlier if not as_json else ():
-        steps = [str(folders.step_of(checkpoint)) for checkpoint in folders.complete(folder / CHECKPOINTS)]
-        typer.echo(f"an earlier run is in {folder}: checkpoints of steps {', '.join(steps) or 'none'}")
     return EXIT_DAMAGED if any(row["state"] == "damaged" for row in rows) else 0
 
 
@@ -91,124 +82,33 @@ def prune(
 ) -> int:
     """Remove checkpoints as training with these settings would, and remains of torn saves.
 
-    Reads every byte of the newest checkpoints until `keep` are whole; damaged ones among them stay. Raises UserError
-    when none is whole, or when a run writes there.
+    Removes nothing if files of the newest are missing or short. Raises UserError when a run writes there.
     """
     root = _root_of(run)
     for name, value, least in (("--keep", keep, 1), ("--keep-interval", keep_interval, 0)):
         if value < least:
             raise UserError(f"{name}={value}: must be at least {least}")
-    if dry_run:
-        surplus, damaged = _surplus(root, keep, keep_interval, keep_best)
-    else:
-        with RunLock(root, what=str(run), fix="stop it first, or use --dry-run"):
-            surplus, damaged = _surplus(root, keep, keep_interval, keep_best)
+    with nullcontext() if dry_run else RunLock(root, what=str(run), fix="stop it first, or use --dry-run"):
+        complete = folders.complete(root)
+        if not complete or (faults := folders.size_faults(complete[-1])):
+            why = f"the newest checkpoint is damaged: {faults[0]}" if complete else "holds no complete checkpoint"
+            raise UserError(f"{root}: {why}; nothing is removed: remove folders by hand")
+        metrics = {name for folder in complete for name in folders.read_manifest(folder).metrics}
+        if keep_best and keep_best not in metrics:
+            raise UserError(f"--keep-best={keep_best}: no checkpoint has this metric; they have {sorted(metrics)}")
+        newest = folders.step_of(complete[-1])
+        surplus = folders.surplus(root, newest_step=newest, keep=keep, keep_interval=keep_interval, keep_best=keep_best)
+        if not dry_run:
             folders.remove([path for path, _ in surplus])
     gone = {path for path, _ in surplus}
-    kept = [str(folder) for folder in folders.complete(root) if folder not in gone and folder not in damaged]
+    kept = [str(folder) for folder in complete if folder not in gone]
     if as_json:
         removed = [{"path": str(path), "reason": why} for path, why in surplus]
-        left = [{"path": str(path), "faults": faults} for path, faults in damaged.items()]
-        typer.echo(json.dumps({"removed": removed, "kept": kept, "damaged": left, "dry_run": dry_run}))
+        typer.echo(json.dumps({"removed": removed, "kept": kept, "dry_run": dry_run}))
         return 0
     lines = [f"{'would remove' if dry_run else 'removed'} {path}: {why}" for path, why in surplus]
-    lines += [f"{path}: damaged, not counted and left there: {faults[0]}" for path, faults in damaged.items()]
     typer.echo("\n".join([*lines, f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}"]))
     return 0
-
-
-def list_memory(run: Path | None, *, remove: bool = False, as_json: bool = False, shm: Path = place.SHM) -> int:
-    """Show or remove the checkpoints of one or all runs in this host's memory.
-
-    Removes nothing that a run uses, by its lock. Raises UserError for a folder that other users may enter.
-    """
-    if why := place.unusable(place.user_folder(shm) / "run"):
-        raise UserError(f"{why}; it is not read, ask who made it")
-    rows, lines = [], []
-    for folder in place.folders_of_runs(shm):
-        run_dir = place.run_dir_of(folder)
-        if run is not None and run_dir != os.path.realpath(run):
-            continue
-        with _unused(run_dir) as unused:
-            state = "in use" if not unused else "removed" if remove else "left"
-            steps = [folders.step_of(path) for path in folders.complete(folder)]
-            nbytes = _bytes_of(folder)
-            if remove and unused:
-                place.remove(folder)
-        rows.append({"path": str(folder), "run": run_dir, "steps": steps, "bytes": nbytes, "state": state})
-        named, of = ", ".join(map(str, steps)) or "none", shorten(run_dir) or "an unknown run"
-        lines.append(f"{folder}: of {of}: steps {named}, {in_units(nbytes)}: {state}")
-    lines = lines or [f"{place.user_folder(shm)}: no checkpoints in memory"]
-    typer.echo(json.dumps({"memory": rows}) if as_json else "\n".join(lines))
-    return 0
-
-
-@contextmanager
-def _unused(run_dir: str) -> Iterator[bool]:
-    """Yield whether no run has the lock of a run folder; meanwhile none can take it."""
-    path = Path(run_dir) / CHECKPOINTS / LOCK_FILE
-    if not run_dir or not os.path.lexists(path):
-        yield True
-        return
-    try:
-        fd = lock_file(path)
-    except OSError:  # held, or not readable, so it may be held
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(fd)
-
-
-def _bytes_of(folder: Path) -> int:
-    """Return the memory that the files of a folder take: of sparse files the written part."""
-    nbytes = 0
-    for parent, names, files in os.walk(folder):
-        for name in (*names, *files):
-            with suppress(OSError):  # a run in use removes files meanwhile
-                nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
-    return nbytes
-
-
-def _surplus(
-    root: Path, keep: int, keep_interval: int, keep_best: str
-) -> tuple[list[tuple[Path, str]], dict[Path, list[str]]]:
-    """Return (folder, reason) of checkpoints to remove, and faults of damaged ones that stay.
-
-    Reads every byte of the newest until `keep` of them are whole. Raises UserError or UserErrors.
-    """
-    complete = folders.complete(root)
-    if not complete:
-        raise UserError(f"{root}: holds no complete checkpoint, so nothing is removed; remove folders by hand")
-    metrics: set[str] = set()
-    for folder in complete if keep_best else ():
-        with suppress(UserError):  # reported below
-            metrics.update(folders.read_manifest(folder).metrics)
-    if keep_best and keep_best not in metrics:
-        raise UserError(f"--keep-best={keep_best}: no checkpoint has this metric; see mega-rl checkpoint list --json")
-    damaged: dict[Path, list[str]] = {}
-    num_whole = 0
-    for folder in reversed(complete):
-        if num_whole == keep:
-            break
-        faults = _verified(folder)["faults"]
-        if faults:
-            damaged[folder] = faults
-        else:
-            num_whole += 1
-    if not num_whole:
-        problems = [fault for faults in damaged.values() for fault in faults[:1]]
-        raise UserErrors([*problems, f"{root}: every checkpoint is damaged, so nothing is removed"])
-    surplus = folders.surplus(
-        root,
-        newest_step=folders.step_of(complete[-1]),
-        keep=keep + len(damaged),
-        keep_interval=keep_interval,
-        keep_best=keep_best,
-        verified=True,
-    )
-    return surplus, damaged
 
 
 def checkpoints_of(path: Path) -> list[Path]:

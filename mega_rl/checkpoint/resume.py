@@ -19,8 +19,7 @@ from torch import Tensor
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE, Manifest
 from mega_rl.checkpoint.format.reader import Checkpoint, PieceCopy, StoredPiece
-from mega_rl.checkpoint.identity import changes, differences, in_words
-from mega_rl.checkpoint.previous import PREVIOUS
+from mega_rl.checkpoint.identity import changes, differences
 from mega_rl.checkpoint.run_state import ORDER, RunState, rank_prefix
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, DTYPES
@@ -35,7 +34,7 @@ from mega_rl.untrusted import limited
 log = logging.getLogger(__name__)
 
 RESUME_HINT = "set checkpoint.fallback=true to resume from an older checkpoint, or checkpoint.resume to another one"
-NEW_RUN_HINT = f"set checkpoint.resume=never to start anew (old files are kept, in {PREVIOUS}/)"
+NEW_RUN_HINT = "set checkpoint.resume=never to start anew (old files are kept, in previous/)"
 
 # Fetches the bytes that the pieces need and this host lacks, before they are read; collective.
 Fetch = Callable[[Checkpoint, Sequence[Piece]], None]
@@ -48,8 +47,7 @@ class DamagedError(UserError):
 def resume(root: Path, run: RunState, settings: CheckpointConfig) -> tuple[Path, Manifest] | None:
     """Fill engines and rank states from a checkpoint and return it; None to start afresh; collective.
 
-    Raises:
-        UserError: on all ranks; the engines are unchanged.
+    Raises UserError: on all ranks; the engines are unchanged.
     """
     first: DamagedError | None = None
     for name in run_on_one(lambda: [str(folder) for folder in _candidates(root, settings)], run.ranks):
@@ -97,9 +95,8 @@ def _candidates(root: Path, settings: CheckpointConfig) -> list[Path]:
 def restore_from(folder: Path, run: RunState, *, fetch: Fetch | None = None) -> Manifest:
     """Fill engines and rank states from one checkpoint; collective.
 
-    Raises:
-        DamagedError: on all ranks; another checkpoint may be usable. The engines are unchanged.
-        UserError: on all ranks; it is of another run.
+    Raises DamagedError: on all ranks; another checkpoint may be usable. The engines are unchanged; UserError: on all
+    ranks; it is of another run.
     """
     ranks = run.ranks
     opened: list[Checkpoint] = []
@@ -154,17 +151,8 @@ def _check_run(folder: Path, manifest: Manifest, run: RunState) -> None:
 
 def report_changes(manifest: Manifest, config: Mapping[str, Any]) -> None:
     """Log the settings that differ from those of the checkpoint's run."""
-    changed = changes(manifest.config, config)
-    mattering = [change for change in changed if change.matters]
-    others = [change for change in changed if not change.matters]
-    if mattering:
-        log.warning(
-            "settings differ from the checkpoint's: %s; the run continues with the new ones, so it is not the run that "
-            "never stopped",
-            in_words(mattering),
-        )
-    if others:
-        log.info("settings differ from the checkpoint's: %s", in_words(others))
+    if changed := changes(manifest.config, config):
+        log.warning("settings differ from the checkpoint's: %s; the run continues with the new ones", changed)
 
 
 _ANOTHER_MODEL = (
@@ -183,8 +171,7 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
     verified theirs. The first dimension of a resizable tensor may differ from the stored one: elements beyond stay as
     they are. `whole`: every tensor of the checkpoint must have a place.
 
-    Raises:
-        UserErrors: the same on all ranks: names that are missing or left over, other shapes or dtypes, damaged data.
+    Raises UserErrors: the same on all ranks: names that are missing or left over, other shapes or dtypes, damaged data.
     """
     copies, problems = plan(checkpoint, pieces)
     if whole:

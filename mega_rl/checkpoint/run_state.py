@@ -52,8 +52,7 @@ class RandomState:
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Set the random states; None keeps those that the run's seed has set.
 
-        Raises:
-            UserError: the states are of other generators than this run has.
+        Raises UserError: the states are of other generators than this run has.
         """
         if tensors is None:
             return

@@ -7,21 +7,20 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from mega_rl import disk
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.format.manifest import Manifest
-from mega_rl.checkpoint.format.shards import shard_name
+from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, now
+from mega_rl.checkpoint.format.shards import ShardRecord, shard_name
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
-from mega_rl.checkpoint.previous import begin_history
 from mega_rl.checkpoint.resume import resume
 from mega_rl.checkpoint.run_state import RunState
-from mega_rl.checkpoint.saving.job import Publication, SaveJob
-from mega_rl.checkpoint.saving.writing import BackgroundWriter, InlineWriter, Writing
+from mega_rl.checkpoint.saving import SaveJob, Writer
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.engines.base import ModelEngine
@@ -79,7 +78,7 @@ class RunCheckpoints:
         self._lock: RunLock | None = None
         self._restored: Path | None = None  # the checkpoint on disk that the run resumed from
         self._restored_step: int | None = None  # step of the checkpoint in memory that the run resumed from
-        self._writing: Writing = BackgroundWriter() if settings.async_save else InlineWriter()
+        self._writing = Writer(copies=settings.async_save)
         self._current: _Save | None = None
         self._failed_saves = 0
         self._lost = ""  # message of the last save, if it failed
@@ -127,8 +126,7 @@ class RunCheckpoints:
 
         Waits for a pending save first. `metrics`: of the step; finite ones go into the manifest.
 
-        Raises:
-            RunError: on all ranks, when this save or the one before failed and `on_error` is stop.
+        Raises RunError: on all ranks, when this save or the one before failed and `on_error` is stop.
         """
         begin = time.monotonic()
         self.finish()
@@ -137,15 +135,12 @@ class RunCheckpoints:
         sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
         sizes[rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
         counts, sizes_of = self._ranks.sum(sizes).unbind(1)
-        publication = None
+        job = SaveJob(folders.temporary(self._root, step), shard_name(rank), settings.timeout_s)
         if rank == 0:
-            shards = tuple(shard_name(other) for other in range(self._ranks.size) if counts[other])
-            retention = {name: getattr(settings, name) for name in ("keep", "keep_interval", "keep_best")}
+            shards = [shard_name(other) for other in range(self._ranks.size) if counts[other]]
             record = self._run.record(step, state, metrics or {}, numbers)
-            publication = Publication(str(self._root), step, shards, record, retention)
-        folder = folders.temporary(self._root, step)
-        job = SaveJob(str(folder), shard_name(rank), (), settings.timeout_s, publication)
-        works = bool(pieces) or publication is not None
+            job = job._replace(shards=shards, publish=partial(_publish, self._root, settings, record))
+        works = bool(pieces) or rank == 0
         save = self._current = _Save(step, begin, int(sizes_of.sum()), done=not works)
         failure = failure_of(lambda: self._make_room(save), self._ranks)
         if failure is None:
@@ -206,9 +201,8 @@ class RunCheckpoints:
 
         With `resume=auto` a checkpoint in the hosts' memory is preferred if its step is later than all on disk.
 
-        Raises:
-            UserError: on all ranks: the checkpoint is damaged or not complete, or is of a run with another identity or
-                other models.
+        Raises UserError: on all ranks: the checkpoint is damaged or not complete, or is of a run with another identity
+        or other models.
         """
         if self._settings.resume == "auto":
             newest = run_on_one(lambda: _newest_step(self._root), self._ranks)
@@ -232,7 +226,7 @@ class RunCheckpoints:
 
         def move() -> None:
             if self._ranks.rank == 0:
-                begin_history(run_dir, self._restored, step_in_memory=self._restored_step)
+                folders.begin_history(run_dir, self._restored, step_in_memory=self._restored_step)
 
         failure = failure_of(move, self._ranks)
         if failure is not None:
@@ -298,6 +292,23 @@ class RunCheckpoints:
             log.error("%s; training continues", text)
 
 
+def _publish(
+    root: Path,
+    settings: CheckpointConfig,
+    record: JsonObject,
+    tensors: dict[str, WholeTensor],
+    shards: tuple[ShardRecord, ...],
+) -> list[str]:
+    """Publish a checkpoint, then remove old ones; return the problems of the removal."""
+    folders.publish(root, Manifest(**record, saved_at=now(), tensors=tensors, shards=shards))
+    kept = {name: getattr(settings, name) for name in ("keep", "keep_interval", "keep_best")}
+    try:
+        folders.remove([path for path, _ in folders.surplus(root, newest_step=record["step"], **kept)])
+    except (SaveError, UserError) as error:
+        return [f"old checkpoints could not be removed: {error}"]
+    return []
+
+
 def _newest_step(root: Path) -> int:
     """Return the newest step on disk that is or was complete, else -1."""
     try:
@@ -320,8 +331,7 @@ class HfExports:
     def __call__(self, done: int) -> None:
         """Write the weights after `done` steps; collective.
 
-        Raises:
-            RunError: on all ranks, when it failed and `on_error` is stop.
+        Raises RunError: on all ranks, when it failed and `on_error` is stop.
         """
         folder = self.root / f"step_{done:06d}"
         message = failure_of(lambda: self.engine.save_hf(folder, source=self.source), self.ranks)

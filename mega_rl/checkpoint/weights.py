@@ -30,8 +30,7 @@ def open_weights(folder: Path, *, role: str, reference: Path) -> WeightFiles:
 
     `reference`: folder of the Hugging Face checkpoint that the model came from; its config.json is read.
 
-    Raises:
-        UserError: the checkpoint is damaged, has no such model, or the model is not that of `reference`.
+    Raises UserError: the checkpoint is damaged, has no such model, or the model is not that of `reference`.
     """
     prefix = f"{role}/weights/"
     stored = RunCheckpoint.open(folder)

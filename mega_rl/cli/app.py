@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -32,7 +31,7 @@ OTHER_RANKS_WAIT_S = 5.0
 _COMMANDS = (
     Later("Start", "quickstart", "quickstart.run:quickstart",
           "Train a tiny model to add with PPO, or on word problems with GRPO, in a few minutes on two cores."),
-    Later("Start", "recipes", "recipes:app", "List, show and copy the recipes that come with the package."),
+    Later("Start", "recipes", "recipes:app", "List and show the recipes that come with the package."),
     Later("Start", "data", "data.commands:app", "Write the rows of a problem set, or show the prompts of a recipe."),
     Later("Train", "train", "train:train", "Train a policy with the settings of a recipe and of the command line."),
     Later("Train", "eval", "train:evaluate",
@@ -40,7 +39,6 @@ _COMMANDS = (
     Later("Train", "checkpoint", "checkpoint:app", "List, verify, export and remove the checkpoints of a run."),
     Later("Look", "report", "look:report",
           "Write curves, warnings, times, settings and samples of runs as one HTML file that needs no network."),
-    Later("Look", "view", "look:view", "Show live runs as a page on this machine, from their files only."),
     Later("Look", "plot", "look:plot", "Draw the curves of a run, or of several runs in the same panels."),
     Later("Check", "doctor", "look:doctor",
           "List versions, devices and optional packages, and what is used where one is missing."),
@@ -100,7 +98,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
     except typer.BadParameter as error:
         return _report([f"{error.format_message()}; see {prog_name} --help"])
     except typer.TyperException as error:
-        return _report([f"{_in_words(error)}; see {prog_name} --help"])
+        return _report([f"{error}; see {prog_name} --help"])
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except Exception as error:
@@ -126,12 +124,6 @@ def _end_of_run(error: Exception) -> int | None:
     return _report([problem], code=RunError.exit_code) if problem else None
 
 
-def _in_words(error: typer.TyperException) -> str:
-    """Return an error of the command line; for a setting with dashes, the form without them."""
-    option = re.search(r"--([a-z_]+(?:\.\w+)+)", str(error))
-    return f"settings have no dashes: write {option[1]}=VALUE" if option else str(error)
-
-
 def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
     progress.close()
     rank = os.environ.get("RANK", "0")
@@ -148,11 +140,6 @@ def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
 
 def entry_point(arguments: Sequence[str] | None = None) -> None:
     """Run the command line as a program, which ends with its exit code."""
-    if None in (sys.stdin, sys.stdout, sys.stderr):
-        # The caller has closed streams, whose numbers the next file would get: start again with /dev/null for them.
-        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-            os.set_inheritable(descriptor, True)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     codes = [1]  # exit code for a traceback
     atexit.register(_end, codes)  # the first to be registered is the last to be called
     try:
@@ -164,11 +151,7 @@ def entry_point(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end(codes: Sequence[int]) -> None:
-    """End the program with the last code, without the interpreter's teardown.
-
-    The teardown would walk half a million objects of PyTorch and Megatron-Core, a silent two seconds after the last
-    line, and destroy groups, streams and extension modules in an order that their libraries do not always survive.
-    """
+    """End the program with the last code, without the interpreter's slow teardown, which not all libraries survive."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it

@@ -7,36 +7,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.look import check_picture
 from mega_rl.cli.output import print_table
 from mega_rl.cli.verify import begin, end
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
-from mega_rl.verify.learn.results import (
-    MOST_SEEDS,
-    TaskResult,
-    markdown_table,
-    plot_tasks,
-    read_results,
-    record,
-    summarize,
-)
+from mega_rl.verify.learn.results import MOST_SEEDS, TaskResult, record
 from mega_rl.verify.learn.tasks import TASKS
 
 log = logging.getLogger(__name__)
 
 app = Commands(name="bench", help="Tasks that show whether the trainer learns.")
-
-Picture = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curves: .svg, .png or .pdf.")]
-PICTURES = (".svg", ".png", ".pdf")
 
 
 @app.command()
@@ -55,7 +42,6 @@ def learn(
         bool, typer.Option("--ablations", help="Also train the variants that no statement is about.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results.")] = None,
-    picture: Picture = None,
 ) -> None:
     """Train small tasks that a wrong trainer fails, over seeds, and judge the statements about each.
 
@@ -64,7 +50,6 @@ def learn(
     names = list(dict.fromkeys(names or TASKS))
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"{unknown[0]}: is no task; legal: {' '.join(TASKS)}")
-    check_picture("--plot", picture, PICTURES)
     begin("bench")
     results = []
     try:
@@ -74,52 +59,24 @@ def learn(
             for name in names:
                 variants = [variant for variant in TASKS[name].variants if ablations or not variant.ablation]
                 curves = run_task(TASKS[name], variants, seeds=range(first_seed, first_seed + seeds))
-                results.append(summarize(TASKS[name], curves))
+                results.append(TaskResult(TASKS[name], curves))
                 _print_task(results[-1])
     except StoppedBySignal as stop:
         log.warning("stopped by %s: the run in progress does not count, no results are written", stop.signal.name)
         raise typer.Exit(stop.exit_code) from None
-    _write(results, json_file, picture)
-
-
-@app.command()
-def judge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Of mega-rl bench learn --json.")],
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results.")] = None,
-    picture: Picture = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print one Markdown table instead.")] = False,
-) -> None:
-    """Judge results of `mega-rl bench learn` again, together where several commands trained parts of them.
-
-    Tasks, variants or seeds may be spread over the files, as when every core trains a task.
-    """
-    check_picture("--plot", picture, PICTURES)
-    results = read_results(files)
-    if markdown:
-        typer.echo(markdown_table(results))
-    else:
-        for result in results:
-            _print_task(result)
-    _write(results, json_file, picture)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps([record(result) for result in results], indent=1) + "\n", encoding="utf-8")
+    end(all(result.holds for result in results))
 
 
 def _print_task(result: TaskResult) -> None:
     rows = []
-    for variant in result.variants:
-        final, seeds = variant.final, len(variant.curves)
-        interval = f"{final.low:.4g} to {final.high:.4g}" if seeds > 1 else "-"
-        rows.append((variant.name, str(seeds), str(variant.last_step), f"{final.mean:.4g}", interval))
+    for name, curves in result.curves.items():
+        final, last = result.finals[name], curves[0].points[-1][0]
+        interval = f"{final.low:.4g} to {final.high:.4g}" if len(curves) > 1 else "-"
+        rows.append((name, str(len(curves)), str(last), f"{final.mean:.4g}", interval))
     task = result.task
     print_table(("variant", "seeds", "steps", task.unit, "95 %"), rows, title=f"{task.name}: {task.summary}")
-    for verdict in result.verdicts:
-        typer.echo(f"{'holds' if verdict.holds else 'FAILS'}: {verdict.text}")
-
-
-def _write(results: Sequence[TaskResult], json_file: Path | None, picture: Path | None) -> None:
-    """Write the results and draw the curves; exit code 1 when a statement does not hold."""
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps([record(result) for result in results], indent=1) + "\n", encoding="utf-8")
-    if picture is not None:
-        plot_tasks(results, picture)
-    end(result.holds for result in results)
+    for statement, text, holds in result.verdicts:
+        typer.echo(f"{'holds' if holds else 'FAILS'}: {statement.variant}: {text}")

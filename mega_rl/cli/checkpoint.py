@@ -46,7 +46,7 @@ def verify(
 @app.command()
 def prune(
     run: Run,
-    keep: Annotated[int, typer.Option("--keep", help="Newest whole checkpoints kept.")],
+    keep: Annotated[int, typer.Option("--keep", help="Newest checkpoints kept.")],
     keep_interval: Annotated[
         int, typer.Option("--keep-interval", help="Also keep those whose step is a multiple of this.")
     ] = 0,
@@ -56,20 +56,10 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove old checkpoints, and what torn saves have left; never the newest whole one, which is read to be sure."""
+    """Remove old checkpoints, and what torn saves have left; never the newest one."""
     raise typer.Exit(
         verbs.prune(run, keep=keep, keep_interval=keep_interval, keep_best=keep_best, dry_run=dry_run, as_json=as_json)
     )
-
-
-@app.command()
-def memory(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run folder; default: all of this user.")] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove them, but for those of runs that go on.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Checkpoints that runs which did not end cleanly have left in the memory of this host (/dev/shm)."""
-    raise typer.Exit(verbs.list_memory(run, remove=remove, as_json=as_json))
 
 
 @app.command()
@@ -119,10 +109,7 @@ def export(
 
 
 def _origin(model: dict[str, Any], folder: Path, role: str) -> Path:
-    """Return the Hugging Face folder that a role's model came from. Raises UserError where it is not there.
-
-    model: the section of the run's config.
-    """
+    """Return the Hugging Face folder that a role's model came from. Raises UserError where it is not there."""
     text = str((model.get("critic_path") if role == "critic" else "") or model.get("path", ""))
     path = checkpoint_folder(text, label="model.path")
     if not text or not (path / "config.json").is_file():

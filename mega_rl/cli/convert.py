@@ -1,7 +1,6 @@
 """`mega-rl convert`: move checkpoints between Hugging Face and Megatron-Core, inspect and compare them.
 
-Every verb runs in one process on a CPU; under torchrun the ranks share the work. Exit codes: 0, 1 when checkpoints
-differ, 2 for a mistake of the user. Answers that need no tensor data import no torch.
+Every verb runs in one process on a CPU; under torchrun the ranks share the work. Exit code 1: checkpoints differ.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mega_rl.parallel.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from mega_rl.converters.offline.compare import Comparison, Verification
-    from mega_rl.verify.twin.compare import Parity
+    from mega_rl.verify.twin import Parity
 
 EXIT_DIFFERS = 1
 
@@ -181,7 +180,7 @@ def verify(
     parity = None
     if logits and is_main():
         with showing("comparing logits with transformers"):
-            from mega_rl.verify.twin.compare import compare_twin
+            from mega_rl.verify.twin import compare_twin
 
             parity = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
     good = report.equal and (parity is None or parity.good)

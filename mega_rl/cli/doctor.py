@@ -1,7 +1,4 @@
-"""Report of `mega-rl doctor` on this machine: versions, devices, optional packages and their replacements.
-
-With `--require` it is a smoke test instead: of an image when it is built, of a container when it starts.
-"""
+"""Report of `mega-rl doctor` on this machine: versions, devices, optional packages; `--require` is a smoke test."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ OPTIONAL = (
 KERNELS = {"transformer-engine-cu13": "13", "transformer-engine-cu12": "12"}  # package -> CUDA release
 
 
-def report(*, verbose: bool = False) -> Iterator[str]:
-    """Yield the lines of the report, section by section. verbose: each patch of Megatron-Core, with its reason."""
+def report() -> Iterator[str]:
+    """Yield the lines of the report, section by section."""
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"mega_rl              {mega_rl.__version__}"
     for name in CORE:
@@ -56,7 +53,11 @@ def report(*, verbose: bool = False) -> Iterator[str]:
     yield _sglang_line()
     yield f"{'sandbox':<20} {_no_sandbox() or 'bubblewrap works: programs can be run for rewards'}"
     yield ""
-    yield from _patches(verbose=verbose)
+    if not _no_cuda():
+        yield "Megatron-Core runs unpatched."
+    elif not megatron_core.problem():
+        release = megatron_core.installed_release()
+        yield f"{len(patches(release))} patches of Megatron-Core {release.series}, which make it run without CUDA"
 
 
 def _how_to_install(name: str) -> str:
@@ -96,24 +97,8 @@ def _devices() -> Iterator[str]:
         yield f"cuda:{index:<15} {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
 
-def _patches(*, verbose: bool) -> Iterator[str]:
-    import torch
-
-    if torch.cuda.is_available():
-        yield "Megatron-Core runs unpatched."
-    elif not megatron_core.problem():
-        release = megatron_core.installed_release()
-        made = patches(release)
-        hint = ":" if verbose else f": {len(made)} (mega-rl doctor --verbose lists them)"
-        yield f"Changes to Megatron-Core {release.series} that make it run without CUDA{hint}"
-        yield from (f"  {patch.name:<26} {patch.symbol}: {patch.reason}" for patch in made if verbose)
-
-
 def missing(names: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each requirement that is absent or does not load, with the reason.
-
-    Raises UserError for no name and for unknown names, before any check.
-    """
+    """Yield a line for each requirement that is absent or does not load, with the reason."""
     unknown = sorted(set(names) - REQUIREMENTS.keys())
     if unknown or not names:
         given = f"{', '.join(unknown)}: no such requirement" if unknown else "names nothing"

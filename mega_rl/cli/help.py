@@ -11,27 +11,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 
-class _Command(TyperCommand):
-    """A command whose help shows arguments as a user writes them."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and then the options."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is None:
-                continue
-            name, text = record
-            if parameter.param_type_name == "argument":
-                name = name.partition(" <")[0]
-            name = name.replace("<int range>", "<int>").replace("<float range>", "<float>")
-            sections["Arguments" if parameter.param_type_name == "argument" else "Options"].append((name, text))
-        for title, rows in sections.items():
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
-
-
 @dataclass(frozen=True)
 class Later:
     """A command, or group of commands, whose module is imported when it is called."""
@@ -60,7 +39,7 @@ class _Group(TyperGroup):
         super().__init__(**settings)
         for one in self.later:  # the help needs no more
             self.add_command(
-                _Command(name=one.name, help=one.summary, rich_help_panel=one.section, hidden=not one.section)
+                TyperCommand(name=one.name, help=one.summary, rich_help_panel=one.section, hidden=not one.section)
             )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -107,7 +86,3 @@ class Commands(typer.Typer):
             rich_markup_mode=None,
             pretty_exceptions_enable=False,
         )
-
-    def command(self, name: str | None = None, **settings: Any) -> Any:
-        """Return typer's decorator with this form of help."""
-        return super().command(name, cls=_Command, **settings)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -32,8 +33,7 @@ def ray(recipe: Recipe, options: RayRun, overrides: Overrides = None) -> None:
     Output of all nodes is written here; signals go to the ranks, which save and end. Works in `ray job submit`.
     """
     progress.show_progress(live=False)
-    facts, problems = _read(recipe, overrides or [], ranks=options.nodes * options.nproc_per_node)
-    _raise(problems)
+    facts = _read(recipe, overrides or [], lambda facts: [], ranks=options.nodes * options.nproc_per_node)
     cluster = RayCluster(options.address)
     try:
         if cluster.ships_folder() and not Path(facts.run_dir).is_absolute():
@@ -44,8 +44,6 @@ def ray(recipe: Recipe, options: RayRun, overrides: Overrides = None) -> None:
         bundle = {"CPU": float(options.cpus_per_node or options.nproc_per_node)}
         if facts.device == "cuda" or (facts.device == "auto" and cluster.has_gpus()):
             bundle = {"GPU": float(options.nproc_per_node), **bundle}
-        if options.node_restarts:
-            _warn_unless_saving(facts)
         code = drive(
             options,
             facts,
@@ -64,8 +62,8 @@ def kubernetes(recipe: Recipe, options: jobset.JobSetRun, overrides: Overrides =
 
     The recipe travels along. Models, data and the run folder are on volumes, below paths of --mount.
     """
-    facts, problems = _read(recipe, overrides or [], ranks=options.nodes * options.nproc_per_node)
-    _raise([*problems, *jobset.check(options, facts)])
+    check = partial(jobset.check, options)
+    facts = _read(recipe, overrides or [], check, ranks=options.nodes * options.nproc_per_node)
     typer.echo(jobset.render(options, facts), nl=False)
 
 
@@ -76,17 +74,17 @@ def slurm(recipe: Recipe, options: batch.SlurmRun, overrides: Overrides = None) 
 
     The job works in the present folder, which every node needs under the same path, with recipe, models and data.
     """
-    facts, problems = _read(recipe, overrides or [], ranks=options.nodes * options.nproc_per_node)
     folder = str(Path.cwd())
-    _raise([*problems, *batch.check(options, facts, folder=folder)])
-    if options.requeue:
-        _warn_unless_saving(facts)
+    check = partial(batch.check, options, folder=folder)
+    facts = _read(recipe, overrides or [], check, ranks=options.nodes * options.nproc_per_node)
     text = batch.render(options, facts, folder=folder)
     typer.echo(batch.submit(text) if options.submit else text, nl=options.submit)
 
 
-def _read(recipe: Path, overrides: Sequence[str], *, ranks: int) -> tuple[RecipeFacts, list[str]]:
-    """Return the facts of a recipe for schedulers, and its broken rules. Raises UserError."""
+def _read(
+    recipe: Path, overrides: Sequence[str], check: Callable[[RecipeFacts], Sequence[str]], *, ranks: int
+) -> RecipeFacts:
+    """Return the facts of a recipe for schedulers. Raises UserErrors for its broken rules and those of `check`."""
     config = load(recipe, overrides)
     file = recipe if recipe.is_file() else packaged.file_of(str(recipe))
     facts = RecipeFacts(
@@ -98,14 +96,8 @@ def _read(recipe: Path, overrides: Sequence[str], *, ranks: int) -> tuple[Recipe
         device=config.trainer.device,
         saves=bool(config.checkpoint.save_interval),
     )
-    return facts, list(rules.check(config, world_size=ranks))
-
-
-def _raise(problems: Sequence[str]) -> None:
-    if problems:
+    if problems := [*rules.check(config, world_size=ranks), *check(facts)]:
         raise UserErrors(problems)
-
-
-def _warn_unless_saving(facts: RecipeFacts) -> None:
     if not facts.saves:
         log.warning("checkpoint.save_interval=0: after the loss of a node the run would begin anew; set it to save")
+    return facts

@@ -14,7 +14,6 @@ from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch, launch
 from mega_rl.operations.launcher.signals import SIGNALS
-from mega_rl.rollout.sglang.server.kept import keeping_servers
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress.terminal import show_progress
 
@@ -55,9 +54,8 @@ def main(argument: str) -> int:
     """Run the launcher and return its exit code."""
     settings = Launch.parse(argument)
     show_progress(live=False, beside_ranks=True)
-    restarts = settings.max_restarts > 0 or settings.node_rank > 0  # node 0 decides for all nodes
     try:
-        return launch(settings, servers=keeping_servers(possible=restarts), newest=newest_checkpoints)
+        return launch(settings, newest=newest_checkpoints)
     finally:
         progress.close()
 

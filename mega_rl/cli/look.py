@@ -1,4 +1,4 @@
-"""`mega-rl report`, `view`, `plot` and `doctor`: runs as a page, live or as a picture; and this machine."""
+"""`mega-rl report`, `plot` and `doctor`: runs as a page or a picture; and this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mega_rl.operations.diagnosis.overview import overview
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.plot import plot_runs
 from mega_rl.tracking.report.content import page_of, read_runs
-from mega_rl.tracking.report.server import ViewServer
 
 METRICS = "metrics.jsonl"
 PICTURES = (".png", ".svg", ".pdf")
@@ -35,24 +34,6 @@ def report(
     disk.make_folder(page.parent)
     disk.replace_text(page, text)
     typer.echo(str(page))
-
-
-def view(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, as of report.")],
-    port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 0,
-    refresh: Annotated[int, typer.Option("--refresh", help="Seconds between two looks at the files.", min=1)] = 5,
-) -> None:
-    """Show live runs as a page on this machine, from their files only; Ctrl-C ends it."""
-    progress.show_progress()
-    with progress.phase("reading runs"):
-        server = ViewServer(runs, port=port, refresh_s=refresh)
-    with server:
-        typer.echo(server.address)
-        typer.echo("the address is for you alone: it carries the token; Ctrl-C ends the viewer", err=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            typer.echo("", err=True)
 
 
 def plot(
@@ -104,9 +85,6 @@ def doctor(
             "--require", metavar="NAME,...", help="Instead fail with a line for each of these that is missing: te,cuda."
         ),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also list the changes that make Megatron-Core run without CUDA.")
-    ] = False,
 ) -> None:
     """List versions, devices and optional packages, and what is used where one is missing; or look at a run.
 
@@ -126,5 +104,5 @@ def doctor(
         lines = list(machine.missing([name for name in require.replace(" ", "").split(",") if name]))
         typer.echo("\n".join(lines) or f"all there: {require}")
         raise typer.Exit(1 if lines else 0)
-    for line in machine.report(verbose=verbose):
+    for line in machine.report():
         typer.echo(line)

@@ -1,29 +1,27 @@
-"""`mega-rl recipes` lists, shows and copies packaged recipes; `mega-rl plan` says whether one fits its GPUs."""
+"""`mega-rl recipes` lists and shows packaged recipes; `mega-rl plan` says whether one fits its GPUs."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mega_rl.cli import output
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Json, Overrides, Recipe
 from mega_rl.config import packaged
-from mega_rl.config.values import shown
-from mega_rl.errors import UserError
-from mega_rl.plan.preflight.plan import PlanOptions, plan_lines
+from mega_rl.plan import report
 
-app = Commands(name="recipes", help="List, show and copy the recipes that come with the package.")
+app = Commands(name="recipes", help="List and show the recipes that come with the package.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a packaged recipe.")]
 
 
 @app.callback(invoke_without_command=True)
 def _commands(context: typer.Context) -> None:
-    """List, show and copy the recipes that come with the package; without a command: list them."""
+    """List and show the recipes that come with the package; without a command: list them."""
     if context.invoked_subcommand is None:
         list_()
 
@@ -45,29 +43,6 @@ def show(name: Name) -> None:
     typer.echo(packaged.file_of(name).read_text(encoding="utf-8"), nl=False)
 
 
-@app.command()
-def copy(
-    name: Name,
-    destination: Annotated[
-        Path | None, typer.Argument(metavar="[DEST]", help="File or existing folder; default: NAME.yaml here.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-) -> None:
-    """Write a packaged recipe to a file, to be edited and given to --config."""
-    recipe = packaged.file_of(name)
-    target = Path(recipe.name) if destination is None else destination
-    if target.is_dir():
-        target = target / recipe.name
-    try:
-        with target.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(recipe.read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise UserError(f"{target}: exists; name another file, or replace it with --force") from None
-    except OSError as error:
-        raise UserError(f"{shown(str(target))} cannot be written: {error.strerror}; name another file") from None
-    typer.echo(f"wrote {target}; edit it, then: mega-rl train --config {target}")
-
-
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -87,10 +62,6 @@ def plan(
     gpu: Annotated[
         str, typer.Option("--gpu", metavar="KIND", help="Expected time of a step on a100, h100, h200 or b200, too.")
     ] = "",
-    rates: Annotated[
-        list[str] | None,
-        typer.Option("--rate", metavar="NAME=VALUE", help="Coefficient of the cost model, as network=25e9."),
-    ] = None,
     server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -99,16 +70,6 @@ def plan(
     With --gpu the expected time of a step, too. Nothing is started and no weight is read. Weights, gradients and
     optimizer state are exact; activations and caches are those of the longest sequences.
     """
-    options = PlanOptions(
-        gpus,
-        gpus_per_node,
-        gpu_memory,
-        layers,
-        search=search,
-        as_json=as_json,
-        gpu=gpu,
-        rates=rates or [],
-        server_gpus=server_gpus,
-    )
-    for line in plan_lines(recipe, overrides or [], options):
-        typer.echo(line)
+    machine = report.read_machine(gpus, gpus_per_node, gpu=gpu, gpu_memory=gpu_memory, layers=layers)
+    made = report.plan_recipe(recipe, overrides or [], machine, searched=search, gpu=gpu, server_ranks=server_gpus)
+    output.show(report.as_json(made) if as_json else {}, report.as_text(made), as_json=as_json)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -86,10 +85,7 @@ class LaunchOptions:
             key_of(environment)
 
     def launch(self, program: Sequence[str], *, run_dir: str, resume: str) -> Launch:
-        """Return the launch of a program, a module and its arguments, on this node.
-
-        resume: its checkpoint.resume.
-        """
+        """Return the launch of a program, a module and its arguments, on this node."""
         assert self.nproc_per_node is not None
         restarts = DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
         launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
@@ -136,57 +132,11 @@ def train(
     raise typer.Exit(run(resolved, accelerator, investigate))
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """Model, prompts and sampling of an evaluation; every field is an option."""
-
-    model: Annotated[str | None, typer.Option("--model", metavar="HF_DIR", help="Checkpoint: model.path.")] = None
-    data: Annotated[
-        list[str] | None,
-        typer.Option("--data", metavar="[NAME=]FILE", help="Prompts, JSONL or Parquet; more than once for more sets."),
-    ] = None
-    n: Annotated[int | None, typer.Option("--n", min=1, help="Samples of each prompt: validation.n.")] = None
-    k: Annotated[str | None, typer.Option("--k", metavar="K,...", help="Of pass@k and maj@k: validation.k.")] = None
-    reward: Annotated[str | None, typer.Option("--reward", help="Function that scores: reward.function.")] = None
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="validation.temperature; 0 is greedy.")
-    ] = None
-    top_p: Annotated[float | None, typer.Option("--top-p", help="validation.top_p.")] = None
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Longest response: validation.max_new_tokens.")
-    ] = None
-
-    def settings(self) -> Iterator[str]:
-        """Yield the given options as `key=value`. Raises UserError for a set without a file."""
-        given: dict[str, object] = {
-            "model.path": self.model,
-            "validation.n": self.n,
-            "validation.k": None if self.k is None else f"[{self.k}]",
-            "reward.function": self.reward,
-            "validation.temperature": self.temperature,
-            "validation.top_p": self.top_p,
-            "validation.max_new_tokens": self.max_new_tokens,
-        }
-        yield from (f"{key}={value}" for key, value in given.items() if value is not None)
-        unnamed = []
-        for text in self.data or []:
-            name, equals, file = text.partition("=")
-            if not equals or not re.fullmatch(r"\w+", name):
-                unnamed.append("'" + text.replace("'", "''") + "'")
-            elif not file:
-                raise UserError(f"--data={text}: names no file; write NAME=FILE")
-            else:
-                yield f"validation.sets.{name}={file}"
-        if unnamed:
-            yield f"data.val_files=[{', '.join(unnamed)}]"
-
-
 @with_options
 def evaluate(
     launch: LaunchOptions,
-    options: EvaluationOptions,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as engine.megatron.tp=2.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as model.path=HF_DIR validation.n=8.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="Recipe whose model, layout, data and rewards are taken.")
@@ -196,18 +146,13 @@ def evaluate(
     ),
 ) -> None:
     """Sample a model's answers to sets of prompts and report pass@k, avg@k and maj@k with 95 % intervals."""
-    settings = [*(overrides or []), *options.settings()]
+    settings = overrides or []
     progress.show_progress()
     launch.check(os.environ)
     with progress.phase("checking the settings, model and data", announce=True):
         from mega_rl.plan.preflight.run import checked
 
         loaded = loader.load(config, settings)
-        if options.temperature == 0 and loaded.validation.n > 1:
-            raise UserError(
-                f"--temperature=0 with {loaded.validation.n} samples of each prompt: greedy ones are all the same; "
-                "raise it, or set --n=1"
-            )
         resolved = checked(loaded, world_size=launch.world_size, out=str(out), launchers=launch.nnodes)
     if launch.needs_launcher:
         recipe = [] if config is None else ["--config", str(config)]

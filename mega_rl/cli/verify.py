@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,16 +18,14 @@ from mega_rl.cli.output import print_json, print_table
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.hub.resolve import checkpoint_folder
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserError
 from mega_rl.tracking import progress
-from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
-from mega_rl.verify.plan import LayoutErrors, Plan
+from mega_rl.verify.layouts import Layout, Plan, fsdp, resolve_all, stages, usual
 from mega_rl.verify.rl.inputs import STEPS, read_run
 from mega_rl.verify.tolerances import TOLERANCES, UPDATES, read_changes, tolerances
 
 if TYPE_CHECKING:
-    from mega_rl.tracking.records.reader import Record
-    from mega_rl.verify.replay.run import Difference, Replay, TokenPlace
+    from mega_rl.verify.replay.run import Difference, TokenPlace
     from mega_rl.verify.rl.run import Lockstep, PlantedFault
     from mega_rl.verify.run import Verdict
 
@@ -91,7 +89,7 @@ def layouts(
     layers, checked = 1, asked
     if options.twin:
         with progress.importing("PyTorch"):
-            from mega_rl.verify.twin.shrink import shrink
+            from mega_rl.verify.twin import shrink
 
         layers = stages(names)
         checked = shrink(asked, where=str(model / "config.json"), multiple=layers).hf
@@ -145,45 +143,43 @@ def rl(
     begin("verify")
     allowed = read_changes(tolerance, TOLERANCES)
     settings = settings or []
-    recipes = [text for text in settings if "=" not in text and not text.startswith("~")]
-    if len(recipes) > 1:
-        raise UserError(f"{recipes[1]}: is no KEY=VALUE, and {recipes[0]} is the recipe already; name one recipe")
+    recipe = next((text for text in settings if "=" not in text and not text.startswith("~")), None)
     if self_check and settings:
         raise UserError(f"{settings[0]}: --self-check has runs of its own; leave recipe and settings out")
-    recipe = recipes[0] if recipes else None
-    run = read_run(recipe, [text for text in settings if text not in recipes], steps=steps)
+    run = read_run(recipe, [text for text in settings if text != recipe], steps=steps)
     with progress.importing("PyTorch"):
         from mega_rl.verify.rl import run as lockstep
-    with working_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="verify_") as folder:
         if self_check:
-            faults = list(lockstep.self_check(Path(folder), timeout_s=timeout_s))
-            _print_faults(faults, as_json=as_json)
-            end(fault.good for fault in faults)
+            _print_faults(list(lockstep.self_check(Path(folder), timeout_s=timeout_s)), as_json=as_json)
             return
         log.info("verifying %s", recipe or "the default algorithm")
         config, layouts = lockstep.prepare_run(run, names, Path(folder))
-        header: dict[str, object] = {"recipe": recipe or "none", "model": run.description, "steps": steps}
-        _print_header(header, as_json=as_json)
-        results = []
+        header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
+        facts = []
+        if not as_json:
+            _print_header(header)
         for result in lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed):
-            results.append(result)
+            facts.append(
+                {
+                    **{"layout": result.layout.name, "ranks": result.layout.ranks, "good": result.good},
+                    **{"problem": result.problem, "updates": [asdict(update) for update in result.updates]},
+                }
+            )
             if not as_json:
                 _print_lockstep(result, tolerances=allowed)
+    good = all(fact["good"] for fact in facts)
     if as_json:
-        layouts_facts = [
-            {**_summary(result), "problem": result.problem, "updates": [asdict(update) for update in result.updates]}
-            for result in results
-        ]
-        print_json({"good": _all_good(results), **header, "tolerances": allowed, "layouts": layouts_facts})
-    end(result.good for result in results)
+        print_json({"good": good, **header, "tolerances": allowed, "layouts": facts})
+    end(good)
 
 
 def replay(
-    record: Annotated[Path, typer.Argument(metavar="RECORD", help="Folder of a record, as RUN/records/step_000001.")],
+    folder: Annotated[Path, typer.Argument(metavar="RECORD", help="Folder of a record, as RUN/records/step_000001.")],
     names: Annotated[
         str,
         typer.Option(
-            "--layout", metavar="NAMES", help="Layouts, as tp2pp2,cp2; 1 is one rank, fsdp2 the FSDP engine on two."
+            "--layouts", metavar="NAMES", help="Layouts, as tp2pp2,cp2; 1 is one rank, fsdp2 the FSDP engine on two."
         ),
     ] = "1",
     weights: Annotated[
@@ -191,8 +187,8 @@ def replay(
         typer.Option(
             "--weights",
             metavar="DIR",
-            help="Weights that the step began with: a checkpoint of the run, or a Hugging Face folder (a folder with "
-            "actor/ and critic/). Default: those of the record, or of the run's checkpoint of the step before.",
+            help="Checkpoint of the run that the step began with. Default: the record's weights, or the run's "
+            "checkpoint of the step before.",
         ),
     ] = None,
     atol: Annotated[
@@ -202,36 +198,34 @@ def replay(
         ),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one layout may take.")] = 1800.0,
-    with_rewards: Annotated[
-        bool, typer.Option("--rewards", help="Also call the run's reward functions again, on the rows of its data.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."""
     begin("replay")
     with progress.importing("PyTorch"):
-        from mega_rl.verify.replay import rewards, run
-    with working_folder() as work:
-        try:
-            prepared = run.prepare(record, names, Path(work), weights=weights)
-        except UserError as error:  # the option has another name here
-            problems = error.problems if isinstance(error, UserErrors) else [str(error)]
-            raise UserErrors([problem.replace("--layouts", "--layout", 1) for problem in problems]) from error
-        step = prepared.record
-        scored = rewards.compare_rewards(step, atol=atol) if with_rewards else []
-        if scored and not as_json:
-            _print_differences(f"step {step.description.step}, its {len(step.rows)} responses scored again", scored)
-        log.info("replaying %s", record)
-        results = []
-        for result in run.replay_layouts(prepared, Path(work), timeout_s=timeout_s, atol=atol):
-            results.append(result)
+        from mega_rl.verify.replay import run
+    with tempfile.TemporaryDirectory(prefix="verify_") as name:
+        work = Path(name)
+        record, plans = run.prepare(folder, names, work, weights=weights, timeout_s=timeout_s)
+        log.info("replaying %s", folder)
+        step, facts = record.description, []
+        for layout, differences in run.replay_layouts(record, plans, work, atol=atol):
+            first = next((difference for difference in differences if not difference.good), None)
+            facts.append(
+                {
+                    **{"layout": layout.name, "ranks": layout.ranks, "good": first is None},
+                    **{"first": first and first.tensor, "tensors": [asdict(difference) for difference in differences]},
+                }
+            )
             if not as_json:
-                origin = f"recorded on {step.description.world_size} rank(s) of {step.description.layout}"
-                title = f"step {step.description.step}, {origin}; replayed: {result.layout.title}"
-                _print_differences(title, result.differences, label=f"{result.layout.title}: ")
+                origin = f"recorded on {step.world_size} rank(s) of {step.layout}"
+                _print_differences(f"step {step.step}, {origin}; replayed: {layout.title}", differences)
+            if first is not None and not as_json:
+                typer.echo(f"{layout.title}: {in_words(first)}")
+    good = all(fact["good"] for fact in facts)
     if as_json:
-        print_json(_replay_facts(results, step, scored))
-    end([*(result.first is None for result in results), *(one.good for one in scored)])
+        print_json({"record": str(record.folder), "step": step.step, "good": good, "layouts": facts})
+    end(good)
 
 
 def _check(model: Path, options: VerifyOptions) -> tuple[Path, HFConfig]:
@@ -251,24 +245,10 @@ def begin(command: str) -> None:
         raise UserError(f"{command} starts its ranks itself; call it without torchrun")
 
 
-def working_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder for tasks, models and answers."""
-    return tempfile.TemporaryDirectory(prefix="verify_")
-
-
-def end(good: Iterable[bool]) -> None:
+def end(good: bool) -> None:
     """End the command with exit code 1 unless all is good."""
-    if not all(good):
+    if not good:
         raise typer.Exit(1)
-
-
-def _summary(result: Lockstep | Replay) -> dict[str, Any]:
-    """Return the layout of a result and whether it agrees, for JSON."""
-    return {"layout": result.layout.name, "ranks": result.layout.ranks, "good": result.good}
-
-
-def _all_good(results: Iterable[Verdict | Lockstep]) -> bool:
-    return all(result.good for result in results)
 
 
 def _verify(
@@ -283,49 +263,37 @@ def _verify(
     """Measure the layouts, print the results and end with the exit code. steps: default: the plan's."""
     allowed = tolerances(options.dtype, options.tolerance, experts=hf.moe is not None)
     with progress.importing("PyTorch"):
-        from mega_rl.verify.run import prepare_model, use_gpus, verify
-
-        on_gpus = use_gpus(wanted)
+        from mega_rl.parallel.accelerator.gpus import gpu_for_each
+        from mega_rl.verify.run import prepare_model, verify
+    on_gpus = gpu_for_each(max(layout.ranks for layout in wanted))  # all layouts use one device
     counted = {} if steps is None else {"steps": steps}
-    with working_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="verify_") as folder:
         with progress.phase("making the twin" if options.twin else "reading the model"):
-            prepared, described = prepare_model(
-                model, Path(folder), twin=options.twin, multiple=layers, seed=options.seed
-            )
+            sizes = {"multiple": layers, "seed": options.seed}
+            prepared, described = prepare_model(model, Path(folder), twin=options.twin, **sizes)
         plan = made(Plan, options, model=str(prepared), folder=folder, layouts=(), **counted)
         verdicts = verify(plan, wanted, tolerances=allowed, timeout_s=options.timeout_s, on_gpus=on_gpus)
     header: dict[str, object] = {"model": described, "device": "cuda" if on_gpus else "cpu"}
     header |= {"dtype": options.dtype, "packing": options.packing, **counted}
+    good = all(verdict.good for verdict in verdicts)
     if options.as_json:
         facts = [
             {
                 **asdict(verdict.layout),
-                "ranks": verdict.layout.ranks,
-                "good": verdict.good,
-                "problems": verdict.problems,
-                "found": None if verdict.errors is None else _found(verdict.errors),
+                **{"ranks": verdict.layout.ranks, "good": verdict.good, "problems": verdict.problems},
+                "found": verdict.errors and asdict(verdict.errors),
             }
             for verdict in verdicts
         ]
-        print_json({"good": _all_good(verdicts), **header, "tolerances": allowed, "layouts": facts})
+        print_json({"good": good, **header, "tolerances": allowed, "layouts": facts})
     else:
         _print_header(header)
         print_verdicts(verdicts, allowed)
-    end(verdict.good for verdict in verdicts)
+    end(good)
 
 
-def _found(errors: LayoutErrors) -> dict[str, Any]:
-    """Return a layout's errors for JSON; those of tensors are lists, the worst first."""
-    return {
-        name: [{"name": tensor, "error": error} for tensor, error in value.items()]
-        if isinstance(value, dict)
-        else value
-        for name, value in vars(errors).items()
-    }
-
-
-def _print_header(header: Mapping[str, object], *, as_json: bool = False) -> None:
-    for name, value in {} if as_json else header.items():
+def _print_header(header: Mapping[str, object]) -> None:
+    for name, value in header.items():
         typer.echo(f"{name}: {value}")
 
 
@@ -355,48 +323,42 @@ def _worst(errors: Mapping[str, float]) -> str:
 def _print_lockstep(lockstep: Lockstep, *, tolerances: Mapping[str, float]) -> None:
     """Print the errors of every update on one layout, the tolerances below them, and the verdict."""
     layout = lockstep.layout
-    if lockstep.updates:
-        present = {phase for update in lockstep.updates for phase in update.errors}
-        phases = [phase for phase in tolerances if phase in present - {UPDATES}]
-        rows = []
-        for update in lockstep.updates:
-            errors = [(update.errors.get(phase), tolerances[phase]) for phase in phases]
-            cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
-            rows.append((update.title, *cells))
-        title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
-        last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
-        print_table(("update", *phases), rows, title=title, last=last)
-    verdict = "agrees" if lockstep.good else f"DIFFERS first at {lockstep.problem}" if lockstep.updates else "failed"
-    typer.echo(f"{layout.name}: {verdict}")
     if not lockstep.updates:
-        typer.echo(f"{layout.name}: {lockstep.problem}")
+        typer.echo(f"{layout.name}: failed\n{layout.name}: {lockstep.problem}")
+        return
+    present = {phase for update in lockstep.updates for phase in update.errors}
+    phases = [phase for phase in tolerances if phase in present - {UPDATES}]
+    rows = []
+    for update in lockstep.updates:
+        errors = [(update.errors.get(phase), tolerances[phase]) for phase in phases]
+        cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
+        rows.append((update.title, *cells))
+    title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
+    last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
+    print_table(("update", *phases), rows, title=title, last=last)
+    typer.echo(f"{layout.name}: " + ("agrees" if lockstep.good else f"DIFFERS first at {lockstep.problem}"))
 
 
 def _print_faults(results: Sequence[PlantedFault], *, as_json: bool) -> None:
-    """Print how the lockstep named each planted fault."""
-    named = [result.good for result in results]
-    if as_json:
-        faults = [
-            {
-                **{"fault": result.fault.name, "run": result.fault.algorithm, "expected": result.fault.phase},
-                **{"phase": result.phase, "where": result.where, "error": result.error, "good": result.good},
-            }
-            for result in results
-        ]
-        print_json({"good": all(named), "faults": faults})
-        return
+    """Print how the lockstep named each planted fault, and end with the exit code."""
+    named = sum(result.good for result in results)
+    columns = ("planted fault", "run", "first off", "at", "error", "verdict")
     rows = []
     for result in results:
         verdict = "named" if result.good else "MISSED" if not result.phase else f"NOT as {result.fault.phase}"
-        error = f"{result.error:.1e}" if result.phase else "-"
-        place = (result.phase or "-", result.where or "-")
-        rows.append((result.fault.name, result.fault.algorithm, *place, error, verdict))
-    print_table(("planted fault", "run", "first off", "at", "error", "verdict"), rows)
-    typer.echo(f"{sum(named)} of {len(results)} planted faults are named by their phase")
+        place = (result.phase or "-", result.where or "-", f"{result.error:.1e}" if result.phase else "-")
+        rows.append((result.fault.name, result.fault.algorithm, *place, verdict))
+    if as_json:
+        faults = [dict(zip(columns, row, strict=True)) for row in rows]
+        print_json({"good": named == len(results), "faults": faults})
+    else:
+        print_table(columns, rows)
+        typer.echo(f"{named} of {len(results)} planted faults are named by their phase")
+    end(named == len(results))
 
 
-def _print_differences(title: str, differences: Sequence[Difference], *, label: str = "") -> None:
-    """Print every tensor's largest difference, and the first tensor and place beyond its tolerance."""
+def _print_differences(title: str, differences: Sequence[Difference]) -> None:
+    """Print every tensor's largest difference."""
     typer.echo(title)
     rows = []
     for difference in differences:
@@ -405,9 +367,6 @@ def _print_differences(title: str, differences: Sequence[Difference], *, label: 
         largest = f"{difference.largest:.1e}" if difference.largest else "0"
         rows.append((difference.tensor, largest, at, f"{difference.allowed:g}", word))
     print_table(("tensor", "largest difference", "at", "allowed", "verdict"), rows)
-    first = next((difference for difference in differences if not difference.good), None)
-    if first is not None:
-        typer.echo(label + in_words(first))
 
 
 def in_words(difference: Difference) -> str:
@@ -424,22 +383,3 @@ def where(place: TokenPlace) -> str:
     if place.token is None:
         return row
     return f"{row}, token {place.token}" + (f" {place.text!r}" if place.text else "")
-
-
-def _replay_facts(results: Sequence[Replay], record: Record, rewards: Sequence[Difference]) -> dict[str, object]:
-    """Return all results for JSON. rewards: of responses that were scored again."""
-    layouts = [
-        {
-            **_summary(result),
-            "first": None if result.first is None else result.first.tensor,
-            "tensors": [asdict(difference) for difference in result.differences],
-        }
-        for result in results
-    ]
-    return {
-        "record": str(record.folder),
-        "step": record.description.step,
-        "good": all(result.first is None for result in results) and all(one.good for one in rewards),
-        "layouts": layouts,
-        "rewards": [asdict(difference) for difference in rewards],
-    }

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from mega_rl.config.keys import FIELDS, TAGGED, value_of
 from mega_rl.config.schema import Config
 from mega_rl.config.setting import Kind, OwnKind
 from mega_rl.config.user_files import load_from_file
-from mega_rl.config.values import BadValue, coerce, shown
+from mega_rl.config.values import settings_of, shown
 from mega_rl.errors import UserError
 
 # a class whose fields are settings, or a function
@@ -29,7 +29,7 @@ class Choice:
 
     key: str  # "algorithm.advantage"
     argument: str = ""  # type that a user's class is called with, or made with; "": built-in kinds only
-    given: tuple[str, ...] = ()  # fields of its class that are no settings: the run gives them when it makes one
+    is_source: bool = False  # made with its argument and its settings; others are called with it
     registered: dict[str, Registered] = field(default_factory=dict)  # by a Python program
 
     @property
@@ -41,30 +41,16 @@ class Choice:
     def made(self, entries: Mapping[str, object], problems: list[str]) -> Kind:
         """Return the chosen kind with defaults for what a recipe leaves out; mistakes go to `problems`.
 
-        The settings of a class in a file are as given: `own` checks their names.
+        The settings of a user's class are as given: `own` checks their names.
         """
         given = dict(entries)
         name = str(given.pop("name", TAGGED[self.key].name))
-        area: Any = self.builtin.get(name) or self.registered.get(name)
-        if area is None:
-            if not (self.argument and ".py" in name):
+        kind = self.builtin.get(name)
+        if kind is None:
+            if name not in self.registered and not (self.argument and ".py" in name):
                 problems.append(f"{self.key}={shown(name)}: {self._legal(name)}")
             return OwnKind(name, given)
-        all_fields = dataclasses.fields(area) if dataclasses.is_dataclass(area) else ()
-        fields = {entry.name: entry for entry in all_fields if entry.init and entry.name not in self.given}
-        problems += [self._unknown(name, setting, fields) for setting in given if setting not in fields]
-        hints = get_type_hints(area) if fields else {}
-        settings: dict[str, Any] = {}
-        for setting, entry in fields.items():
-            value = settings[setting] = given.get(setting, _default(entry))
-            try:
-                settings[setting] = coerce(value, hints[setting], entry) if entry.metadata else value
-            except BadValue as error:
-                problems.append(f"{self.key}.{setting}={shown(value)}: {error}")
-            if value is dataclasses.MISSING:
-                problems.append(f"{self.key}={name} needs {self.key}.{setting}")
-        kind: Kind = area(**settings) if name in self.builtin else OwnKind(name, settings)
-        return kind
+        return kind(**settings_of(kind, given, self.key, problems, lambda setting: self._unknown(kind, setting)))
 
     def register(self, name: str, chosen_by_it: Registered) -> None:
         """Let a recipe choose this class or function by name. Raises UserError for a name that is taken or none."""
@@ -89,21 +75,12 @@ class Choice:
         """
         name, given = chosen(config, self), value_of(config, self.key).settings
         area: Registered = self.registered.get(name) or load_from_file(name, key=self.key, kind="class")
-        setting, is_class = f"{self.key}={name!r}", isinstance(area, type)
-        if not callable(area):
-            raise UserError(f"{setting}: is {type(area).__name__}; it must be a class or a function")
-        if given and not (is_class or self.given):
-            raise UserError(
-                f"{self.key}={shown(given)}: {name} is a function, which has no settings; make it a dataclass "
-                "with __call__, whose fields are settings"
-            )
-        argument = f"one {self.argument}" * bool(self.given or not is_class)
-        settings = f"the settings {shown(given)}" if given else "no settings"
+        with_argument = self.is_source or not isinstance(area, type)
         try:
-            inspect.signature(area).bind(*([None] if argument else []), **given)
+            inspect.signature(area).bind(*([None] if with_argument else []), **given)
         except (TypeError, ValueError) as error:
-            with_what = " and ".join(filter(None, (argument, settings)))
-            raise UserError(f"{setting}: it is made or called with {with_what}, but {error}") from error
+            with_what = f"one {self.argument} and " * with_argument + f"the settings {shown(given)}"
+            raise UserError(f"{self.key}={name!r}: it is made or called with {with_what}, but {error}") from error
         return area
 
     def own_problems(self, config: Config) -> Iterator[str]:
@@ -114,21 +91,42 @@ class Choice:
             except UserError as error:
                 yield str(error)
 
-    def problems(self, config: Config) -> Iterator[str]:
-        """Yield mistakes between the settings of a built-in kind."""
-        yield from (f"{self.key}.{line}" for line in value_of(config, self.key).problems())
+    def build(self, config: Config) -> Any:
+        """Return the chosen part of an algorithm with its settings.
+
+        Raises UserError as `own` does, and for a class that refuses its values or is not called with one argument.
+        """
+        name, kind = chosen(config, self), value_of(config, self.key)
+        if name in self.builtin:
+            return kind if kind.name == name else self.builtin[name]()  # of algorithm.correction=auto
+        made: Any = self.own(config)
+        try:
+            made = made(**kind.settings) if isinstance(made, type) else made
+            inspect.signature(made).bind(None)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise UserError(
+                f"{self.key}={name!r}: it refuses its settings {shown(kind.settings)} or a call with one "
+                f"{self.argument}: {error}"
+            ) from error
+        return made
+
+    def maker(self, config: Config) -> Callable[[object], object] | None:
+        """Return the function that makes a user's source from its context; None for a built-in one."""
+        if chosen(config, self) in self.builtin:
+            return None
+        return partial(self.own(config), **value_of(config, self.key).settings)
 
     def with_need(self, need: str) -> str:
         """Return the built-in choices that have a need, as one writes them: "algorithm.advantage=gae"."""
         return f"{self.key}=" + " or ".join(name for name, area in self.builtin.items() if getattr(area, need))
 
-    def _unknown(self, name: str, setting: str, fields: Mapping[str, object]) -> str:
+    def _unknown(self, kind: type[Kind], setting: str) -> str:
+        fields = list(getattr(kind, "__dataclass_fields__", ()))
         near = difflib.get_close_matches(setting, fields, n=1)
-        others = [kind.name for kind in self.builtin.values() if setting in getattr(kind, "__dataclass_fields__", ())]
+        others = [own.name for own in self.builtin.values() if setting in getattr(own, "__dataclass_fields__", ())]
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(fields) or 'none'}"
         hint = f"it belongs to {self.key}={' or '.join(others)}" if others else hint
-        hint = f"write {self.key}=NAME" if setting in ("placement", "implementation", "kind") else hint  # as once
-        return f"{self.key}.{setting} has no effect: {self.key}={name} has no such setting; {hint}"
+        return f"{self.key}.{setting} has no effect: {self.key}={kind.name} has no such setting; {hint}"
 
     def _legal(self, name: str) -> str:
         near = difflib.get_close_matches(name, [*self.builtin, *self.registered], n=1)
@@ -141,8 +139,8 @@ ADVANTAGE = Choice("algorithm.advantage", "AdvantageInputs")
 LOSS = Choice("algorithm.loss", "PolicyTokens")
 CORRECTION = Choice("algorithm.correction", "SampledTokens")
 ALGORITHM_CHOICES = (ADVANTAGE, LOSS, CORRECTION)
-ROLLOUT = Choice("rollout.source", "RolloutContext", given=("context",))
-DATA = Choice("data.source", "DataContext", given=("context",))
+ROLLOUT = Choice("rollout.source", "RolloutContext", is_source=True)
+DATA = Choice("data.source", "DataContext", is_source=True)
 OWN_CHOICES = (*ALGORITHM_CHOICES, ROLLOUT, DATA)  # that a user's class may take
 CHOICES = {choice.key: choice for choice in OWN_CHOICES}
 CHOICES |= {key: Choice(key) for key in TAGGED if key not in CHOICES}
@@ -190,8 +188,3 @@ def _has_experts(folder: Path) -> bool:
         )
     except OSError:
         return False
-
-
-def _default(field: dataclasses.Field[object]) -> object:
-    """Return the default of a field, MISSING without."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

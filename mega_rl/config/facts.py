@@ -23,12 +23,11 @@ class ModelFacts:
     num_experts: int = 0  # of a mixture-of-experts layer; 0: there is none
     expert_ffn_hidden_size: int = 0
     expert_biases: bool = False
-    shared_experts: bool = False
 
-    def too_long(self, key: str, keys: str, longest: int, backend: str) -> Iterator[str]:
+    def too_long(self, key: str, keys: str, longest: int, *, sglang: bool) -> Iterator[str]:
         """Yield that the checkpoint of `key` has no room for `longest` tokens, the sum of the settings `keys`."""
-        free = " but the one that SGLang keeps free" * (backend == "sglang")
-        if longest > (positions := self.max_position_embeddings - bool(free)):
+        free = " but the one that SGLang keeps free" * sglang
+        if longest > (positions := self.max_position_embeddings - sglang):
             yield f"{keys}={longest} is above the {positions} positions of {key}{free}; make them shorter"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 
 from mega_rl.config.keys import FIELDS, SECTIONS
 from mega_rl.config.packaged import rows_of
@@ -16,33 +15,12 @@ for _peer, _name, _setting in rows_of("peer_names.tsv"):
     NAMES.setdefault(_peer, {})[_name] = _setting
 
 
-# Keys of earlier versions, and of what is below them.
-MOVED = {
-    **{f"{key}_settings": key for key in ("algorithm.advantage", "algorithm.loss", "algorithm.correction")},
-    **{f"{key}_settings": key for key in ("rollout.source", "data.source")},
-    **{f"reward.{name}": "reward.source" for name in ("pool", "http", "model")},
-    "data.curriculum.success": "data.curriculum",
-    "rollout.sglang.server.max_total_tokens": "rollout.sglang.server.args.max_total_tokens",
-    "rollout.sglang.server.mem_fraction": "rollout.sglang.server.args.mem_fraction_static",
-    "rollout.sglang.failed_samples": "rollout.sglang.max_failed_share",
-}
-
-
-def unknown_key(key: str) -> str:
-    """Return the error for a key that is no setting."""
-    for old, new in MOVED.items():
-        if key == old or key.startswith(f"{old}."):
-            return f"{key}: unknown key; it is {new}{key.removeprefix(old)} now"
-    return f"{_legible(key)}: unknown key; {in_peers(key) or nearest_key(key)}"
-
-
-def unknown_section(key: str, *, holds_settings: bool) -> str:
-    """Return the error for a name that is no section; holds_settings: a mapping stands under it."""
-    if in_peers(key) or key in MOVED:
-        return unknown_key(key)
-    near = difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.5) if holds_settings else []
-    guess = f"did you mean {near[0]}?" if near else nearest_key(key)
-    return f"{_legible(key)}: unknown section; {guess}"
+def unknown_key(key: str, *, is_section: bool = False) -> str:
+    """Return the error for a key that is no setting; is_section: a mapping stands under it."""
+    legible = key if re.fullmatch(r"[\w.\-+~]{1,80}", key) else shown(key)
+    near = difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.5) if is_section else []
+    hint = in_peers(key) or (f"did you mean {near[0]}?" if near else nearest_key(key))
+    return f"{legible}: unknown key; {hint}"
 
 
 def nearest_key(key: str) -> str:
@@ -52,13 +30,13 @@ def nearest_key(key: str) -> str:
         return f"did you mean {sections[0]}? {_contents(sections[0])}"
     initials = "".join(word[:1] for word in leaf.removesuffix("_size").split("_"))  # learning_rate -> lr
     inside = [name for name in FIELDS if name.rpartition(".")[0] == section]
-    same_leaf = [name for name in inside or FIELDS if _leaf(name) in (leaf, initials)]
-    same_leaf = same_leaf or [name for name in FIELDS if _leaf(name) in (leaf, initials)]
-    near = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0)
-    if not near and inside:
-        leaves = difflib.get_close_matches(leaf, map(_leaf, inside), n=1, cutoff=0.5)
-        near = [f"{section}.{leaves[0]}"] if leaves else []
-    elif not near:
+    for names in (inside, FIELDS):
+        same_leaf = [name for name in names if _leaf(name) in (leaf, initials)]
+        if near := difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0):
+            return f"did you mean {near[0]}?"
+    if inside:
+        near = [f"{section}.{name}" for name in difflib.get_close_matches(leaf, map(_leaf, inside), n=1, cutoff=0.5)]
+    else:
         near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else _contents(section)
 
@@ -75,25 +53,17 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _legible(key: str) -> str:
-    return key if re.fullmatch(r"[\w.\-+~]{1,80}", key) else shown(key)
-
-
 def in_peers(key: str) -> str:
     """Return the setting here for a peer's name: "TRL's num_generations is rollout.n here"; "" if no peer has the key.
 
     The longest ending of the key that a peer has decides; dashes count as underscores.
     """
     words = key.replace("-", "_").split(".")
-    for start in range(len(words)):
-        name = ".".join(words[start:])
-        if answers := dict(_answers(name)):
-            return "; ".join(f"{' and '.join(peers)} {name} is {setting} here" for setting, peers in answers.items())
+    for name in (".".join(words[start:]) for start in range(len(words))):
+        owners: dict[str, list[str]] = {}  # setting -> peers in the genitive
+        for peer, names in NAMES.items():
+            if name in names:
+                owners.setdefault(names[name], []).append(f"{peer}'s")
+        if owners:
+            return "; ".join(f"{' and '.join(owners[own])} {name} is {own} here" for own in sorted(owners))
     return ""
-
-
-def _answers(name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the settings that peers' `name` stands for, each with the peers in the genitive."""
-    settings = {setting for names in NAMES.values() for own, setting in names.items() if own == name}
-    for setting in sorted(settings):
-        yield setting, [f"{peer}'s" for peer, names in NAMES.items() if names.get(name) == setting]

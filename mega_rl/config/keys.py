@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from mega_rl.config.schema import Config
 from mega_rl.config.setting import Kind, OwnKind
@@ -15,31 +15,28 @@ Setting = dataclasses.Field[Any]
 _NO_SETTING = "origins"
 
 
-class _Name(NamedTuple):
-    """A key with its type and field, or a section with its dataclass."""
-
-    name: str  # dotted
-    kind: Any
-    field: Setting | None
+NAMES: list[str] = []  # dotted names of sections and keys, in the schema's order
+SECTIONS: dict[str, type] = {}
+FIELDS: dict[str, Setting] = {}
+TYPES: dict[str, Any] = {}
 
 
-def _walk(section: str, area: type) -> Iterator[_Name]:
-    """Yield every section and key below a section, in the schema's order."""
+def _collect(section: str, area: type) -> None:
+    """Fill the tables with every section and key below a section."""
     hints = get_type_hints(area)
     for field in dataclasses.fields(area):
         name, kind = f"{section}{field.name}", hints[field.name]
+        if name == _NO_SETTING:
+            continue
+        NAMES.append(name)
         if dataclasses.is_dataclass(kind) and "kinds" not in field.metadata:
-            yield _Name(name, kind, None)
-            yield from _walk(f"{name}.", hints[field.name])
-        elif name != _NO_SETTING:
-            yield _Name(name, kind, field)
+            SECTIONS[name] = kind  # type: ignore[assignment]
+            _collect(f"{name}.", hints[field.name])
+        else:
+            FIELDS[name], TYPES[name] = field, kind
 
 
-_ALL = list(_walk("", Config))
-NAMES = tuple(entry.name for entry in _ALL)  # sections and keys, in the schema's order
-SECTIONS: dict[str, type] = {entry.name: entry.kind for entry in _ALL if entry.field is None}
-FIELDS: dict[str, Setting] = {entry.name: entry.field for entry in _ALL if entry.field is not None}
-TYPES: dict[str, type] = {entry.name: entry.kind for entry in _ALL if entry.field is not None}
+_collect("", Config)
 
 
 def keys_in(section: str) -> tuple[str, ...]:
@@ -71,16 +68,18 @@ def flat(config: Config) -> dict[str, Any]:
     return {key: value_of(config, key).plain if key in TAGGED else value_of(config, key) for key in FIELDS}
 
 
-def as_nested(config: Config) -> dict[str, Any]:
-    """Return every setting as plain values by section and name."""
-    nested: dict[str, Any] = {}
-    for key, value in flat(config).items():
-        *sections, name = key.split(".")
-        inside = nested
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = copy.deepcopy(value)
-    return nested
+def as_nested(area: Any) -> dict[str, Any]:
+    """Return every setting of a config, or of a section, as plain values by section and name."""
+    entries = {field.name: getattr(area, field.name) for field in dataclasses.fields(area) if field.name != _NO_SETTING}
+    return {name: as_nested(value) if _is_section(value) else _plain(value) for name, value in entries.items()}
+
+
+def _is_section(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, Kind)
+
+
+def _plain(value: Any) -> Any:
+    return copy.deepcopy(value.plain if isinstance(value, Kind) else value)
 
 
 def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Load a recipe and overrides as a Config. OmegaConf reads, merges and interpolates; our types and ranges check."""
+"""Load a recipe and overrides as a Config. OmegaConf reads and interpolates; our types and ranges check."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.choices import CHOICES
-from mega_rl.config.key_names import unknown_key, unknown_section
-from mega_rl.config.keys import FIELDS, SECTIONS, TAGGED, TYPES, as_nested, flat, flattened, is_mapping, value_of
+from mega_rl.config.key_names import unknown_key
+from mega_rl.config.keys import FIELDS, SECTIONS, TAGGED, TYPES, as_nested, is_mapping, with_settings
 from mega_rl.config.needs import Unmet, unmet
-from mega_rl.config.recipe import parse_value, read_recipe
+from mega_rl.config.packaged import parse_value, read_recipe
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.data import completed_sources
-from mega_rl.config.values import BadValue, coerce, shown
+from mega_rl.config.values import ONLY_REFERENCES, BadValue, coerce, shown
 from mega_rl.errors import UserError, UserErrors
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ SOURCES = "data.mixture.sources"
 Overrides = Sequence[str] | Mapping[str, Any] | DictConfig
 Settings = dict[str, Any]  # values by dotted key, or by key and name of a mapping's entry
 UNSET = object()  # value that stands for the default
-ONLY_REFERENCES = "only ${section.key} references are allowed; write the value"
 _REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\}")
 
 
@@ -55,8 +54,7 @@ def load(recipe: str | Path | None, overrides: Overrides = ()) -> Config:
     config = _config([inherited, given], problems)
     if problems:
         raise UserErrors(problems)
-    kept = {key: value for key, value in inherited.items() if key not in given}
-    return _set_aside(config, inherited, given) if kept and given else config
+    return _set_aside(config, inherited, given) if inherited and given else config
 
 
 def _settings_in(content: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
@@ -69,13 +67,10 @@ def _settings_in(content: Mapping[Any, Any], prefix: str, problems: list[str]) -
             yield key, UNSET if value is None else value
         elif isinstance(value, Mapping) and key in SECTIONS:
             yield from _settings_in(value, f"{key}.", problems)
-        elif key in SECTIONS:
-            if value is not None:
-                problems.append(f"{key}={shown(value)}: is a section; give it lines of 'key: value'")
-        elif isinstance(value, Mapping) or "." not in key:
-            problems.append(unknown_section(key, holds_settings=isinstance(value, Mapping)))
-        else:
-            problems.append(unknown_key(key))
+        elif key not in SECTIONS:
+            problems.append(unknown_key(key, is_section=isinstance(value, Mapping)))
+        elif value is not None:
+            problems.append(f"{key}={shown(value)}: is a section; give it lines of 'key: value'")
 
 
 def _of_tagged(key: str, value: Any, problems: list[str]) -> Iterator[tuple[str, Any]]:
@@ -152,77 +147,70 @@ def _drop_settings_of_others(inherited: Settings, given: Settings) -> None:
             logger.info(
                 "the arguments leave these settings of the recipe without effect, which take their defaults: %s "
                 "(need %s=%s)",
-                ", ".join(f"{entry}={shown(inherited.pop(entry))}" for entry in others), key, before,
+                ", ".join(f"{entry}={shown(inherited.pop(entry))}" for entry in others), key, before
             )  # fmt: skip
 
 
 def _config(layers: Sequence[Settings], problems: list[str]) -> Config:
     """Return the Config of merged settings; the default stands for a setting that goes to `problems`."""
-    merged, chosen = _merged(layers, problems)
-    raw = flattened(OmegaConf.to_container(merged))  # type: ignore[arg-type]
+    chosen = _merged(layers)
+    resolved = _with_references(chosen, problems)
     values: Settings = {}
-    for key, field in FIELDS.items():
+    for key in (key for key in FIELDS if key in chosen):
         if key in TAGGED:
-            entries: Any = OmegaConf.to_container(OmegaConf.select(merged, key)) if key in chosen else {}
-            values[key] = CHOICES[key].made(entries, problems)
-            continue
-        try:
-            values[key] = coerce(_resolved(merged, key, raw[key]), TYPES[key], field)
-        except BadValue as error:
-            problems.append(f"{key}={shown(raw[key])}: {error}")
-            values[key] = value_of(Config(), key)
-    values[SOURCES] = completed_sources(SOURCES, values[SOURCES], problems)
-    # Sections inside others come after them, so that going backwards each finds those in it.
-    for section in reversed(SECTIONS):
-        values[section] = SECTIONS[section](**_entries(values, f"{section}."))
-    return Config(**_entries(values, ""))
+            values[key] = CHOICES[key].made(resolved[key], problems)
+        elif key in resolved:
+            try:
+                values[key] = coerce(resolved[key], TYPES[key], FIELDS[key])
+            except BadValue as error:
+                problems.append(f"{key}={shown(chosen[key])}: {error}")
+    if SOURCES in values:
+        values[SOURCES] = completed_sources(SOURCES, values[SOURCES], problems)
+    return with_settings(Config(), values)
 
 
-def _merged(layers: Sequence[Settings], problems: list[str]) -> tuple[DictConfig, set[str]]:
-    """Return defaults and layers in one container, and the keys that a layer has set."""
-    merged = OmegaConf.create(as_nested(Config()))
-    chosen: set[str] = set()
+def _merged(layers: Sequence[Settings]) -> Settings:
+    """Return the raw value of every setting that a layer gives; entries of mappings are joined."""
+    merged: Settings = {}
     for key, value in (entry for layer in layers for entry in layer.items()):
-        setting = key if key in FIELDS else key.rpartition(".")[0]
-        if setting != key:
-            value = _with_entry(merged, setting, chosen, key.rpartition(".")[2], value)
-        chosen = chosen - {setting} if value is UNSET else chosen | {setting}
-        value = flat(Config())[setting] if value is UNSET else value
+        setting, _, name = (key, "", "") if key in FIELDS else key.rpartition(".")
+        if name:
+            before = merged.get(setting, {})
+            if not isinstance(before, dict):
+                continue  # the value in the mapping's place has its own error
+            value = {own: entry for own, entry in before.items() if own != name} | (
+                {} if value is UNSET else {name: value}
+            )
+        if value is UNSET:
+            merged.pop(setting, None)
+        else:
+            merged[setting] = value
+    return merged
+
+
+def _with_references(chosen: Settings, problems: list[str]) -> Settings:
+    """Return raw values with their references replaced; a mapping stands as it is, a wrong reference is left out."""
+    texts = {
+        key: [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str) and "${" in text]
+        for key, raw in chosen.items()
+    }
+    if not any(texts.values()):
+        return chosen
+    wrong = {key for key, own in texts.items() if any("${" in _REFERENCE.sub("", text) for text in own)}  # a resolver
+    problems += [f"{key}={shown(chosen[key])}: {ONLY_REFERENCES}" for key in chosen if key in wrong]
+    resolved = {key: value for key, value in chosen.items() if key not in wrong}
+    whole = OmegaConf.create(as_nested(Config()))
+    for key, value in resolved.items():
+        if key not in TAGGED:
+            OmegaConf.update(whole, key, value, merge=False)
+    for key in (key for key in texts if texts[key] and key not in wrong):
         try:
-            OmegaConf.update(merged, setting, value, merge=False)
-        except OmegaConfBaseException:
-            problems.append(f"{setting}={shown(value)}: {ONLY_REFERENCES}")
-    return merged, chosen
-
-
-def _with_entry(merged: DictConfig, setting: str, chosen: set[str], name: str, value: object) -> object:
-    """Return a mapping with one more entry, or without it for UNSET; a value in its place stays for its own error."""
-    before = OmegaConf.select(merged, setting) if setting in chosen else {}
-    before = OmegaConf.to_container(before) if OmegaConf.is_config(before) else before
-    if not isinstance(before, dict):
-        return before
-    others = {own: entry for own, entry in before.items() if own != name}
-    return others if value is UNSET else {**others, name: value}
-
-
-def _resolved(merged: DictConfig, key: str, raw: Any) -> Any:
-    """Return a setting's raw value with its references replaced; a mapping stands as it is. Raises BadValue."""
-    texts = [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str) and "${" in text]
-    if not texts:
-        return raw
-    if any("${" in _REFERENCE.sub("", text) for text in texts):  # a resolver, such as one of the environment
-        raise BadValue(ONLY_REFERENCES)
-    try:
-        value = OmegaConf.select(merged, key)
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except (OmegaConfBaseException, RecursionError):
-        raise BadValue("refers to a key that does not exist or to itself") from None
-
-
-def _entries(values: Settings, prefix: str) -> Settings:
-    """Take the settings and sections right below a prefix out of `values`, by their last name."""
-    keys = [key for key in values if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
-    return {key.removeprefix(prefix): values.pop(key) for key in keys}
+            value = OmegaConf.select(whole, key)
+            resolved[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, RecursionError):
+            problems.append(f"{key}={shown(chosen[key])}: refers to a key that does not exist or to itself")
+            del resolved[key]
+    return resolved
 
 
 def _set_aside(config: Config, inherited: Settings, given: Settings) -> Config:
@@ -244,7 +232,7 @@ def _set_aside(config: Config, inherited: Settings, given: Settings) -> Config:
     if dropped:
         logger.info(
             "the arguments leave these settings of the recipe without effect, which take their defaults: %s",
-            ", ".join(f"{entry.setting} (needs {entry.need.condition})" for entry in dropped),
+            ", ".join(f"{entry.setting} (needs {entry.needs})" for entry in dropped),
         )
     return config
 

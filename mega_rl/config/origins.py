@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from mega_rl.config.keys import as_nested, with_settings
-from mega_rl.config.schema import Config, Origin
+from mega_rl.config.schema import Config
 
 
 def recorded(config: Config) -> Config:
@@ -28,11 +28,5 @@ def short_commit(name: str) -> str:
 
 def pinned_overrides(config: Config) -> list[str]:
     """Return `key=value` arguments that make another process read the same commits."""
-    return [f"{key}={_argument(value)}" for key, value in config.origins.items()]
-
-
-def _argument(value: Origin) -> str:
-    """Return a value as YAML has it: a name has no quotes, so single ones are safe; JSON is YAML on one line."""
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return value if isinstance(value, str) else "[" + ", ".join(f"'{name}'" for name in value) + "]"
+    # JSON is YAML on one line.
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in config.origins.items()]

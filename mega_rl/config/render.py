@@ -15,7 +15,7 @@ import yaml
 from mega_rl.config.choices import CHOICES
 from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, flat, keys_in
 from mega_rl.config.origins import recorded
-from mega_rl.config.recipe import parse_value
+from mega_rl.config.packaged import parse_value
 from mega_rl.config.schema import Config
 from mega_rl.config.setting import Kind
 from mega_rl.config.values import describe_range

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 
@@ -30,6 +32,9 @@ class Kind:
 
     def __str__(self) -> str:
         return self.name
+
+
+K = TypeVar("K", bound=Kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +68,21 @@ def setting(
 
 def tagged(kinds: Mapping[str, type[Kind]], default: str, doc: str) -> Any:
     """Dataclass field for a tagged section: one of `kinds`, chosen by `name`, with the settings of its class."""
-    metadata = {"doc": doc, "unit": "", "min": None, "max": None, "above": None, "choices": None, "kinds": kinds}
-    return dataclasses.field(default=kinds[default](), metadata=metadata)
+    field: dataclasses.Field[Any] = setting(kinds[default](), doc)
+    return dataclasses.field(default=field.default, metadata={**field.metadata, "kinds": kinds})
 
 
-def by_name(*kinds: type[Kind]) -> dict[str, type[Kind]]:
+def by_name(*kinds: type[K]) -> dict[str, type[K]]:
     """Return the kinds of a tagged section by their names."""
     return {kind.name: kind for kind in kinds}
+
+
+def kinds_below(package: str, base: type[K]) -> dict[str, type[K]]:
+    """Return the kinds in the modules of a package by their names; a class without one is a base of others."""
+    path = importlib.import_module(package).__path__
+    kinds = []
+    for entry in pkgutil.iter_modules(path, f"{package}."):
+        names = vars(importlib.import_module(entry.name)).values()
+        classes = [value for value in names if isinstance(value, type) and value.__module__ == entry.name]
+        kinds += [kind for kind in classes if issubclass(kind, base) and kind.name]
+    return by_name(*kinds)

@@ -54,15 +54,14 @@ def missing_function(spec: str, *, builtin: Sequence[str]) -> str | None:
         where = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
         return f"{path} is not valid Python{where}"
     functions = [entry.name for entry in tree.body if isinstance(entry, ast.FunctionDef | ast.AsyncFunctionDef)]
-    names = {*functions, *(entry.name for entry in tree.body if isinstance(entry, ast.ClassDef))}
-    for node in (node for entry in tree.body if not hasattr(entry, "name") for node in ast.walk(entry)):
-        names |= {node.id} if isinstance(node, ast.Name) else set()
-        names |= {node.asname or node.name} if isinstance(node, ast.alias) else set()
-    if name in names:
-        return None
-    known = _listed(functions, "function")
-    example = next((other for other in functions if other[0] != "_"), "function")
-    return f"{path} defines no {name!r}; it has {known}" if name else f"{problem}:{example}; {path} has {known}"
+    if not name:
+        example = next((other for other in functions if other[0] != "_"), "function")
+        return f"{problem}:{example}; {path} has {_listed(functions, 'function')}"
+    made = {ast.Name: "id", ast.alias: "name", ast.ClassDef: "name"}  # a name that is assigned, imported or a class
+    names = {getattr(node, made[type(node)]) for node in ast.walk(tree) if type(node) in made}
+    names |= {node.asname for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    known = name in names or name in functions
+    return None if known else f"{path} defines no {name!r}; it has {_listed(functions, 'function')}"
 
 
 def _bad_place(spec: str, kind: str, builtin: Sequence[str]) -> str | None:
@@ -79,26 +78,6 @@ def _listed(names: Iterable[str], kind: str) -> str:
     return ", ".join(name for name in names if name[0] != "_") or f"no {kind}"
 
 
-# Modules that users' files imported from their own folders: the next file may have others of the same names.
-_neighbours: set[str] = set()
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Let imports find the modules of a folder, after everything installed and until the block ends."""
-    for name in _neighbours:
-        sys.modules.pop(name, None)
-    _neighbours.clear()
-    before, entry = set(sys.modules), str(folder.resolve())
-    sys.path.append(entry)
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)
-        files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
-        _neighbours.update(name for name, file in files.items() if folder.resolve() in Path(file).parents)
-
-
 @lru_cache
 def _load(file: Path, changed: int) -> ModuleType | UserError:
     """Return a new module with the user's code in `file`, or the error of its import. Runs that code.
@@ -110,8 +89,10 @@ def _load(file: Path, changed: int) -> ModuleType | UserError:
     assert module_spec.loader is not None, f"{file} ends in .py"
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # it may import its neighbours, after everything installed
     try:
-        with _importable(file.parent), users_code("fails to import"):
+        with users_code("fails to import"):
             module_spec.loader.exec_module(module)
     except UserError as error:
         del sys.modules[module_spec.name]

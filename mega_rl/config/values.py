@@ -6,10 +6,15 @@ import dataclasses
 import math
 import reprlib
 import types
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
 
+Unknown = Callable[[str], str]
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 160, 160, 40
+
+
+ONLY_REFERENCES = "only ${section.key} references are allowed; write the value"
 
 
 class BadValue(ValueError):
@@ -37,6 +42,8 @@ def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
 
     An int given for a float becomes one, and a single item given for a list a list of one. Raises BadValue.
     """
+    if isinstance(kind, types.UnionType):  # a setting that may be None by default only
+        kind = kind.__args__[0]
     if isinstance(kind, types.GenericAlias):
         *_, item = kind.__args__
         return _coerce_mapping(value, item) if kind.__origin__ is dict else _coerce_list(value, item, field)
@@ -53,6 +60,21 @@ def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
     return value
 
 
+def settings_of(
+    area: Any, given: Mapping[str, object], place: str, problems: list[str], unknown: Unknown
+) -> dict[str, Any]:
+    """Return given settings as the types of a dataclass; mistakes go to `problems`. unknown: the line for a name."""
+    fields, hints, settings = getattr(area, "__dataclass_fields__", {}), get_type_hints(area), {}
+    for name, value in given.items():
+        try:
+            settings[name] = coerce(value, hints[name], fields[name])
+        except KeyError:
+            problems.append(unknown(name))
+        except BadValue as error:
+            problems.append(f"{place}.{name}={shown(value)}: {error}")
+    return settings
+
+
 def _needs(field: dataclasses.Field[Any], kind: type) -> str:
     if field.metadata["choices"]:
         return f"must be {describe_range(field)}"
@@ -67,10 +89,8 @@ def _coerce_list(value: object, item: type, field: dataclasses.Field[Any]) -> li
     words = {str: "texts", int: "whole numbers"}[item]
     if type(value) is item and value != "" and not (isinstance(value, str) and "," in value):
         value = [value]
-    if not isinstance(value, list):
+    if not isinstance(value, list) or any(type(entry) is not item for entry in value):
         raise BadValue(f"needs a list of {words}; write it as [a, b]")
-    if any(type(entry) is not item for entry in value):
-        raise BadValue(f"needs a list of {words}")
     if not all(_in_range(entry, field) for entry in value):
         raise BadValue(f"each must be {describe_range(field)}")
     return list(value)
@@ -91,12 +111,9 @@ def _coerce_mapping(value: object, kind: object) -> dict[str, Any]:
             raise BadValue(f"the value of {name} must be a list of texts; write it as [a, b]")
         if kind is str and not isinstance(entry, str):
             raise BadValue(f"the value of {name} must be a text")
-    if kind is not float:
-        return dict(value)
-    for name, entry in value.items():
-        if isinstance(entry, bool) or not isinstance(entry, (int, float)):
+        if kind is float and type(entry) not in (int, float):
             raise BadValue(f"the value of {name} must be a finite number")
-    return {name: _as_float(entry) for name, entry in value.items()}
+    return {name: _as_float(entry) for name, entry in value.items()} if kind is float else dict(value)
 
 
 def _as_float(value: float) -> float:

@@ -21,7 +21,7 @@ from mega_rl.data.order import STREAM, StepOrder, permutation
 from mega_rl.data.prompts import PromptReading
 from mega_rl.data.rows import one_line, read_jsonl, read_parquet, with_short_floats
 from mega_rl.errors import RunError, UserError
-from mega_rl.threads import Running
+from mega_rl.processes import Running
 from mega_rl.types import JsonObject, Metrics, Prompt
 
 SAMPLE_BYTES = 1 << 16  # from the beginning, the middle and the end of a file, which identify it

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 
 from mega_rl.ddp.reduce_scatter import (
     Reduction,
-    RoundingError,
     Scratch,
     Works,
     all_reduce_fp32,
@@ -176,11 +175,6 @@ def scratches(chunks: Sequence[object]) -> list[Scratch]:
     groups = [group for chunk in chunks if isinstance(chunk, DistributedDataParallel) for group in bucket_groups(chunk)]
     distinct = {id(group.scratch): group.scratch for group in groups if isinstance(group, SummingBucketGroup)}
     return list(distinct.values())
-
-
-def rounding_errors(chunks: Sequence[object]) -> list[RoundingError]:
-    """Return the rounding errors of the chunks' reductions since the last `take`; empty where none are measured."""
-    return [scratch.error for scratch in scratches(chunks) if scratch.error is not None]
 
 
 def finalize_sums(

@@ -27,8 +27,7 @@ def freeze(chunks: Sequence[GPTModel], patterns: Sequence[str], *, everyone: Ran
     data parallelism: what is frozen has neither gradient nor optimizer state. Collective over `everyone`, the ranks
     of the model.
 
-    Raises:
-        UserError: on all ranks alike, a pattern names no weight of the model, or nothing is left to train.
+    Raises UserError: on all ranks alike, a pattern names no weight of the model, or nothing is left to train.
     """
     parameters = list(named_parameters(chunks))
     matches = [[fnmatchcase(name, pattern) for name, _ in parameters] for pattern in patterns]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,16 +11,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 HOST = torch.device("cpu")
-BATCH_BYTES = 64 << 20  # of parameters that travel and step together: far more than a copy or a call costs to start
 
 
 class HostAdamW(torch.optim.AdamW):
     """AdamW that keeps the moments of `share` of the elements, by whole parameters, and steps them on the host.
 
-    Those parameters and their gradients travel to the host and back in every step, some at a time: while the host steps
-    one batch, the next arrives and the one before returns, and the first arrives while the device steps the parameters
-    that it keeps. Pinned memory for three batches is all that this takes. Only the moments stay there, so code that
-    changes parameters between steps (a checkpoint, say) needs no special case.
+    Those parameters and their gradients travel to the host and back in every step, one at a time: while the host steps
+    one, the next arrives and the one before returns. Only the moments stay there, so code that changes parameters
+    between steps (a checkpoint, say) needs no special case.
     Megatron-Core's `HybridDeviceOptimizer` (0.16.1) keeps copies of bf16 parameters there instead, cannot take FP32
     ones, and finds nothing to do on a machine without CUDA.
     """
@@ -48,126 +45,59 @@ class HostAdamW(torch.optim.AdamW):
         """Update every parameter that has a gradient by one step."""
         assert closure is None
         gradients = {parameter: parameter.grad for parameter in self._on_host if parameter.grad is not None}
-        batches = list(self._batches(gradients))
-        copies = Copies(batches[0].parameters[0].device if batches else HOST)
-        arriving = [copies.down(batch.tensors) for batch in batches[:1]]  # while the device steps what is its own
+        mine = [(p, group) for group in self.param_groups for p in group["params"] if p in gradients]
+        device = mine[0][0].device if mine else HOST
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        arriving = [_to_host([p, gradients[p]], stream) for p, _ in mine[:1]]  # while the device steps what is its own
         for parameter in gradients:
             parameter.grad = None
         super().step()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        for number, batch in enumerate(batches):
-            staged = arriving.pop()
-            arriving += [copies.down(following.tensors) for following in batches[number + 1 : number + 2]]
-            staged.wait()
-            count = len(batch.parameters)
-            values, of_values = staged.tensors[:count], staged.tensors[count:]
-            self._step_on_host(batch, values, of_values)
-            copies.up(values, batch.parameters)
-        copies.finish()
+        for number, (parameter, group) in enumerate(mine):
+            (value, gradient), event = arriving.pop()
+            arriving += [_to_host([p, gradients[p]], stream) for p, _ in mine[number + 1 : number + 2]]
+            if event is not None:
+                event.synchronize()
+            self._step_on_host(parameter, group, value, gradient)
+            with _on(stream):
+                parameter.copy_(value, non_blocking=True)
+        if stream is not None:
+            torch.cuda.current_stream(device).wait_stream(stream)
 
-    def _batches(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[_Batch]:
-        """Yield the parameters of the host that have gradients, a group's neighbours together up to BATCH_BYTES."""
-        for group in self.param_groups:
-            settings: dict[str, float] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-            settings["beta1"], settings["beta2"] = group["betas"]
-            parameters: list[Tensor] = []
-            size = 0
-            for parameter in (each for each in group["params"] if each in gradients):
-                if parameters and size + parameter.nbytes > BATCH_BYTES:
-                    yield _Batch(parameters, [gradients[each] for each in parameters], settings)
-                    parameters, size = [], 0
-                parameters.append(parameter)
-                size += parameter.nbytes
-            if parameters:
-                yield _Batch(parameters, [gradients[each] for each in parameters], settings)
-
-    def _step_on_host(self, batch: _Batch, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Update `values`, the parameters' copies on the host, by their gradients' copies."""
-        states = [self.state[parameter] for parameter in batch.parameters]
-        for state, parameter in zip(states, batch.parameters, strict=True):
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=HOST)
-                state["exp_avg_sq"] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=HOST)
-        adamw(
-            list(values),
-            list(gradients),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=False,
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            beta1=batch.settings["beta1"],
-            beta2=batch.settings["beta2"],
-            lr=batch.settings["lr"],
-            weight_decay=batch.settings["weight_decay"],
-            eps=batch.settings["eps"],
-        )
+    def _step_on_host(self, parameter: Tensor, group: dict[str, Any], value: Tensor, gradient: Tensor) -> None:
+        """Update `value`, the parameter's copy on the host, by its gradient's copy."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=HOST)
+            state["exp_avg_sq"] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=HOST)
+        beta1, beta2 = group["betas"]
+        settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        settings |= {
+            "foreach": False,
+            "fused": True,
+            "amsgrad": False,
+            "maximize": False,
+            "beta1": beta1,
+            "beta2": beta2,
+        }
+        moments: list[Any] = [[state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]]
+        adamw([value], [gradient], *moments, **settings)
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Parameters of one group that travel and step together."""
-
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    settings: dict[str, float]  # of Adam
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return the parameters, then their gradients."""
-        return [*self.parameters, *self.gradients]
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-@dataclass(frozen=True)
-class Staged:
-    """Copies on the host, complete after `wait`."""
-
-    tensors: list[Tensor]
-    event: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        """Wait until the copies are there."""
-        if self.event is not None:
-            self.event.synchronize()
-
-
-class Copies:
-    """Copies between a device and pinned memory of the host, beside the device's kernels and the host's work.
-
-    On a CUDA device they are queued on a stream of their own, behind what the current stream had then; on a CPU they
-    are done at once. Pinned memory comes from torch's cache, which gives a block out again when its copies are done.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    def down(self, tensors: Sequence[Tensor]) -> Staged:
-        """Start copying tensors to the host, contiguous."""
-        staged = [
-            torch.empty(each.shape, dtype=each.dtype, device=HOST, pin_memory=each.device.type == "cuda")
-            for each in tensors
-        ]
-        self._copy(tensors, staged)
-        return Staged(staged, None if self._stream is None else self._stream.record_event())
-
-    def up(self, staged: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Start copying tensors from the host into `tensors`."""
-        self._copy(staged, tensors)
-
-    def finish(self) -> None:
-        """Let what the current stream does next see every copy."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
+def _to_host(
+    tensors: Sequence[Tensor], stream: torch.cuda.Stream | None
+) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    """Start copying tensors to pinned memory of the host; return the copies, and what says that they are complete."""
+    copies = [torch.empty(each.shape, dtype=each.dtype, device=HOST, pin_memory=stream is not None) for each in tensors]
+    with _on(stream):
+        for source, target in zip(tensors, copies, strict=True):
+            target.copy_(source, non_blocking=True)
+    return copies, None if stream is None else stream.record_event()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
 from mega_rl.ddp.host_adam import HOST, HostAdamW
-from mega_rl.errors import UserErrors
+from mega_rl.errors import UserError
 
 
 def build_optimizer(
@@ -37,10 +37,13 @@ def build_optimizer(
     `engine.megatron.optimizer`, `implementation` is `engine.megatron.ddp.name`: under FSDP the optimizer
     state is sharded by nature, and parameters of torch_fsdp2 are the FP32 main parameters themselves.
 
-    Raises:
-        UserErrors: combinations of settings, and a missing package.
+    Raises UserError: a missing package.
     """
-    _check(placement, implementation)
+    if placement.precision_aware and importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            "engine.megatron.optimizer.precision_aware=true: needs Transformer Engine's FusedAdam, which is not "
+            "installed; pip install mega_rl[gpu] or set engine.megatron.optimizer.precision_aware=false"
+        )
     fsdp2 = implementation == "torch_fsdp2"
     moments = torch.bfloat16 if placement.moment_dtype == "bf16" else torch.float32
     config = OptimizerConfig(
@@ -64,33 +67,6 @@ def build_optimizer(
                 part.optimizer = HostAdamW(part.optimizer.param_groups, share=placement.cpu_offload)
     apply_settings(optimizer)
     return optimizer
-
-
-def _check(placement: MegatronOptimizerConfig, implementation: str) -> None:
-    """Check the settings. Raises UserErrors for those that no optimizer here supports."""
-    problems = []
-    if placement.precision_aware and importlib.util.find_spec("transformer_engine") is None:
-        problems.append(
-            "engine.megatron.optimizer.precision_aware=true: needs Transformer Engine's FusedAdam, which is not "
-            "installed; pip install mega_rl[gpu] or set engine.megatron.optimizer.precision_aware=false"
-        )
-    if placement.precision_aware and not placement.distributed:
-        problems.append(
-            "engine.megatron.optimizer.precision_aware=true needs engine.megatron.optimizer.distributed=true"
-        )
-    for name, value in (("cpu_offload", placement.cpu_offload), ("precision_aware", placement.precision_aware)):
-        if value and implementation != "ddp":
-            problems.append(
-                f"engine.megatron.optimizer.{name}={str(value).lower()} needs engine.megatron.ddp=ddp, "
-                f"not {implementation}"
-            )
-    if placement.precision_aware and placement.cpu_offload:
-        problems.append(
-            f"engine.megatron.optimizer.cpu_offload={placement.cpu_offload} with precision_aware=true: the host's Adam "
-            "has FP32 moments; use one of the two"
-        )
-    if problems:
-        raise UserErrors(problems)
 
 
 def apply_settings(optimizer: MegatronOptimizer) -> None:

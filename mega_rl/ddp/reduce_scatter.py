@@ -14,36 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.parallel.accelerator.norms import squared_norm
-
 Rows = Tensor | Sequence[Tensor]  # a row [n] per rank, as one tensor or not
 
 BLOCK = 1 << 16  # elements that the sum on CPU takes at a time: their FP32 total stays in the second-level cache
 PIECE_BYTES = 256 << 20  # largest message buffer; a bucket beyond it is exchanged in pieces
-
-
-@dataclass(eq=False)
-class RoundingError:
-    """Measured error of rounding after every addition, summed over this rank's shards since `take`.
-
-    A bf16 ring passes partial sums on, so it rounds after each addition. Its order of ranks differs from shard to
-    shard; here it is that of the ranks. With two ranks there is one addition, and nothing to change. Rounding in the
-    sum over optimizer instances is not counted.
-    """
-
-    squares: Tensor | None = None  # [2] float64: |rounded after every addition - delivered|^2, |delivered|^2
-
-    def take(self, device: torch.device) -> Tensor:
-        """Return and reset the sums: `squares`, or zeros if nothing was reduced."""
-        squares, self.squares = self.squares, None
-        return torch.zeros(2, dtype=torch.float64, device=device) if squares is None else squares
-
-    def add(self, rounded: Tensor, delivered: Tensor) -> None:
-        """Add one shard or block of it: [n] `rounded_sum` of the messages, and the delivered sum."""
-        reference = delivered.float()
-        difference = rounded.float() - reference
-        squares = torch.stack([squared_norm([difference]), squared_norm([reference])])
-        self.squares = squares if self.squares is None else self.squares + squares
 
 
 @dataclass(eq=False)
@@ -56,7 +30,6 @@ class Scratch:
 
     largest: int  # bytes of the largest bucket to come
     slots: int = 2
-    error: RoundingError | None = None  # measured where given
     _free: list[Tensor] = field(default_factory=list)
     _lent: list[Tensor] = field(default_factory=list)  # to the exchange that is being started
     _pending: list[_Piece] = field(default_factory=list)
@@ -123,7 +96,7 @@ class _Piece:
             self.work.wait()
         if self.out.numel():
             if self.across is None:
-                sum_rows(self.rows, self.out, divisor=self.divisor, error=self.scratch.error)
+                sum_rows(self.rows, self.out, divisor=self.divisor)
             else:
                 self._finish_across(self.across)
         self.scratch.give_back(self)
@@ -131,7 +104,7 @@ class _Piece:
     def _finish_across(self, group: ProcessGroup) -> None:
         """Sum over optimizer instances too, in FP32, so that the result is rounded only once."""
         partial = torch.empty(self.out.shape, dtype=torch.float32, device=self.out.device)
-        sum_rows(self.rows, partial, error=self.scratch.error)
+        sum_rows(self.rows, partial)
         dist.all_reduce(partial, group=group)
         self.out.copy_(partial.div_(self.divisor))
 
@@ -164,7 +137,7 @@ class Works:
             work.wait()
 
 
-def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1, error: RoundingError | None = None) -> None:
+def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1) -> None:
     """out = (rows[0] + rows[1] + ...) / divisor, computed in FP32 and rounded once to `out`'s dtype.
 
     rows [n] of any floating dtype, one per rank, on CUDA as one tensor; out [n], may be one of the rows. On CPU the
@@ -175,26 +148,12 @@ def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1, error: RoundingError 
     if out.device.type != "cpu":
         assert isinstance(rows, Tensor)
         out_f32 = torch.sum(rows, dim=0, dtype=torch.float32)
-        rounded = None if error is None else rounded_sum(rows, divisor=divisor)
         out.copy_(out_f32.div_(divisor) if divisor > 1 else out_f32)
-        if error is not None and rounded is not None:
-            error.add(rounded, out)
         return
     total = torch.empty(min(BLOCK, out.numel()))
     for start in range(0, out.numel(), BLOCK):
         block = [row[start : start + BLOCK] for row in rows]
-        rounded = None if error is None else rounded_sum(block, divisor=divisor)  # first: `out` may be one of the rows
         sum_block(block, out[start : start + BLOCK], total[: len(block[0])], divisor=divisor)
-        if error is not None and rounded is not None:
-            error.add(rounded, out[start : start + BLOCK])
-
-
-def rounded_sum(rows: Rows, *, divisor: int) -> Tensor:
-    """Return [n], a new tensor: the rows added one after the other, and divided, in their dtype."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total.div_(divisor) if divisor > 1 else total
 
 
 def sum_block(rows: Rows, out: Tensor, total: Tensor, *, divisor: int) -> None:

@@ -49,8 +49,7 @@ def find_regions(
 
     `shapes` are those of the parameters, whole over data parallelism and cut by tensor and expert parallelism.
 
-    Raises:
-        UserError: a module has state that is not a tensor, as Transformer Engine's FP8 has.
+    Raises UserError: a module has state that is not a tensor, as Transformer Engine's FP8 has.
     """
     with _stand_ins(model, shapes) as names:
         # Keys with the number of the layer do not depend on the pipeline, and may lack optimizer state one by one.
@@ -131,13 +130,7 @@ def _region(sharded: ShardedTensor, shape: tuple[int, ...]) -> Region:
 
 def _check_empty(state: ShardedObject) -> None:
     data: Any = state.data
-    size = 0
-    if isinstance(data, Tensor):
-        size = data.numel()
-    elif isinstance(data, io.BytesIO):
-        size = data.getbuffer().nbytes
-    elif data is not None:
-        size = len(data) if isinstance(data, bytes | bytearray) else 1
+    size = data.getbuffer().nbytes if isinstance(data, io.BytesIO) else 0 if data is None else len(data)
     if size:
         raise UserError(
             f"{state.key.removesuffix('._extra_state')}: has state that is not a tensor ({size} bytes; Transformer "

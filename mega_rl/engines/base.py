@@ -1,12 +1,11 @@
-"""The protocol of engines below the trainer, beyond `mega_rl.protocols.Engine`, and the base that they share."""
+"""The base of engines below the trainer, beyond `mega_rl.protocols.Engine`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,64 +23,6 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Engine
 from mega_rl.types import EngineState, IdRanges
-
-
-class ModelEngine(Engine, Protocol):
-    """An engine over a model of a known Hugging Face architecture, on either backend."""
-
-    @property
-    def name(self) -> Role:
-        """Return the role that the model has."""
-        ...
-
-    @property
-    def sharding(self) -> Sharding:
-        """Return the model and its sharding: the place of each Hugging Face tensor in `whole_chunks`."""
-        ...
-
-    @property
-    def groups(self) -> Groups:
-        """Return the process groups of this model's layout."""
-        ...
-
-    @property
-    def batching(self) -> Batching:
-        """Return how rows become micro-batches on this rank."""
-        ...
-
-    @property
-    def place(self) -> ModelPlace:
-        """This rank's part of `whole_chunks`, as exporters take it."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device on which the model computes."""
-        ...
-
-    @property
-    def attention(self) -> str:
-        """Return the model's attention: "sdpa", or with Transformer Engine "te: flash"."""
-        ...
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether FSDP has spread parameters over data parallelism, so that reading one is collective."""
-        ...
-
-    def whole_chunks(self) -> list[torch.nn.Module]:
-        """Return the model's chunks with current parameters, whole over data parallelism, for exporters.
-
-        Collective, and so is reading a parameter where `is_sharded`.
-        """
-        ...
-
-    def save_hf(self, directory: Path, *, source: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
-
-        One that is there is replaced as a whole. Raises UserError: see `converters.live.save.save_hf`.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -113,15 +54,15 @@ class ModelRequest:
 
 
 @dataclass(kw_only=True)
-class EngineBase(ABC):
-    """A model in its place: how its weights leave, and which parts of its memory are on the host."""
+class ModelEngine(Engine):
+    """A model of a known Hugging Face architecture, on either backend: how its weights leave, what is on the host."""
 
-    name: Role
-    sharding: Sharding
-    groups: Groups
-    batching: Batching
-    device: torch.device
-    attention: str
+    name: Role  # the model's role
+    sharding: Sharding  # the model, and the place of each Hugging Face tensor in `whole_chunks`
+    groups: Groups  # the layout's
+    batching: Batching  # how rows become micro-batches on this rank
+    device: torch.device  # on which the model computes
+    attention: str  # "sdpa", or with Transformer Engine "te: flash"
     temperature: float = 1.0  # divides logits, so that log-probs and entropies are those of what was sampled
     hidden_tokens: IdRanges = ()  # have probability 0, as in what was sampled
     export_bucket_bytes: int = 256 << 20
@@ -134,10 +75,15 @@ class EngineBase(ABC):
 
     @property
     @abstractmethod
-    def is_sharded(self) -> bool: ...
+    def is_sharded(self) -> bool:
+        """Return whether FSDP has spread parameters over data parallelism, so that reading one is collective."""
 
     @abstractmethod
-    def whole_chunks(self) -> list[torch.nn.Module]: ...
+    def whole_chunks(self) -> list[torch.nn.Module]:
+        """Return the chunks with current parameters, whole over data parallelism, for exporters.
+
+        Collective, and so is reading a parameter where `is_sharded`.
+        """
 
     @property
     def export_dtype(self) -> torch.dtype | None:
@@ -146,6 +92,7 @@ class EngineBase(ABC):
 
     @property
     def place(self) -> ModelPlace:
+        """Return this rank's part of `whole_chunks`, as exporters take it."""
         return ModelPlace.of(
             self.sharding, self.groups, is_sharded=self.is_sharded, bucket_bytes=self.export_bucket_bytes
         )
@@ -154,6 +101,10 @@ class EngineBase(ABC):
         return export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
 
     def save_hf(self, directory: Path, *, source: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
+
+        One that is there is replaced as a whole. Raises UserError: see `converters.live.save.save_hf`.
+        """
         options = SaveOptions(dtype=self.export_dtype, overwrite=True)
         save_hf(self.whole_chunks(), directory, source=source, place=self.place, options=options)
 

@@ -36,8 +36,7 @@ def resolve_model(
 
     `head` is "lm" or "value"; a trainable model has gradients and an optimizer.
 
-    Raises:
-        UserError: the settings ask for what cannot run here.
+    Raises UserError: the settings ask for what cannot run here.
     """
     hf = read_hf_config(path)
     impl: Spec = "hf"
@@ -59,8 +58,7 @@ def build_engine(
 ) -> ModelEngine:
     """Return a model on the engine that `settings` name, with its weights loaded; collective.
 
-    Raises:
-        UserError: the model cannot run as the settings ask.
+    Raises UserError: the model cannot run as the settings ask.
     """
     log.info("%s: building the model of %s", model.name, model.path)
     build = build_fsdp_engine if model.impl == "hf" else build_megatron_engine

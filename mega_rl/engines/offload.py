@@ -66,9 +66,8 @@ class StorageOffload:
     def offload(self, tensors: Iterable[Tensor]) -> int:
         """Empty the storages of `tensors`; returns the bytes given back.
 
-        Raises:
-            RuntimeError: something is offloaded already.
-            RunError: the host has no memory for a copy; nothing was offloaded.
+        Raises RuntimeError: something is offloaded already; RunError: the host has no memory for a copy; nothing was
+        offloaded.
         """
         if self.is_off:
             raise RuntimeError("offload() called twice: call onload() first")
@@ -150,9 +149,7 @@ class PartsOffload:
 
         `tensors` holds every part, in the order in which shared memory is awarded.
 
-        Raises:
-            RuntimeError: a chosen part is off already.
-            RunError: the host has no memory for a copy.
+        Raises RuntimeError: a chosen part is off already; RunError: the host has no memory for a copy.
         """
         chosen = list(chosen)
         if any(self.is_off(part) for part in chosen):

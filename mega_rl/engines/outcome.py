@@ -119,14 +119,8 @@ def reduce_losses(results: Sequence[Finished], ranks: Ranks) -> Metrics:
 
 
 def was_clipped(norm: float, limit: float) -> Metrics:
-    """Return `grad_clipped_fraction`, 1 of an update whose gradient of this norm was scaled down, else 0.
-
-    Averaged over updates it is the share of optimizer steps that were clipped. Empty where `limit` is 0: no clipping.
-    """
-    metrics: Metrics = {}
-    if limit > 0.0:
-        metrics["grad_clipped_fraction"] = float(norm > limit)
-    return metrics
+    """Return `grad_clipped_fraction`, 1 if a gradient of this norm was scaled down; empty without clipping (0)."""
+    return {"grad_clipped_fraction": float(norm > limit)} if limit > 0.0 else {}
 
 
 def check_norm(name: str, norm: float, metrics: Metrics) -> None:
@@ -145,17 +139,13 @@ def check_norm(name: str, norm: float, metrics: Metrics) -> None:
 def check_numbers(name: str, numbers: Mapping[str, int | float], *, trains: bool) -> int:
     """Return the optimizer's steps of a checkpoint's numbers, 0 for a model that does not train.
 
-    Raises:
-        UserError: the numbers are not those of an engine; `name` is its role.
+    Raises UserError: the numbers are not those of an engine; `name` is its role.
     """
     expected = [STEPS] if trains else []
-    if sorted(numbers) != expected:
+    steps = numbers.get(STEPS, 0)
+    if sorted(numbers) != expected or not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise UserError(
-            f"{name}: the checkpoint's numbers of this model are {sorted(numbers)}, must be {expected}: it is "
-            "of another kind of model; set checkpoint.resume=never (what is there is kept, in previous/) or to another "
-            "checkpoint"
+            f"{name}: the checkpoint's numbers of this model are {dict(numbers)}, must be whole numbers of {expected}: "
+            "it is of another kind of model; set checkpoint.resume=never or to another checkpoint"
         )
-    steps = numbers[STEPS] if trains else 0
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise UserError(f"{name}: {STEPS}={steps!r} of the checkpoint must be a whole number from 0")
     return steps

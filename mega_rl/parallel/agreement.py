@@ -17,8 +17,8 @@ import torch
 
 from mega_rl.config.schema import Origin
 from mega_rl.errors import HungError, RunError, StalledError, UserError
+from mega_rl.processes import Running
 from mega_rl.protocols import Ranks
-from mega_rl.threads import Running
 
 log = logging.getLogger(__name__)
 
@@ -112,29 +112,9 @@ def merge_failures(own: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
 
 
 def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s: float = 5.0) -> Any:
-    """Call `work` on group rank `source` alone and return its result (JSON) on every rank; collective.
-
-    Meanwhile the ranks meet every `beat_s` seconds: a collective's deadline does not limit the work, and a dead rank is
-    noticed. `work` needs its own deadline, runs in its own thread and may do no collective.
-
-    Raises:
-        RunError: on all ranks, when the work raised (UserError for a UserError); on `source` the error itself.
-    """
-    if ranks.rank != source:
-        while True:
-            state = broadcast_json(None, ranks, source=source)
-            if "error" in state:
-                error = UserError if state["user"] else RunError
-                raise error(state["error"])
-            if "result" in state:
-                return state["result"]
-    running = Running(work, name="run_on_one")
-    while running.wait(beat_s):
-        broadcast_json({}, ranks, source=source)
-    if running.error is not None:
-        broadcast_json(_described(running.error), ranks, source=source)
-        raise running.error
-    return broadcast_json({"result": running.result}, ranks, source=source)["result"]
+    """Call `work` on group rank `source` alone, as `run_on_all`; return its result (JSON) on every rank; collective."""
+    result = run_on_all(lambda: work() if ranks.rank == source else None, ranks, beat_s=beat_s)
+    return broadcast_json(result, ranks, source=source)
 
 
 def run_on_all(
@@ -142,15 +122,14 @@ def run_on_all(
 ) -> Result:
     """Call `work` on every rank and return this rank's result when the work of all has ended; collective.
 
-    Meanwhile the ranks meet every `beat_s` seconds, as in `run_on_one`: the last rank may take longer than a collective
-    may. `work` needs its own deadline, runs in its own thread and may do no collective.
+    Meanwhile the ranks meet every `beat_s` seconds: a collective's deadline does not limit the work, and a dead rank is
+    noticed. `work` needs its own deadline, runs in its own thread and may do no collective.
 
     cancel: called on ranks that still work once the work of another has failed, to end theirs soon; an error of work
     that was cancelled is not reported.
 
-    Raises:
-        RunError: on all ranks, when the work of any raised (UserError for a UserError), with the message of the lowest
-            rank that failed; on a rank that failed its own error.
+    Raises RunError: on all ranks, when the work of any raised (UserError for a UserError), with the message of the
+    lowest rank that failed; on a rank that failed its own error.
     """
     running = Running(work, name="run_on_all")
     cancelled = False
@@ -164,7 +143,8 @@ def run_on_all(
             cancelled = True
             cancel()
     own = None if cancelled else running.error
-    failure = first_failure(None if own is None else json.dumps(_described(own)), ranks)
+    described = None if own is None else json.dumps({"error": str(own), "user": isinstance(own, UserError)})
+    failure = first_failure(described, ranks)
     if own is not None:
         raise own
     if failure is not None:
@@ -185,9 +165,8 @@ def run_beside_meetings(
     Stalled work of a main thread is interrupted by an exception. Where that does not end it, as in compiled code, this
     process ends, with the code of a RunError.
 
-    Raises:
-        StalledError: on the ranks whose work has ended, when some rank's is stalled, with its message.
-        HungError: on the stalled rank, at the line that it is at, unless that is in C code.
+    Raises StalledError: on the ranks whose work has ended, when some rank's is stalled, with its message; HungError: on
+    the stalled rank, at the line that it is at, unless that is in C code.
     """
     ended = threading.Event()
     with _interruptible() as interrupt:
@@ -264,11 +243,6 @@ def _interruptible() -> Iterator[Callable[[str], None] | None]:
         with lock:
             is_over = True
         signal.signal(INTERRUPT, previous)
-
-
-def _described(error: BaseException) -> dict[str, str | bool]:
-    """Return an error as other ranks raise it."""
-    return {"error": str(error), "user": isinstance(error, UserError)}
 
 
 def check_commits(origins: Mapping[str, Origin], everyone: Ranks) -> None:

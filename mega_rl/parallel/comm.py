@@ -55,8 +55,8 @@ class SingleRank:
         return parts.joined({name: _clone(tensor) for name, tensor in parts.tensors.items()}, messages)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return [value], after a round trip through JSON. Raises RunError as for many ranks."""
-        return _decoded([_encoded(value)])
+        """Return [value], after a round trip through JSON."""
+        return [json.loads(json.dumps(value))]
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
         """Return a clone of the rows: a group of one has no peers."""
@@ -95,16 +95,12 @@ class GroupRanks:
         return sent.to(tensor.device)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order, on every rank: None, bool, int, float, str, lists and dicts of them.
-
-        Raises:
-            RunError: on all ranks alike, a value of some rank holds anything else (JSON would change or refuse it).
-        """
-        text = torch.frombuffer(bytearray(_encoded(value)), dtype=torch.uint8)
+        """Return every rank's value, which JSON can hold, in rank order on every rank."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.cat(self._gather(torch.tensor([len(text)]))).tolist()
         sent = torch.nn.functional.pad(text, (0, max(sizes) - len(text)))
         texts = self._gather(sent)
-        return _decoded([bytes(text[:size].tolist()) for text, size in zip(texts, sizes, strict=True)])
+        return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
     def gather_rows(self, rows: Batch) -> Batch:
         """Return all ranks' rows in rank order on every rank, padded to the group's largest S; see `gather_tensordict`.
@@ -120,8 +116,7 @@ class GroupRanks:
         with zeros (False) to the group's largest S of that field; a NonTensorStack, an object for each row; and
         NonTensorData, one value for all rows, which stays as it is. Objects are those that `gather_json` takes.
 
-        Raises:
-            RunError: on all ranks alike, the ranks' fields, their types or their NonTensorData differ.
+        Raises RunError: on all ranks alike, the ranks' fields, their types or their NonTensorData differ.
         """
         parts = _Parts(batch)
         messages = self.gather_json(parts.message())
@@ -276,38 +271,6 @@ def _check_same(what: str, of_ranks: Sequence[Mapping[str, str]]) -> None:
             problems.append(f"{what} {name!r} is not the same on all ranks: {values}")
     if problems:
         raise RunError("\n".join(problems))
-
-
-def _encoded(value: Any) -> bytes:
-    """Return a message with the value or its problem: a rank that raised alone would leave the others waiting."""
-    problem = _not_json(value, "")
-    return json.dumps({"value": value} if problem is None else {"problem": problem}).encode()
-
-
-def _decoded(texts: Sequence[bytes]) -> list[Any]:
-    """Return the ranks' values. Raises RunError if one could not be sent."""
-    messages = [json.loads(text) for text in texts]
-    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(messages) if "problem" in one]
-    if problems:
-        raise RunError("\n".join(problems))
-    return [one["value"] for one in messages]
-
-
-def _not_json(value: Any, where: str) -> str | None:
-    """Return the part of a value that JSON would change or refuse, in words, or None."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return None
-    if isinstance(value, list):
-        inside = ((one, f"{where}[{i}]") for i, one in enumerate(value))
-    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        inside = ((one, f"{where}.{key}" if where else key) for key, one in value.items())
-    else:
-        kind = "dict with keys that are no str" if isinstance(value, dict) else type(value).__name__
-        return (
-            f"{where or 'the value'} is a {kind}, which does not travel between ranks: only None, bool, int, float, "
-            "str, and lists and dicts (with str keys) of them do"
-        )
-    return next((problem for one, place in inside if (problem := _not_json(one, place))), None)
 
 
 def _as_tensordict(rows: Any) -> TensorDict:

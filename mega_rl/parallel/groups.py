@@ -24,7 +24,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator, gpus, prepare
-from mega_rl.parallel.gloo import release_device, share_device
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 prepare()  # before the first import of Megatron-Core
@@ -109,8 +108,7 @@ def initialize(
     Joins the world first unless somebody has. Every group fails a collective that does not end within `timeout_s`
     seconds. `optimizer_instances` sharded copies of the optimizer state split each data-parallel group.
 
-    Raises:
-        UserError: the world has not `layout.world_size` ranks, the timeout is not positive, or ranks share a GPU.
+    Raises UserError: the world has not `layout.world_size` ranks, the timeout is not positive, or ranks share a GPU.
     """
     assert not parallel_state.model_parallel_is_initialized(), "groups exist already: destroy() them first"
     if timeout_s <= 0:
@@ -132,8 +130,7 @@ def another(layout: ParallelLayout, groups: Groups, *, timeout_s: float) -> Grou
     Megatron-Core's globals go on to name `groups`; see `Groups.current`. Every group fails a collective that does not
     end within `timeout_s` seconds.
 
-    Raises:
-        UserError: the world has not `layout.world_size` ranks.
+    Raises UserError: the world has not `layout.world_size` ranks.
     """
     _check_world(layout, groups.world.size())
     # Models take no pass at the same time, so one scratch buffer serves them all.
@@ -193,7 +190,6 @@ def destroy() -> None:
     _clear_sharding_prop_cache()  # it would hand out meshes of these groups, whose names the next ones get
     if dist.is_initialized():
         dist.destroy_process_group()
-    release_device()
     # A group's threads and sockets live as long as an object that knows it, and models are full of cycles.
     gc.collect()
 
@@ -229,7 +225,6 @@ def random_tracker() -> Any:
 def _join_world(layout: ParallelLayout, *, accelerator: Accelerator, timeout: timedelta) -> None:
     store, rank, world_size = _rendezvous(timeout)
     _check_world(layout, world_size)
-    share_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     # A fresh key space each time: gloo would find the addresses of a destroyed world under the old keys.
     store = PrefixStore(f"mega_rl/{next(_generation)}", store)
     gpus.claim(accelerator.identity, store=store, rank=rank, timeout=timeout)

@@ -209,10 +209,7 @@ def _mlp(shape: LayerShape) -> dict[str, float]:
 
 
 def _results_of_the_gate(shape: LayerShape) -> int:
-    """Return the number of kept results of the gate's width: the product, and its inputs if written out.
-
-    Written out these are the activation of the gate and, in Megatron-Core, a copy of the other half.
-    """
+    """Return the number of kept results of the gate's width: the product, and its inputs if written out."""
     if shape.spec == "hf":
         return 2
     return 3 if shape.hf.activation == "gelu_tanh" else 1

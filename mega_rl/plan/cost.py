@@ -8,11 +8,11 @@ formulas and applies them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from math import ceil
 
+from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.errors import UserError
 from mega_rl.plan.memory import (
     CONTEXT,
     FRAGMENTATION,
@@ -29,7 +29,6 @@ from mega_rl.plan.setup import PlannedModel, RunSetup
 from mega_rl.plan.traffic import (
     Traffic,
     num_servers,
-    optimizer_steps,
     pass_traffic,
     passes_of,
     sync_traffic,
@@ -57,7 +56,6 @@ class Hardware:
     nvlink: float  # one way, between GPUs of a host
     network: float  # one way, to other hosts, for each GPU's adapter
     host_copy: float = 200e9  # to or from pinned host memory, all GPUs of a host at once
-    pageable_copy: float = 4e9  # to or from host memory that servers share, which is not pinned
     matmul_share: float = 0.55  # share of `peak` in a pass
     memory_share: float = 0.7  # share of `memory_rate` in a token's step or the optimizer's
     link_share: float = 0.8  # share of `nvlink` and `network` in a collective
@@ -75,44 +73,11 @@ HARDWARE = {each.name: each for each in _ALL}
 RATES = tuple(field.name for field in fields(Hardware) if field.name != "name")
 
 
-def hardware_of(name: str, rates: Sequence[str] = ()) -> Hardware:
-    """Return the coefficients of a kind of GPU; `rates` replace some of them, as "network=25e9". Raises UserError."""
-    if name not in HARDWARE:
-        raise UserError(f"--gpu={name!r}: legal: {', '.join(HARDWARE)}; --rate sets the coefficients of another")
-    hardware = HARDWARE[name]
-    for text in rates:
-        key, _, value = text.partition("=")
-        if key not in RATES:
-            raise UserError(f"--rate={text!r}: legal names: {', '.join(RATES)}")
-        try:
-            number = float(value)
-        except ValueError:
-            number = 0.0
-        if not 0 < number < float("inf") or (key.endswith("_share") and number > 1):
-            legal = "above 0 and at most 1" if key.endswith("_share") else "above 0"
-            raise UserError(f"--rate={text!r}: needs a number {legal}, as {key}={getattr(hardware, key):g}")
-        hardware = Hardware(**(asdict(hardware) | {key: number}))
-    return hardware
-
-
-@dataclass(frozen=True)
-class PhaseTime:
-    """One part of a step."""
-
-    name: str
-    parts: Mapping[str, float]  # seconds by what they are spent on
-
-    @property
-    def total(self) -> float:
-        """Return the seconds of the phase."""
-        return sum(self.parts.values())
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Expected times of a step."""
 
-    phases: Sequence[PhaseTime]
+    phases: Mapping[str, Mapping[str, float]]  # seconds by phase and by what they are spent on
     tokens: int  # prompts and responses
     useful: float  # operations of all updates, without recomputation
     peak: float  # operations per second of all trainer GPUs
@@ -121,35 +86,21 @@ class StepTime:
     @property
     def total(self) -> float:
         """Return the seconds of a step; generation ahead hides the shorter of itself and of training."""
-        seconds = [phase.total for phase in self.phases]
-        if self.ahead:
-            sending = next(phase.total for phase in self.phases if phase.name == "sending weights")
-            generating = next(phase.total for phase in self.phases if phase.name == "generating")
-            return sending + max(generating, sum(seconds) - sending - generating)
-        return sum(seconds)
+        seconds = {name: sum(parts.values()) for name, parts in self.phases.items()}
+        hidden = min(seconds["generating"], sum(seconds.values()) - seconds["generating"] - seconds["sending weights"])
+        return sum(seconds.values()) - (hidden if self.ahead else 0.0)
 
     @property
     def mfu(self) -> float:
         """Return the share of the peak that training reaches while it runs."""
-        training = sum(phase.total for phase in self.phases if phase.name.startswith("training"))
+        training = sum(sum(parts.values()) for name, parts in self.phases.items() if name.startswith("training"))
         return self.useful / training / self.peak
-
-    @property
-    def bottleneck(self) -> tuple[str, str, float]:
-        """Return (phase, part, seconds) of the longest part."""
-        return max(
-            ((phase.name, part, seconds) for phase in self.phases for part, seconds in phase.parts.items()),
-            key=lambda entry: entry[2],
-        )
 
 
 def step_time(
     setup: RunSetup, hardware: Hardware, *, server_ranks: int = 0, memory: Sequence[RankMemory] | None = None
 ) -> StepTime:
-    """Return the expected time of a step; `server_ranks`: GPUs of each server that the run joins.
-
-    `memory`: of all stages, if it is known already.
-    """
+    """Return the expected time of a step; server_ranks: GPUs of each joined server."""
     clock = _Clock(setup, hardware)
     memory = memory_of_stages(setup) if memory is None else memory
     its = [(setup.for_model(model), model) for model in setup.models.values()]
@@ -157,20 +108,20 @@ def step_time(
     for each, model in its:
         for name, seconds in _Clock(each, hardware).passes(model, passes_of(each, model)[0], 0).items():
             forward[name] = forward.get(name, 0.0) + seconds
-    phases = [
-        PhaseTime("generating", _generation(setup, hardware, server_ranks)),
-        PhaseTime("sending weights", _sending(setup, clock, memory)),
-        PhaseTime("computing log-probs and values", forward),
-    ]
+    phases = {
+        "generating": _generation(setup, hardware, server_ranks),
+        "sending weights": _sending(setup, clock, memory),
+        "computing log-probs and values": forward,
+    }
     useful = 0.0
     for role, model in setup.models.items():
         if model.trainable:
             parts = clock.passes(model, 0, passes_of(setup, model)[1]) | clock.updates(model, memory)
-            phases.append(PhaseTime(f"training the {role}", parts))
+            phases[f"training the {role}"] = parts
             one_epoch = ModelWork(model.hf, head=model.head).update([setup.longest] * _rows(setup))
             useful += setup.config.algorithm.epochs * one_epoch
     return StepTime(
-        [PhaseTime(phase.name, {name: s for name, s in phase.parts.items() if s}) for phase in phases],
+        {phase: {name: seconds for name, seconds in parts.items() if seconds} for phase, parts in phases.items()},
         tokens=_rows(setup) * setup.longest,
         useful=useful,
         peak=setup.machine.world_size * hardware.peak,
@@ -186,11 +137,7 @@ class _Clock:
     hardware: Hardware
 
     def message(self, traffic: Traffic) -> float:
-        """Return the seconds of a message at the rate of the slowest link on its way.
-
-        In a group that spans hosts, each member on a host adds its adapter to the ring; tokens for experts and hidden
-        states of stages leave by their GPU's adapter.
-        """
+        """Return the seconds of a message at the rate of the slowest link on its way."""
         nvlink, network = (rate * self.hardware.link_share for rate in (self.hardware.nvlink, self.hardware.network))
         per_host = max(1, min(traffic.ranks, self.setup.machine.gpus_per_node // traffic.stride))
         if per_host == traffic.ranks:
@@ -208,7 +155,7 @@ class _Clock:
             return {}
         stages = [self._stage(model, forward, training, rank) for rank in range(self.setup.layout.pp)]
         slowest = max(stages, key=lambda parts: sum(parts.values()))
-        steps = optimizer_steps(self.setup) if training else 1
+        steps = updates_of_a_batch(self.setup.config) if training else 1
         count = (forward + training) / steps
         idle = (self.setup.layout.pp - 1) / self.setup.layout.vpp / count
         bubble = sum(slowest.values()) * idle
@@ -231,7 +178,7 @@ class _Clock:
 
     def updates(self, model: PlannedModel, memory: Sequence[RankMemory]) -> dict[str, float]:
         """Return the seconds of all optimizer steps: reductions, gathers, and the optimizer's reads and writes."""
-        steps, ddp = optimizer_steps(self.setup), self.setup.config.engine.megatron.ddp
+        steps, ddp = updates_of_a_batch(self.setup.config), self.setup.config.engine.megatron.ddp
         slowest: dict[str, float] = {}
         for stage in memory:
             state = stage.states[model.role]
@@ -248,30 +195,13 @@ class _Clock:
         return slowest
 
 
-def transport_of(setup: RunSetup) -> str:
-    """Return the way that weights take to the servers on GPUs, as rollout.sglang.sync.transport chooses it there."""
-    asked = setup.config.rollout.sglang.sync.transport
-    if setup.config.rollout.backend != "sglang":
-        return "gathered"
-    if setup.colocated:
-        return "cuda_ipc"
-    return "shared_memory" if asked == "shared_memory" else "distributed"
-
-
 def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> dict[str, float]:
-    """Return the seconds of a weight sync, and of turns: models to the host and back.
-
-    Weights that a step does not change are on the host already, and gradients come back as zeros. One group takes the
-    buckets of one stage after the other.
-    """
+    """Return the seconds of a weight sync, and of turns: models to the host and back."""
     hardware, machine, sizes = clock.hardware, setup.machine, sync_traffic(setup)
     away = machine.world_size > machine.gpus_per_node
     rate = (hardware.network if away else hardware.nvlink) * hardware.link_share
     parts = {"gathering weights": sizes["gathered by each rank"] / rate}
-    transport = transport_of(setup)
-    if transport == "shared_memory":
-        parts["weights through the host"] = 2 * sizes["model"] / hardware.pageable_copy
-    elif transport == "distributed":
+    if "sent to the servers" in sizes:
         parts["weights to the servers"] = sizes["sent to the servers"] / (hardware.network * hardware.link_share)
     if setup.colocated or setup.takes_turns:
         times = {role: 1 + model.trainable for role, model in setup.models.items()}
@@ -306,19 +236,8 @@ def _generation(setup: RunSetup, hardware: Hardware, server_ranks: int) -> dict[
     least = max(hf.num_layers * floor, per_token / speed)
     slack = max(0.0, least - sum(reading.values()))
     tokens = waves * rollout.max_new_tokens
-    parts = {
-        name: tokens * seconds for name, seconds in (reading | _between_hosts(setup, hardware, ranks, together)).items()
-    }
+    parts = {name: tokens * seconds for name, seconds in reading.items()}
     return parts | {"launches and messages": tokens * slack, "prompts": prompts / speed}
-
-
-def _between_hosts(setup: RunSetup, hardware: Hardware, ranks: int, together: int) -> dict[str, float]:
-    """Return the seconds of a token's sums, two for each layer, over a server on several hosts."""
-    hf, per_host = setup.actor.hf, setup.machine.gpus_per_node
-    if ranks <= per_host:
-        return {}
-    sums = 2 * hf.num_layers * 2 * together * hf.hidden_size * setup.rollout_itemsize  # a ring sends each twice
-    return {"messages between hosts": sums / (hardware.link_share * min(hardware.nvlink, hardware.network * per_host))}
 
 
 def _room(setup: RunSetup, hardware: Hardware, ranks: int) -> int:

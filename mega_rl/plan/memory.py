@@ -10,7 +10,7 @@ from mega_rl.config.choices import LOSS
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import padded_vocab_size
 from mega_rl.plan.parameters import weight_bytes
-from mega_rl.plan.passes import PassBytes, forward_pass, rows_of_a_minibatch, training_pass
+from mega_rl.plan.passes import PassBytes, forward_pass, training_pass
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.state import StateBytes, state_of
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
@@ -45,10 +45,7 @@ class MemoryPhase:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of the first rank of a pipeline stage; the stage's other ranks differ only by padding.
-
-    If the reference has its own stages, also of the first rank of each of them.
-    """
+    """Memory of the first rank of a pipeline stage; the stage's other ranks differ only by padding."""
 
     rank: int
     pp_rank: int
@@ -67,8 +64,12 @@ class FitVerdict:
 
     fits: bool | None  # None: the memory of a device is not known
     memory: RankMemory
-    phase: MemoryPhase
     limit: int | None
+
+    @property
+    def phase(self) -> MemoryPhase:
+        """Return the phase that needs most."""
+        return self.memory.peak
 
     @property
     def sentence(self) -> str:
@@ -89,7 +90,7 @@ def judge(setup: RunSetup, memory: Iterable[RankMemory] | None = None) -> FitVer
     fullest = max(stages, key=lambda each: each.peak.needed)
     limit = setup.machine.gpu_memory
     fits = None if limit is None else fullest.peak.needed <= limit
-    return FitVerdict(fits, fullest, fullest.peak, limit)
+    return FitVerdict(fits, fullest, limit)
 
 
 def in_gb(nbytes: float) -> str:
@@ -98,10 +99,7 @@ def in_gb(nbytes: float) -> str:
 
 
 def memory_of_stages(setup: RunSetup, *, ends: bool = False) -> list[RankMemory]:
-    """Return the memory of one rank of every pipeline stage; `ends`: only of the first and the last stage.
-
-    Those two are the fullest: the first has most micro-batches in flight, the last the logits.
-    """
+    """Return the memory of one rank of each pipeline stage; `ends`: first and last only."""
     layouts = {setup.for_model(model).layout for model in setup.models.values()}
     stages = {each: {0, each.pp - 1} if ends else range(each.pp) for each in layouts}
     ranks = {stage * layout.stage_size for layout, numbers in stages.items() for stage in numbers}
@@ -129,7 +127,7 @@ def _trainer_phases(
             resident = _resident(setup, states, role)
             training = _entries(training_pass(setup, model, pp_rank))
             if role == "actor":
-                training["teacher's projection"] = lesson_bytes(setup, pp_rank)[0]
+                training["teacher's projection"] = projection_bytes(setup, pp_rank)
             yield MemoryPhase(f"training the {role}", resident | training)
             step = {"gradients of main weights": states[role].step}
             yield MemoryPhase(f"the optimizer step of the {role}", resident | step)
@@ -160,10 +158,7 @@ def _generation_phases(setup: RunSetup, states: Mapping[Role, StateBytes]) -> It
 def _resident(
     setup: RunSetup, states: Mapping[Role, StateBytes], role: Role, parts: tuple[str, ...] = _PARTS
 ) -> dict[str, int]:
-    """Return the memory of models while a role works, and of rollout engines meanwhile.
-
-    Models that take turns hold only these parts of the role's own state; else all models hold everything.
-    """
+    """Return the memory of models while a role works, and of rollout engines meanwhile."""
     here, parts = ([states[role]], parts) if setup.takes_turns else (list(states.values()), _PARTS)
     entries = {part: sum(getattr(state, part) for state in here) for part in parts}
     if setup.config.rollout.backend == "hf":
@@ -174,10 +169,7 @@ def _resident(
 
 
 def _export_buckets(setup: RunSetup) -> int:
-    """Return the bytes of the buffers for gathered weights: a bucket, or the largest tensor, and its parts.
-
-    Weights travel to colocated servers in `sending_bytes`, to other servers in two more of the largest bucket.
-    """
+    """Return the bytes of the buffers for gathered weights: a bucket, or the largest tensor, and its parts."""
     hf, layout, bucket = setup.actor.hf, setup.layout, setup.config.rollout.bucket_mib << 20
     if setup.colocated:
         return sending_bytes(hf, bucket_bytes=bucket, itemsize=setup.rollout_itemsize)
@@ -205,10 +197,7 @@ def _longest_sampled(setup: RunSetup) -> int:
 
 
 def embedded(setup: RunSetup) -> tuple[int, int]:
-    """Return (rows generated together, bytes of their cache and logits) of the embedded engine at the longest length.
-
-    transformers' models keep whole heads of latent attention in their cache, not the latents.
-    """
+    """Return (rows generated together, bytes of their cache and logits) of the embedded engine."""
     config, hf, b = setup.config, setup.actor.hf, setup.rollout_itemsize
     rows = min(config.rollout.hf.batch_size, rows_of_a_rank(setup))
     per_token = kv_bytes_per_token(hf, b)
@@ -220,10 +209,7 @@ def embedded(setup: RunSetup) -> tuple[int, int]:
 
 
 def server_of(setup: RunSetup) -> tuple[int, int, int]:
-    """Return (bytes of weights, bytes of cache, sequences in the cache) of a server's device.
-
-    Without a given size the cache holds the sequences that the server is asked for; 16 are enough to judge.
-    """
+    """Return (bytes of weights, bytes of cache, sequences in the cache) of a server's device."""
     sglang, hf, b = setup.config.rollout.sglang, setup.actor.hf, setup.rollout_itemsize
     server = sglang.server
     weights = weight_bytes(hf, b) // server.tp
@@ -237,25 +223,14 @@ def server_of(setup: RunSetup) -> tuple[int, int, int]:
     return weights, tokens * per_token, tokens // longest
 
 
-def lesson_bytes(setup: RunSetup, pp_rank: int) -> tuple[int, int]:
-    """Return (device bytes, host bytes) of copies of a teacher's projection on a pipeline rank.
-
-    The device needs one while the student trains, the host for the whole run. Student and teacher on one layout read
-    the teacher's parameter, unless the student's turn empties it or FSDP has cut it. A teacher on its own layout leaves
-    rows for the student's vocabulary on the host.
-    """
-    if not _teaches(setup) or pp_rank < setup.layout.pp - 1:
-        return 0, 0
+def projection_bytes(setup: RunSetup, pp_rank: int) -> int:
+    """Return the bytes of a teacher's projection that a pipeline rank copies while the student trains."""
+    if not LOSS.needs(setup.config, "needs_teacher") or pp_rank < setup.layout.pp - 1:
+        return 0
     teacher, tp = setup.models["reference"], setup.layout.tp
+    copied = setup.for_model(teacher) is not setup or setup.takes_turns or setup.spec == "hf"
     nbytes = padded_vocab_size(teacher.hf.vocab_size, tp) // tp * teacher.hf.hidden_size * setup.itemsize
-    own = setup.for_model(teacher) is not setup
-    copied = own or setup.takes_turns or setup.spec == "hf"
-    return nbytes if copied else 0, nbytes if own else 0
-
-
-def _teaches(setup: RunSetup) -> bool:
-    """Return whether a run learns from a teacher's distributions over the whole vocabulary."""
-    return LOSS.needs(setup.config, "needs_teacher")
+    return nbytes if copied else 0
 
 
 def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
@@ -266,16 +241,6 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
         # Gradients are zero when they come back, so none of them is kept.
         kept = max(sum(state.weights + state.optimizer for state in each.states.values()) for each in memory)
         entries["models that leave their devices, pinned"] = kept * ranks
-    if _teaches(setup):
-        model, hidden = setup.models["reference"], 0
-        teacher = setup.for_model(model)
-        # A teacher on its own layout has them as it cuts the rows, next to those that the student has received.
-        for layout, each in ({setup.layout: setup} | {teacher.layout: teacher}).items():
-            tokens = -(-rows_of_a_minibatch(each) * each.longest // layout.cp)
-            hidden += tokens * model.hf.hidden_size * each.itemsize * min(ranks, layout.stage_size)
-        entries["the teacher's hidden states"] = hidden
-    projection = lesson_bytes(setup, setup.layout.pp - 1)[1]
-    entries["the teacher's projection"] = projection * min(ranks, setup.layout.stage_size)
     saved = max(_saved(setup, each.states) for each in memory) * ranks
     if checkpoint.memory.interval:
         # The newest one and the one that is being written, and on several hosts copies of another host's.

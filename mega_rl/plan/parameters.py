@@ -122,10 +122,7 @@ def _is_summed_over_tp(part: Part, sharding: Sharding, shape: tuple[int, int]) -
 
 
 def _shape(part: Part, sharding: Sharding, at: RankCoordinates, *, parts: int | None = None) -> tuple[int, int]:
-    """Return rows and their width of a parameter on this rank.
-
-    parts: tensor-parallel ranks; None: those of the layout.
-    """
+    """Return rows and their width of a parameter on this rank."""
     rule, layout = part.rule, sharding.layout
     if not rule.sources:  # a tied output layer: the embedding once more
         embedding = next(one.rule for one in stage_parts(sharding, 0, 0) if one.rule.param == EMBEDDING)
@@ -154,10 +151,7 @@ def _name(part: Part, sharding: Sharding) -> str:
 
 @lru_cache(maxsize=64)
 def transformers_parameters(hf: HFConfig, head: Head, frozen: tuple[str, ...] = ()) -> tuple[Parameter, ...]:
-    """Return the FP32 parameters of transformers' model: tensors as on disk, but all experts of a layer in one.
-
-    frozen: `model.frozen`, patterns of transformers' names.
-    """
+    """Return the FP32 parameters of transformers' model: tensors as on disk, but all experts of a layer in one."""
     whole = Sharding(hf, ParallelLayout(), spec="hf", head=head)
     parameters: dict[str, Parameter] = {}
     for part in _parameters([*stage_parts(whole, 0, 0), *stage_experts(whole, 0, 0, range(1))]):

@@ -19,12 +19,10 @@ from mega_rl.plan.memory import FitVerdict, in_gb, judge
 from mega_rl.plan.parameters import weight_bytes
 from mega_rl.plan.passes import num_microbatches, recompute_of
 from mega_rl.plan.setup import RunSetup
-from mega_rl.plan.traffic import step_traffic
 
 _MEGATRON = "engine.megatron"
 MOST_CHANGES = 4  # together
 _MOST_TRIED = 200  # combinations
-_TOKENS = 1024  # step of the search for the largest micro-batch
 
 
 @dataclass(frozen=True)
@@ -84,10 +82,7 @@ def is_legal(setup: RunSetup) -> bool:
 
 
 def cheapest(setup: RunSetup) -> Proposal | None:
-    """Return the cheapest changes that let a run fit, None if none of the tried changes is enough.
-
-    Changes are added one by one, the lowest total price first, and only if they lower the peak.
-    """
+    """Return the cheapest changes that let a run fit, None if none of the tried changes is enough."""
     assert setup.machine.gpu_memory is not None, "nothing fits a memory that is not known"
     options = list(possible(setup))
     first = Proposal({}, setup.machine.world_size, judge(setup))
@@ -178,13 +173,9 @@ def _of_training(setup: RunSetup) -> Iterator[SettingChange]:
         yield SettingChange("recompute", {"model.recompute": "selective"}, 1.0)
     if model.recompute != "full":
         yield SettingChange("recompute", {"model.recompute": "full"}, 3.3)
-    elif model.recompute_layers:
-        yield SettingChange("recompute", {"model.recompute_layers": 0}, 1.0)
     if engine.backend == "fsdp":
         if not engine.fsdp.cpu_offload:
             yield SettingChange("offload", {"engine.fsdp.cpu_offload": True}, 12.0)
-        if engine.fsdp.shard_ranks:
-            yield SettingChange("sharding", {"engine.fsdp.shard_ranks": 0}, 1.0)
         return
     optimizer = engine.megatron.optimizer
     if not optimizer.distributed:
@@ -218,67 +209,13 @@ class Candidate:
     recompute: str
     verdict: FitVerdict
     work: float  # relative to a step without recomputation and pipeline bubbles
-    sent: int  # bytes that the busiest end of the pipeline sends in a step
-
-
-def largest_batch(setup: RunSetup) -> tuple[str, int] | None:
-    """Return (key, value) of the largest micro-batch that fits, in steps of 1024 tokens; None if none does."""
-    micro = setup.config.trainer.microbatch
-    key, step, first = "trainer.microbatch.max_tokens", _TOKENS, -(-setup.longest // _TOKENS)
-    if not micro.packing:
-        key, step, first = "trainer.microbatch.size", 1, 1
-    if not _fits(setup, key, first * step):
-        return None
-    low, high = first, first + 1
-    while _fits(setup, key, high * step) and high * step < 2**21:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(setup, key, middle * step) else (low, middle)
-    return key, low * step
-
-
-def largest_rollout(setup: RunSetup) -> int | None:
-    """Return the most sequences that the embedded engine can generate together; None if none fits."""
-    key, rows = "rollout.hf.batch_size", setup.config.rollout.hf.batch_size
-    if setup.config.rollout.backend != "hf" or setup.machine.gpu_memory is None:
-        return None
-    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if size <= max(rows, 256)]
-    return max((size for size in sizes if _fits(setup, key, size)), default=None)
-
-
-def _fits(setup: RunSetup, key: str, value: int) -> bool:
-    return bool(judge(changed(setup, {key: value})).fits)
-
-
-def nearby(setup: RunSetup) -> list[Candidate]:
-    """Return the legal layouts of the same devices that differ in one or two sizes by a factor of two."""
-    if setup.config.engine.backend != "megatron":
-        return []
-    par = setup.config.engine.megatron
-    sizes = {name: getattr(par, name) for name in ("tp", "pp", "cp", "ep")}
-    moves: list[dict[str, int]] = [{}]
-    for name, size in sizes.items():
-        moves += [{name: value} for value in (size // 2, size * 2) if value]
-        moves += [{name: size * 2, other: sizes[other] // 2} for other in sizes if other != name and sizes[other] > 1]
-    candidates = [_candidate(setup, {**sizes, **move}, setup.config.model.recompute) for move in moves]
-    return [candidate for candidate in candidates if candidate is not None]
 
 
 def search(setup: RunSetup, *, most: int = 10) -> list[Candidate]:
-    """Return at most `most` of the best layouts that fit: least work first, then least traffic.
-
-    Tries every legal tp within a host, pp, cp up to 8 and ep, with and without recomputation. Raises ValueError for an
-    engine without layouts.
-    """
-    if setup.config.engine.backend != "megatron":
-        raise ValueError("engine.backend=fsdp has no layouts to search: every rank holds a share of everything")
-    candidates: list[Candidate] = []
-    for sizes, recompute in product(_sizes(setup), ("none", "selective", "full")):
-        candidate = _candidate(setup, sizes, recompute)
-        if candidate is not None and candidate.verdict.fits is not False:
-            candidates.append(candidate)
-    return sorted(candidates, key=lambda each: (round(each.work, 2), each.sent))[:most]
+    """Return at most `most` of the best layouts that fit: least work first, then least memory."""
+    tried = [_candidate(setup, *each) for each in product(_sizes(setup), ("none", "selective", "full"))]
+    fitting = [each for each in tried if each is not None and each.verdict.fits is not False]
+    return sorted(fitting, key=lambda each: (round(each.work, 2), each.verdict.phase.needed))[:most]
 
 
 def _sizes(setup: RunSetup) -> Iterator[dict[str, int]]:
@@ -308,12 +245,7 @@ def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candid
     new = changed(setup, settings)
     if not is_legal(new):
         return None
-    verdict = judge(new)
-    pp = new.layout.pp
-    bubble = (pp - 1) / (num_microbatches(new) * new.layout.vpp)
-    again = AGAIN[recompute_of(new).mode]
-    sent = 0
-    if verdict.fits is not False:
-        sent = max(sum(each.nbytes for each in step_traffic(new, rank)) for rank in {0, pp - 1})
+    bubble = (new.layout.pp - 1) / (num_microbatches(new) * new.layout.vpp)
+    work = (1 + AGAIN[recompute_of(new).mode]) * (1 + bubble)
     kept = {key: value for key, value in settings.items() if value != value_of(setup.config, key)}
-    return Candidate(kept, new.layout, recompute, verdict, (1 + again) * (1 + bubble), sent)
+    return Candidate(kept, new.layout, recompute, judge(new), work)

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from mega_rl.config.attention import Role
 from mega_rl.config.choices import has_reference, needs_critic
-from mega_rl.config.facts import divisors, listed
 from mega_rl.config.loader import load
 from mega_rl.config.needs import models_take_turns
 from mega_rl.config.rules import check
-from mega_rl.config.rules.reference import has_own_layout
+from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config
@@ -140,10 +139,7 @@ class RunSetup:
 
 
 def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role, PlannedModel]:
-    """Return the models of a run by role; a role without its own checkpoint has the actor's.
-
-    checkpoints: architectures by config key, at least the actor's.
-    """
+    """Return the models of a run by role; a role without its own checkpoint has the actor's."""
     actor = checkpoints["model.path"]
     models: dict[Role, PlannedModel] = {"actor": PlannedModel("actor", actor, "lm", trainable=True)}
     if needs_critic(config):
@@ -176,28 +172,9 @@ def read_setup(recipe: Path | None, overrides: Sequence[str], machine: Machine) 
     machine = replace(machine, world_size=machine.world_size or smallest_world(config))
     facts = {key: facts_of(hf) for key, hf in checkpoints.items()}
     problems += check(config, world_size=machine.world_size, models=facts)
-    problems += server_hosts(config, machine)
     if problems:
         raise UserErrors(problems)
     return RunSetup(config, checkpoints, machine)
-
-
-def server_hosts(config: Config, machine: Machine) -> list[str]:
-    """Return why servers that the run starts do not fit the machine's hosts."""
-    server = config.rollout.sglang.server
-    if config.rollout.backend != "sglang" or config.rollout.sglang.urls or server.tp % server.nodes:
-        return []
-    given, hosts, gpus = f"rollout.sglang.server.nodes={server.nodes}", machine.num_nodes, machine.gpus_per_node
-    ranks = server.tp // server.nodes
-    if hosts % server.nodes:
-        legal = listed(divisors(hosts))
-        return [f"{given}: the run has {hosts} host(s), and each server takes {server.nodes} of them; legal: {legal}"]
-    if ranks > gpus:
-        return [
-            f"rollout.sglang.server.tp={server.tp} with {given}: a server has {ranks} ranks on each of its hosts, "
-            f"which have {gpus} GPUs; raise nodes to {-(-server.tp // gpus)}, or lower tp"
-        ]
-    return []
 
 
 def smallest_world(config: Config) -> int:

@@ -86,10 +86,7 @@ class Buffer:
 def lay_out(
     parameters: tuple[Parameter, ...], *, ranks: int, distributed: bool, bucket_size: int | None
 ) -> tuple[Buffer, ...]:
-    """Return the buffers of trained parameters that `ranks` ranks share, one for each dtype.
-
-    bucket_size: elements of a bucket; None: one bucket, shared embeddings aside.
-    """
+    """Return the buffers of trained parameters that `ranks` ranks share, one for each dtype."""
     buffers = []
     for itemsize in dict.fromkeys(parameter.itemsize for parameter in parameters):
         members = [parameter for parameter in parameters if parameter.itemsize == itemsize]

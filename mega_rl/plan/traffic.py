@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from mega_rl.config.needs import has_pass_for_old_logprobs
+from mega_rl.config.needs import has_pass_for_old_logprobs, updates_of_a_batch
 from mega_rl.converters.plan.sharding import padded_vocab_size
-from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.parameters import FP32, transformers_parameters, weight_bytes
 from mega_rl.plan.passes import num_microbatches, recompute_of, tokens_of_longest
 from mega_rl.plan.setup import PlannedModel, RunSetup
 from mega_rl.plan.state import chunk_buffers, parameters_of, shard_ranks, training_of
 
-Group = Literal["tp", "cp", "ep", "etp", "experts", "pp"]
 _TP = "tensor parallelism"
 
 
@@ -39,17 +37,14 @@ class Message(NamedTuple):
 
     use: str
     collective: str
-    group: Group
+    group: str  # tp, cp, ep, etp, experts or pp
     forward: int = 0
     backward: int = 0
     repeats: bool = False  # the backward repeats the forward
 
 
 def step_traffic(setup: RunSetup, pp_rank: int, *, rank: int | None = None) -> list[Traffic]:
-    """Return the traffic of a rank of a pipeline stage in one step whose responses are all longest.
-
-    rank: None takes the first of the stage; ranks differ if the reference has its own stages.
-    """
+    """Return the traffic of a rank of a pipeline stage in one step whose responses are all longest."""
     traffic: list[Traffic] = []
     rank = pp_rank * setup.layout.stage_size if rank is None else rank
     for model in setup.models.values():
@@ -59,22 +54,13 @@ def step_traffic(setup: RunSetup, pp_rank: int, *, rank: int | None = None) -> l
     return _merged(traffic)
 
 
-def optimizer_steps(setup: RunSetup) -> int:
-    """Return the optimizer steps of a trainer step."""
-    trainer = setup.config.trainer
-    return trainer.prompts_per_step // trainer.minibatch_size * setup.config.algorithm.epochs
-
-
 def passes_of(setup: RunSetup, model: PlannedModel) -> tuple[int, int]:
-    """Return the passes of a model over micro-batches in a step: (without gradients, training).
-
-    Its log-probs or values before the update are one forward pass.
-    """
+    """Return the passes of a model over micro-batches in a step: (without gradients, training)."""
     trainer, micros = setup.config.trainer, num_microbatches(setup)
     forward = micros * (trainer.prompts_per_step // trainer.minibatch_size)
     if model.role == "actor" and not has_pass_for_old_logprobs(setup.config):
         forward = 0
-    return forward, micros * optimizer_steps(setup) if model.trainable else 0
+    return forward, micros * updates_of_a_batch(setup.config) if model.trainable else 0
 
 
 def pass_traffic(setup: RunSetup, model: PlannedModel, forward: int, training: int, pp_rank: int) -> list[Traffic]:
@@ -85,10 +71,14 @@ def pass_traffic(setup: RunSetup, model: PlannedModel, forward: int, training: i
         gathers = forward + training * (2 if fsdp.reshard_after_forward else 1)
         nbytes = _share(_elements(model) * setup.itemsize, ranks) * gathers
         return [Traffic("weights of layers", "all-gather", ranks, nbytes)]
+    groups = {  # (size, distance of neighbours in global ranks)
+        **{"tp": (layout.tp, 1), "cp": (layout.cp, layout.tp), "pp": (layout.pp, layout.stage_size)},
+        **{"etp": (layout.etp, 1), "ep": (layout.ep, layout.etp), "experts": (layout.ep * layout.etp, 1)},
+    }
     traffic = []
     for each in _stage_messages(setup, model, pp_rank):
         per_pass = each.forward * (2 if each.repeats else 1) + each.backward
-        ranks, stride = _group(layout, each.group)
+        ranks, stride = groups[each.group]
         nbytes = each.forward * forward + per_pass * training
         traffic.append(Traffic(each.use, each.collective, ranks, nbytes, stride))
     # Log-probs or values travel to all ranks of a replica after passes without gradients.
@@ -100,19 +90,6 @@ def pass_traffic(setup: RunSetup, model: PlannedModel, forward: int, training: i
     return _merged(traffic)
 
 
-def _group(layout: ParallelLayout, group: Group) -> tuple[int, int]:
-    """Return (size, distance of neighbours in global ranks) of a group."""
-    groups: dict[Group, tuple[int, int]] = {
-        "tp": (layout.tp, 1),
-        "cp": (layout.cp, layout.tp),
-        "etp": (layout.etp, 1),
-        "ep": (layout.ep, layout.etp),
-        "experts": (layout.ep * layout.etp, 1),
-        "pp": (layout.pp, layout.stage_size),
-    }
-    return groups[group]
-
-
 def _share(nbytes: int, ranks: int) -> int:
     """Return the part of a tensor that belongs to the other ranks of a group."""
     return nbytes * (ranks - 1) // ranks
@@ -122,7 +99,7 @@ def update_traffic(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[T
     """Return reductions of gradients and gathers of weights in all optimizer steps of a step."""
     if not model.trainable:
         return []
-    steps, layout, par = optimizer_steps(setup), setup.layout, setup.config.engine.megatron
+    steps, layout, par = updates_of_a_batch(setup.config), setup.layout, setup.config.engine.megatron
     if setup.spec == "hf":
         fsdp, ranks = setup.config.engine.fsdp, shard_ranks(setup.config, setup.machine.world_size)
         reductions = passes_of(setup, model)[1] if fsdp.reduce_every_microbatch else steps
@@ -199,7 +176,7 @@ def num_servers(setup: RunSetup) -> int:
     sglang, machine = setup.config.rollout.sglang, setup.machine
     nodes = sglang.server.nodes
     per_host = sglang.server.count or max(1, machine.ranks_per_node // (sglang.server.tp // nodes))
-    return len(sglang.urls) or per_host * (machine.num_nodes // nodes)
+    return len(sglang.urls) or max(1, per_host * (machine.num_nodes // nodes))
 
 
 def _stage_messages(setup: RunSetup, model: PlannedModel, pp_rank: int) -> Iterator[Message]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
 import threading
 from collections.abc import Callable
 from decimal import Decimal
 
-from mega_rl.config.schema.sandbox import CODE_TESTS
+from mega_rl.config.schema.rollout import CODE_TESTS
 from mega_rl.config.user_files import load_from_file
 from mega_rl.errors import UserError
 from mega_rl.rewards.code import code_format, code_tests, with_settings
@@ -18,20 +16,13 @@ from mega_rl.rewards.code import code_format, code_tests, with_settings
 RewardFunction = Callable[..., object]
 
 MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
-MOST_DIGITS = 1e6  # longest number that is computed: about a second
-MOST_LEVELS = 200  # deepest nesting of an expression that is estimated
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _SPELLINGS = str.maketrans(_FULL_WIDTH | dict.fromkeys(map(ord, "\u2012\u2013\u2212\ufe63"), "-"))
 _SPELLINGS |= dict.fromkeys(map(ord, "\u00a3\u00a5\u20a9\u20ac\u20b9"), "$")
 _VALUE = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_PLAIN = re.compile(rf"\$?\s*(?P<sign>[+-]?)\s*\$?\s*(?P<value>{_VALUE})(?P<exponent>[eE][+-]?\d{{1,4}})?")
-_OPERATOR = re.compile(r"[^\w$=]*[-+*/^<>|~\u00d7\u00f7\u00b1\u2248][^\w$=]*|.*[-+/^\d]")
-_FACTOR = re.compile(  # a number next to such a word is part of another one
-    "and|or|to|over|by|plus|minus|negative|times|point|below|squared|cubed|factorial|pi|sqrt|mod|[eikmnxyz]|mn|bn|lakh|"
-    "crore|hundred|thousand|dozens?|(?:m|b|tr)illions?|hal(?:f|ves)|thirds?|quarters?|fifths?|eighths?|ninths?|"
-    "(?:four|six|seven|ten|hundred|thousand|million)ths?"
-)
-_UNIT = re.compile(r"(?:[a-zA-Z]{3,}|of|in|per|[ckm]m|[km]g|ml|lb|ft|oz|hr)\.?")
+_NUMBER = re.compile(rf"\$?\s*(?P<sign>[+-]?)\s*\$?\s*(?P<value>{_VALUE})(?P<exponent>[eE][+-]?\d{{1,4}})?")
+_UNIT = re.compile(r"\s*(?:[%$\u00b0]|(?:[a-z]{3,}|of|in|[ckm]m|[km]g)(?:[\s/-]+[a-z]+)*)?", re.IGNORECASE)
+_FACTOR = re.compile(r"\b(?:and|or|to|half|dozen|(?:hundred|thousand|[bmtr]+illion)s?)\b", re.IGNORECASE)
 _NEGATION = re.compile(r"\\(?:not|neg|lnot|sim|prime)(?![a-zA-Z])|[\u00ac']")
 _FONT = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|mbox)\s*\{([^{}\\]*)\}")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])\s*(?=\d{3}(?!\d))")
@@ -46,9 +37,9 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
     """Return 1.0 if the response's final answer equals the reference as mathematics, else 0.0; never raises.
 
     The final answer is what stands in the last \\boxed{...} or after the last "####" (GSM8K), whichever comes later;
-    without either, the last expression of the text. What cannot be parsed, takes more than 5 s to parse or compare, or
-    has more than a million digits and is not the reference letter by letter, scores 0.0. Those time limits are alarms
-    of the operating system that only the main thread can set: called from another thread there is none.
+    without either, the last expression of the text. What cannot be parsed, or takes more than 5 s to parse or compare,
+    scores 0.0. Those time limits are alarms of the operating system that only the main thread can set: called from
+    another thread there is none.
     Source: the math-verify package; GSM8K's format: Cobbe et al. 2021, arXiv:2110.14168.
     """
     import math_verify as verifier  # brings sympy: too slow to import where it is not used
@@ -67,8 +58,6 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
     parsed = verifier.parse(response if response_text is None else _boxed(response_text), parsing_timeout=timeout)
     if not gold or not parsed:
         return 0.0
-    if any(num_digits(expression) > MOST_DIGITS for expression in parsed):
-        return float(response_text == gold_text)
     return float(verifier.verify(gold, parsed, timeout_seconds=timeout))
 
 
@@ -76,9 +65,9 @@ def number_match(response: str, answer: str) -> float:
     """Return 1.0 if the response ends with the reference's number, else 0.0; never raises.
 
     The number is all that stands in the last \\boxed{...} or after the last "####"; in a response without either it is
-    the last word with a digit. Signs of currency, separators of thousands, "%" and units do not count:
-    "#### -$1,200.00" is -1200. Fractions, powers, ranges, exponents and numbers with other separators are not read.
-    The reference may be a whole solution of GSM8K, and may have an exponent. Far cheaper than `math_verify`.
+    the last number of the text. Signs of currency, separators of thousands, "%" and units do not count:
+    "#### -$1,200.00" is -1200. Fractions, powers, ranges and exponents are not read. The reference may be a whole
+    solution of GSM8K, and may have an exponent. Far cheaper than `math_verify`.
     """
     final = final_answer(answer)
     reference = plain_number(answer if final is None else final, exponent=True)
@@ -103,27 +92,23 @@ def has_final_answer(response: str) -> float:
 
 def plain_number(text: str, *, exponent: bool = False) -> Decimal | None:
     """Return the number that is the whole text, perhaps with currency and unit, else None."""
-    text = _plain_text(text).strip(" \t\n*_`")
-    match = _PLAIN.match(text)
+    text = _plain_text(text).strip(" \t\n*_`").removesuffix(".")
+    match = _NUMBER.match(text)
     if match is None or (match["exponent"] and not exponent):
         return None
-    rest = re.sub(r"(?<!\.)[.,;:]$", "", text[match.end() :])
-    unit = re.sub(r"^\s*(?:[%$]|\^?\{?(?:\\circ|\u00b0)\}?)|(?<=[a-z])(?:\^\{?[23]\}?|[\u00b2\u00b3])$", "", rest)
-    words = re.split(r"[\s/-]+", unit.strip()) if unit.strip() else []
-    if unit[:1].isalpha() or not all(_UNIT.fullmatch(word) and not _FACTOR.fullmatch(word.lower()) for word in words):
-        return None
+    unit = text[match.end() :]
+    return _value(match) if _UNIT.fullmatch(unit) and not _FACTOR.search(unit) else None
+
+
+def _value(match: re.Match[str]) -> Decimal:
     return Decimal(match["sign"] + match["value"].replace(",", "") + (match["exponent"] or ""))
 
 
 def _last_number(text: str) -> Decimal | None:
-    """Return the last word with a digit as a number; None within an expression."""
-    words = ["", *_plain_text(text).split(), ""]
-    place = next((place for place in range(len(words) - 1, 0, -1) if re.search(r"\d", words[place])), 0)
-    left, _, word = words[place].rpartition("=")
-    neighbours = (words[place + 1] if place else "", "" if left else words[place - 1])
-    if any(_OPERATOR.fullmatch(near) or _FACTOR.fullmatch(near.strip(".,;:*$").lower()) for near in neighbours):
-        return None
-    return plain_number(re.sub(r"(?<!\.)[.,;:]$", "", word).strip("\"'()[]"))
+    """Return the last number of a text, which ends a word; None within an expression such as 1/2."""
+    words = [word for word in _plain_text(text).split() if re.search(r"\d", word)]
+    last = words[-1].rpartition("=")[2].strip("\"'()[]*.,;:") if words else ""
+    return plain_number(last)
 
 
 def _plain_text(text: str) -> str:
@@ -177,30 +162,6 @@ def _closing_braces(text: str) -> dict[int, int]:
     return closing
 
 
-def num_digits(expression: object, depth: int = 0) -> float:
-    """Return roughly how many decimal digits the largest number of a computed sympy expression has.
-
-    Only powers, factorials and binomials are estimated, from above: 9^{9^{9^9}} takes longer to compute than anybody
-    waits. 0.0 below `MOST_LEVELS` of nesting.
-    """
-    import sympy
-
-    if isinstance(expression, sympy.Integer):
-        return math.log10(max(abs(int(expression)), 1))
-    if not isinstance(expression, sympy.Basic) or depth > MOST_LEVELS:
-        return 0.0
-    digits = [num_digits(part, depth + 1) for part in expression.args]
-    most = max(digits, default=0.0)
-    values = [10.0 ** min(number, 300.0) for number in digits]  # the parts, roughly
-    if isinstance(expression, sympy.Pow):
-        return max(most, digits[0] * values[1])
-    if isinstance(expression, sympy.factorial):
-        return max(most, values[0] * digits[0])
-    if isinstance(expression, sympy.binomial):
-        return max(most, values[1] * digits[0])
-    return sum(digits) if isinstance(expression, sympy.Mul) else most
-
-
 def _boxed(answer: str) -> str:
     return f"\\boxed{{{answer}}}"
 
@@ -231,8 +192,5 @@ def resolve(spec: str, *, key: str = "reward.function") -> RewardFunction:
     if ":" in spec:
         function: RewardFunction = load_from_file(spec, key=key, kind="function")
         return function
-    nearest = difflib.get_close_matches(spec, BUILTINS, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "or give path/to/file.py:function"
-    if spec.endswith(".py"):
-        hint = f"add the function: {spec}:name"
+    hint = f"add the function: {spec}:name" if spec.endswith(".py") else "or give path/to/file.py:function"
     raise UserError(f"{key}={spec!r}: is not among the built-in functions {', '.join(sorted(BUILTINS))}; {hint}")

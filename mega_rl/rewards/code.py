@@ -1,52 +1,37 @@
 """Rewards of programs: `code_tests` runs a response's program against its row's tests, `code_format` only parses it.
 
-A row's tests come in the forms that published data sets have:
-
-| form of the answer, as JSON or as text of JSON | data sets |
-|---|---|
-| {"inputs": [text, ...], "outputs": [text, ...]} or "input", "output" | standard input and output: APPS, TACO, CodeContests |
-| the same with "fn_name": inputs are lists of arguments, or texts of one JSON value a line | calls: APPS, LeetCode, LiveCodeBench |
-| [{"input": text, "output": text}, ...] | LiveCodeBench, Codeforces |
-| [text of assert statements, ...] | MBPP: each is a case |
-| text of Python with assert statements, `check(candidate)` or functions test_... | HumanEval, KodCode: one case |
-| {"test" or "tests" or "test_list": as the two above, "entry_point", "setup"} | |
-
-Imports no torch.
-"""  # noqa: E501
+docs/sandbox.md lists the forms of a row's tests, which are those of published data sets. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import functools
-import itertools
 import json
 import math
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
-from mega_rl.config.schema.sandbox import CODE_TESTS
+from mega_rl.config.schema.rollout import CODE_TESTS
 from mega_rl.errors import UserError
 from mega_rl.rewards.sandbox.bubblewrap import Tool
 from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox
 from mega_rl.rewards.sandbox.remote import RETRIES, WAIT_S, RemoteSandbox
-from mega_rl.rewards.sandbox.suites import Order, UnknownTestsError, harness_text, suite_of, unfit
+from mega_rl.rewards.sandbox.suites import UnknownTestsError, judge, suite_of, unfit
 from mega_rl.rewards.service import Poster, find_service
 
 SECTION = "reward.sandbox"
 MOST_CHARACTERS = 1 << 15  # longest program parsed outside a sandbox: half a second
 PYTHON = ("", "python", "python3", "py")
 TOLERANCE = 1e-6  # relative and absolute, where the expected number has a decimal point
-# No two parts match the same characters next to each other, so that a line is read in linear time.
-_FENCE = re.compile(r"[ \t]{0,8}(?P<fence>`{3,}|~{3,}(?!~))[ \t]*(?P<rest>(?:[^ \t`\r\n][^`\r\n]*)?)\r?\n?")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 
 
@@ -57,7 +42,6 @@ class CodeTests:
     sandbox: Sandbox
     timeout_s: float  # limit of one case
     total_s: float  # limit of a response's cases; those not begun by then have failed
-    parallel: int  # cases at a time
     all_or_nothing: bool
 
     def __call__(self, response: str, answer: object, row: Mapping[str, object] | None = None) -> float:
@@ -69,25 +53,14 @@ class CodeTests:
         program = last_program(response)
         if program is None or not program.strip():
             return 0.0
-        passed = self._passed(program, cases)
+        deadline, passed = time.monotonic() + self.total_s, 0
+        for case in cases:
+            left_s = deadline - time.monotonic()
+            if left_s > 0 and case.run(self.sandbox, program, min(self.timeout_s, left_s))[0]:
+                passed += 1
+            elif left_s <= 0 or self.all_or_nothing:
+                break
         return float(passed == len(cases)) if self.all_or_nothing else passed / len(cases)
-
-    def _passed(self, program: str, cases: Sequence[Case]) -> int:
-        """Return how many cases pass; with `all_or_nothing` stop at the first that fails."""
-        deadline = time.monotonic() + self.total_s
-        passed = 0
-        with ThreadPoolExecutor(self.parallel) as threads:
-            waiting = iter(cases)
-            while batch := list(itertools.islice(waiting, self.parallel)):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    break
-                runs = [threads.submit(case.run, self.sandbox, program, min(self.timeout_s, left_s)) for case in batch]
-                results = [run.result()[0] for run in runs]
-                passed += sum(results)
-                if self.all_or_nothing and not all(results):
-                    break
-        return passed
 
 
 def code_tests(response: str, answer: object, row: Mapping[str, object] | None = None) -> float:
@@ -102,23 +75,17 @@ def specification(settings: RewardSandboxConfig) -> str:
 
 def with_settings(text: str) -> CodeTests:
     """Return the reward function of settings in JSON. Raises UserError without such a sandbox."""
-    kind: Any = kind_of(SECTION, json.loads(text))
-    return _built(kind)
+    return _built(kind_of(SECTION, json.loads(text)))
 
 
 @functools.cache
-def _built(settings: RewardSandboxConfig) -> CodeTests:
-    return CodeTests(
-        build_sandbox(settings),
-        timeout_s=settings.timeout_s,
-        total_s=settings.total_s,
-        parallel=settings.parallel,
-        all_or_nothing=settings.score == "all",
-    )
+def _built(settings: Any) -> CodeTests:
+    with _sandbox(settings) as sandbox:
+        return CodeTests(sandbox, settings.timeout_s, settings.total_s, all_or_nothing=settings.score == "all")
 
 
 def build_sandbox(settings: RewardSandboxConfig) -> LocalSandbox | RemoteSandbox:
-    """Return the sandbox, which has run nothing yet. Raises UserError with the fix."""
+    """Return the sandbox, which has run nothing yet. Raises SandboxError and UserError with the fix."""
     limits = Limits(settings.timeout_s, settings.memory_mib * MIB, output_bytes=settings.output_kib << 10)
     if isinstance(settings, RemoteSandboxConfig):
         service = find_service(settings.url, settings.key_file, SECTION)
@@ -126,48 +93,51 @@ def build_sandbox(settings: RewardSandboxConfig) -> LocalSandbox | RemoteSandbox
         return RemoteSandbox(Poster(service, section=SECTION, timeout_s=timeout_s, retries=RETRIES), limits)
     assert isinstance(settings, LocalSandboxConfig)
     limits = replace(limits, processes=settings.processes, tmp_bytes=settings.tmp_mib * MIB)
+    return LocalSandbox(Tool.find(settings.interpreter), limits)
+
+
+@contextlib.contextmanager
+def _sandbox(settings: RewardSandboxConfig) -> Iterator[LocalSandbox | RemoteSandbox]:
+    """Yield the sandbox of the settings; its failure is a mistake of the user."""
     try:
-        return LocalSandbox(Tool.find(settings.interpreter), limits)
+        yield build_sandbox(settings)
     except SandboxError as error:
-        raise UserError(f"{SECTION}=local: {error}") from None
+        raise UserError(f"{SECTION}={settings}: {error}") from None
 
 
 def check_sandbox(settings: RewardSandboxConfig) -> None:
     """Run a program in the sandbox of the settings. Raises UserError unless it works."""
-    try:
-        build_sandbox(settings).check()
-    except SandboxError as error:
-        raise UserError(f"{SECTION}={settings}: {error}") from None
+    with _sandbox(settings) as sandbox:
+        sandbox.check()
 
 
 def unfit_tests(settings: RewardSandboxConfig, cases: Sequence[AssertCase]) -> list[str]:
     """Return for each case why it cannot judge a program, or "". Raises UserError."""
-    try:
-        return [*unfit(build_sandbox(settings), [one.suite for one in cases], settings.timeout_s)] if cases else []
-    except SandboxError as error:
-        raise UserError(f"{SECTION}={settings}: {error}") from None
+    if not cases:
+        return []
+    with _sandbox(settings) as sandbox:
+        return [*unfit(sandbox, [one.suite for one in cases], settings.timeout_s)]
 
 
 def last_program(response: str) -> str | None:
     """Return the code of the last closed block of Python, or None.
 
-    The block may name no language. It begins at a line with three or more backticks or tildes, and ends at the next
-    line that has only as many or more of them.
+    The block may name no language. It begins at a line with three or more backticks, and ends at the next line that has
+    only as many or more.
     """
-    program: str | None = None
-    opened: re.Match[str] | None = None
+    program, opened, language = None, "", ""
     lines: list[str] = []
     for line in response.splitlines(keepends=True):
-        fence = _FENCE.fullmatch(line)
-        if opened is None:
-            opened, lines = fence, []
-        elif fence is None or fence["rest"].strip() or not fence["fence"].startswith(opened["fence"]):
-            lines.append(line)
+        words = line.strip()
+        rest = words.lstrip("`")
+        ticks = words[: len(words) - len(rest)]
+        if not opened and len(ticks) >= 3 and "`" not in rest:
+            opened, language, lines = ticks, (rest.lower().split() or [""])[0], []
+        elif opened and not rest and len(ticks) >= len(opened):
+            program = "".join(lines) if language in PYTHON else program
+            opened = ""
         else:
-            words = opened["rest"].split()
-            if not words or words[0].lower() in PYTHON:
-                program = "".join(lines)
-            opened = None
+            lines.append(line)
     return program
 
 
@@ -189,14 +159,6 @@ def code_format(response: str) -> float:
     return 1.0
 
 
-class Case(Protocol):
-    """One test of a program."""
-
-    def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        """Return whether the program passes, and what became of its run. Raises SandboxError."""
-        ...
-
-
 @dataclass(frozen=True)
 class StdioCase:
     """A program that reads standard input and writes standard output."""
@@ -205,6 +167,7 @@ class StdioCase:
     stdout: str
 
     def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
+        """Return whether the program passes, and what became of its run. Raises SandboxError."""
         outcome = sandbox.run(program, self.stdin.encode(), timeout_s=timeout_s)
         return outcome.succeeded and same_text(outcome.stdout.decode(errors="replace"), self.stdout), outcome
 
@@ -218,9 +181,9 @@ class CallCase:
     expected: object  # a text stands for itself, and for the value that it has as JSON
 
     def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        order = Order.to("call", code=program, entry=self.entry, arguments=list(self.arguments))
-        outcome = sandbox.run(harness_text(), order.stdin, timeout_s=timeout_s)
-        verdict = order.verdict(outcome)
+        """Return whether the program passes, and what became of its run. Raises SandboxError."""
+        order = {"code": program, "entry": self.entry, "arguments": list(self.arguments)}
+        verdict, outcome = judge(sandbox, timeout_s, "call", **order)
         if "value" not in verdict:
             return False, outcome
         wanted = [self.expected]
@@ -247,9 +210,12 @@ class AssertCase:
         return suite_of(self.tests, self.entry)
 
     def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        order = Order.to("tests", code=program, suite=self.suite)
-        outcome = sandbox.run(harness_text(), order.stdin, timeout_s=timeout_s)
-        return order.verdict(outcome).get("passed") is True, outcome
+        """Return whether the program passes, and what became of its run. Raises SandboxError."""
+        verdict, outcome = judge(sandbox, timeout_s, "tests", code=program, suite=self.suite)
+        return verdict.get("passed") is True, outcome
+
+
+Case: TypeAlias = StdioCase | CallCase | AssertCase
 
 
 def read_cases(answer: object, row: Mapping[str, object] | None = None) -> list[Case]:
@@ -296,9 +262,8 @@ def _parsed(value: object) -> object:
 def _asserts(text: str, row: Mapping[str, object]) -> AssertCase:
     setup = row.get("setup") or row.get("test_setup_code") or row.get("test_imports") or ""
     before = "\n".join(map(str, setup)) if isinstance(setup, list) else str(setup)
-    tests = f"{before}\n{text}" if before else text
-    case = AssertCase(tests, str(row.get("entry_point") or ""))
-    suite_of(case.tests, case.entry)  # raises for tests that no program can be judged by
+    case = AssertCase(f"{before}\n{text}" if before else text, str(row.get("entry_point") or ""))
+    assert case.suite  # raises for tests that no program can be judged by
     return case
 
 
@@ -313,21 +278,22 @@ def _pairs(tests: Mapping[str, object], entry: str) -> list[Case]:
 
 def _arguments(value: object) -> list[object]:
     """Return a call's arguments from a list or a text of JSON lines."""
-    if isinstance(value, list):
-        return value
-    if not isinstance(value, str):
-        raise UnknownTestsError("the input of a call is a list of arguments, or a text with one JSON value a line")
     try:
-        return [json.loads(line) for line in value.splitlines() if line.strip()]
+        if isinstance(value, str):
+            return [json.loads(line) for line in value.splitlines() if line.strip()]
     except ValueError:
-        raise UnknownTestsError("the input of a call is a text, but not one JSON value a line") from None
+        value = None
+    if not isinstance(value, list):
+        raise UnknownTestsError("the input of a call is a list of arguments, or a text with one JSON value a line")
+    return value
 
 
 def _text(value: object) -> str:
     """Return a text, also from a list of its lines. Raises UnknownTestsError for null."""
-    if value is None or (isinstance(value, list) and None in value):
+    lines = value if isinstance(value, list) else [value]
+    if None in lines:
         raise UnknownTestsError("an input or output is null; it must be a text, or a list of lines")
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "\n".join(map(str, lines))
 
 
 def same_text(given: str, expected: str) -> bool:

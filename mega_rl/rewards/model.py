@@ -6,13 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mega_rl.data.chat import TemplateRefusal, Tokenizer, apply_template
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
-from mega_rl.rewards.score import Response, ResponseReader, RewardError, answered, no_score, shortened
+from mega_rl.rewards.score import ResponseReader, RewardError, answered, no_score, shortened
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 logger = logging.getLogger(__name__)
@@ -93,10 +94,8 @@ def _refused(
     for row, problem in zip(rows, problems, strict=True):
         if problem:
             prompt = prompts[int(rollout.prompt_index[row])]
-            return RewardError(
-                f"the reward model cannot score a response to prompt {prompt.index} ({shortened(prompt.text)}): "
-                f"{problem}"
-            )
+            whose = f"a response to prompt {prompt.index} ({shortened(prompt.text)})"
+            return RewardError(f"the reward model cannot score {whose}: {problem}")
     return None
 
 
@@ -118,7 +117,7 @@ def token_rows(
         return own_tokens
     why = "its chat template is not that of the prompts" if same_tokenizer else "its tokenizer is not the actor's"
     logger.info("reward model: reads decoded conversations, since %s", why)
-    return TemplateConversion(tokenizer, reader, chat=template is not None)
+    return partial(conversation_tokens, tokenizer=tokenizer, reader=reader, chat=template is not None)
 
 
 def own_tokens(rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -127,38 +126,36 @@ def own_tokens(rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt])
     return [tokens[row][: lengths[row]] for row in rows]
 
 
-@dataclass(frozen=True)
-class TemplateConversion:
-    """Conversion that decodes responses and encodes them as the reward model's tokenizer would the whole conversation.
+def conversation_tokens(
+    rollout: Rollout,
+    rows: Sequence[int],
+    prompts: Sequence[Prompt],
+    *,
+    tokenizer: Tokenizer,
+    reader: ResponseReader,
+    chat: bool,
+) -> list[list[int]]:
+    """Return the token ids of each row's text as the reward model's tokenizer encodes them.
 
-    With a chat template that is the prompt's messages (a plain prompt is one of the user) and the response as the
-    assistant's; without it the prompt's text followed by the response.
+    chat: the prompt's messages (a plain prompt is one of the user) and the response as the assistant's, else the
+    prompt's text followed by the response. Raises RewardError for a conversation that the template refuses.
     """
-
-    tokenizer: Tokenizer
-    reader: ResponseReader
-    chat: bool
-
-    def __call__(self, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token ids of each row. Raises RewardError for a conversation that the template refuses."""
-        written = [self._text(*item) for item in self.reader.texts(rollout, rows, prompts)]
-        if not written:
-            return []
-        # A template puts special tokens by itself.
-        ids: list[list[int]] = self.tokenizer(written, add_special_tokens=not self.chat)["input_ids"]
-        return ids
-
-    def _text(self, prompt: Prompt, response: Response) -> str:
+    written = []
+    for prompt, response in reader.texts(rollout, rows, prompts):
         text = response.transcript or response.text
-        if not self.chat:
-            return prompt.text + text
+        if not chat:
+            written.append(prompt.text + text)
+            continue
         turns = [*(prompt.messages or (("user", prompt.text),)), ("assistant", text)]
         conversation = [{"role": role, "content": content} for role, content in turns]
         try:
-            return apply_template(self.tokenizer, conversation, add_generation_prompt=False)
+            written.append(apply_template(tokenizer, conversation, add_generation_prompt=False))
         except TemplateRefusal as error:
             what = f"the reward model's chat template refuses the conversation: {error}"
             raise no_score(what, prompt, response) from error
+    # A template puts special tokens by itself.
+    ids: list[list[int]] = tokenizer(written, add_special_tokens=not chat)["input_ids"] if written else []
+    return ids
 
 
 def _rows_with_a_place(token_ids: Sequence[Sequence[int]]) -> Rollout:

@@ -1,35 +1,31 @@
-"""Reward functions in processes, so that a response that hangs or crashes costs only itself.
+"""Scores by reward functions, in this process or in workers, where a response that hangs or crashes costs only itself.
 
-Each worker runs the program `pool_worker`. The rank's thread runs an event loop while it waits for scores. The pools of
-`concurrent.futures`, `multiprocessing` and pebble unpickle what workers send, know no deadline of a task or share one
-pipe among the workers, and leave the processes that a task has started.
+A worker runs the program `pool_worker`: it reads a line of JSON, the responses of one message, and writes one, their
+outcomes. A worker that misses its deadline or ends is replaced. The pools of `concurrent.futures`, `multiprocessing`
+and pebble know no deadline of a task or unpickle what workers send, and leave the processes that a task has started.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import logging
 import math
 import os
-import signal
-import socket
 import sys
-import time
+import threading
 from collections import deque
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import mega_rl
+from mega_rl.data.columns import RewardColumns
 from mega_rl.environment import of_other_programs, python_module
-from mega_rl.errors import name_of_signal
-from mega_rl.processes import PIPE, Child, ChildStartError
-from mega_rl.rewards.call import RewardCall, subject, timed_out
-from mega_rl.rewards.pool_worker import END_S, OUT_OF_MEMORY, SIGNAL_CODES, WorkerMessage
+from mega_rl.processes import PIPE, Child, ChildDeadlineError, ChildStartError
+from mega_rl.rewards.call import Arguments, PlannedFunction
+from mega_rl.rewards.pool_worker import END_S
 from mega_rl.rewards.score import (
-    SHOWN_CHARACTERS,
     Item,
     NotAScoreError,
     Outcome,
@@ -38,398 +34,265 @@ from mega_rl.rewards.score import (
     RewardFailure,
     as_score,
     ignore,
-    no_score,
 )
-from mega_rl.types import Prompt
-
-log = logging.getLogger(__name__)
 
 COMMAND = python_module("mega_rl.rewards.pool_worker")
 START_S = 300.0  # for imports of the function's file, from a busy file server
-MESSAGE_BYTES = 1 << 20  # longest message of a worker
-SHOWN_BYTES = 64 << 10  # a worker's output in a minute; the rest is dropped
-TAIL_BYTES = 4000  # end of the output, kept for errors
-
-
-class WorkerEndedError(Exception):
-    """A worker ended, or sent what no worker sends; the message says how."""
-
-
-class WorkerProcess:
-    """A worker process, which ends with its starter's thread, and its own children with it."""
-
-    def __init__(self, order: bytes, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the process and send it the order; `ready` waits until the function is loaded.
-
-        Raises RewardError if it cannot be started.
-        """
-        self._number = number
-        self._channel, there = socket.socketpair()
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        output, write_end = os.pipe()
-        variables = of_other_programs()
-        path = os.pathsep.join(
-            filter(None, (str(Path(mega_rl.__file__).resolve().parents[1]), variables.get("PYTHONPATH")))
-        )
-        try:
-            with there:
-                self._child = Child(
-                    f"reward worker {number}",
-                    [*COMMAND, str(there.fileno())],
-                    streams=(PIPE, write_end, write_end),  # the input is never written to: its end is the rank's
-                    env=variables | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                    pass_fds=(there.fileno(),),
-                )
-        except ChildStartError as error:
-            self._channel.close()
-            os.close(output)
-            raise RewardError(str(error)) from error
-        finally:
-            os.close(write_end)
-        self._output = _Output(output, number, loop)
-        with contextlib.suppress(OSError):  # ended already; `ready` says how
-            self._channel.sendall(order + b"\n")
-
-    async def ready(self) -> None:
-        """Wait until the function is loaded. Raises RewardError."""
-        if self._streams is not None:
-            return
-        self._streams = await asyncio.open_connection(sock=self._channel, limit=MESSAGE_BYTES)
-        try:
-            async with asyncio.timeout(START_S):
-                answer = await self.receive()
-        except TimeoutError:
-            answer = {"unusable": f"a reward worker has not loaded the function in {START_S:g} s{self._output.tail()}"}
-        except WorkerEndedError as error:
-            answer = {"unusable": f"a reward worker could not start: it {error}"}
-        if "unusable" in answer:
-            raise RewardError(str(answer["unusable"]))
-
-    def send(self, message: bytes) -> None:
-        """Send a message; keeps it until it is taken."""
-        assert self._streams is not None, "asked before it is ready"
-        self._streams[1].write(message + b"\n")
-
-    async def receive(self) -> WorkerMessage:
-        """Return the worker's next message. Raises WorkerEndedError."""
-        assert self._streams is not None, "asked before it is ready"
-        try:
-            line = await self._streams[0].readline()
-            if not line.endswith(b"\n"):
-                raise WorkerEndedError(await self._how_it_ended())
-            message = json.loads(line)
-        except OSError:
-            raise WorkerEndedError(await self._how_it_ended()) from None
-        except (ValueError, RecursionError):  # too long, or no JSON
-            raise WorkerEndedError("sent what no worker sends") from None
-        if not isinstance(message, dict):
-            raise WorkerEndedError("sent what no worker sends")
-        return cast(WorkerMessage, message)
-
-    async def end(self) -> None:
-        """End the process and all that it has started, and free its descriptors."""
-        self._child.close()  # for the keeper
-        if not await self._has_ended():
-            log.warning("reward worker %d (process %d) outlives its end", self._number, self._child.pid)
-            self._child.kill()
-        self.leave()
-
-    def leave(self) -> None:
-        """Close this end of the pipes without waiting; the keeper then kills the worker."""
-        self._child.close()
-        if self._streams is None:
-            self._channel.close()
-        else:
-            self._streams[1].close()
-        self._output.close()
-        if self._child.exit_code is not None:
-            self._child.wait()
-
-    async def _has_ended(self) -> bool:
-        """Wait for the keeper, which needs `END_S` at most; return whether it has ended."""
-        deadline = time.monotonic() + 2 * END_S
-        while self._child.exit_code is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.002)
-        return self._child.exit_code is not None
-
-    async def _how_it_ended(self) -> str:
-        if not await self._has_ended():
-            return "closed its connection" + self._output.tail()
-        code = self._child.exit_code or 0
-        how = f"ended with exit code {code}"
-        if code == OUT_OF_MEMORY:
-            how = "ran out of memory"
-        elif SIGNAL_CODES < code < SIGNAL_CODES + signal.NSIG:
-            how = f"died of {name_of_signal(code - SIGNAL_CODES)}"
-        return how + self._output.tail()
-
-
-class _Output:
-    """Reader of a worker's output: the log gets some of it, errors show its end."""
-
-    def __init__(self, descriptor: int, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._descriptor, self._number, self._loop = descriptor, number, loop
-        self._last = self._line = b""
-        self._minute = 0.0
-        self._shown = 0
-        os.set_blocking(descriptor, False)
-        loop.add_reader(descriptor, self._read)
-
-    def tail(self) -> str:
-        """Return the cause of a worker's end as a part of a sentence.
-
-        That is Python's report of a crash, else a traceback's error, else the end of the output; empty without any.
-        """
-        self._read()  # the last lines may have come with the end
-        text = self._last.decode(errors="replace")
-        crash, trace = text.rfind("Fatal Python error"), text.rfind("Traceback (most recent call last)")
-        if crash < 0 <= trace:
-            error = [line for line in text[trace:].splitlines()[1:] if line.strip() and not line.startswith(" ")]
-            text = " ".join(error) or text
-        text = " ".join(text[max(crash, 0) :].split())
-        text = text[:SHOWN_CHARACTERS] if max(crash, trace) >= 0 else text[-SHOWN_CHARACTERS:]
-        return f", saying: {text}" if text else ""
-
-    def close(self) -> None:
-        """Stop reading; a process that still writes gets SIGPIPE."""
-        if self._descriptor >= 0:
-            self._loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _read(self) -> None:
-        """Read the output so far and log its whole lines; at the end also the rest."""
-        try:
-            text = os.read(self._descriptor, 1 << 16) if self._descriptor >= 0 else b""
-        except BlockingIOError:
-            return
-        self._last = (self._last + text)[-TAIL_BYTES:]
-        *lines, self._line = (self._line + text).split(b"\n")
-        if len(self._line) > SHOWN_BYTES or not text:
-            lines, self._line = [*lines, self._line], b""
-        for line in filter(None, map(bytes.rstrip, lines)):
-            self._log(line)
-        if not text:
-            self.close()
-
-    def _log(self, line: bytes) -> None:
-        now = time.monotonic()
-        if now - self._minute >= 60:
-            self._minute, self._shown = now, 0
-        if self._shown < SHOWN_BYTES:
-            log.info("reward worker %d: %s", self._number, line[:SHOWN_BYTES].decode(errors="replace"))
-            if self._shown + len(line) + 1 >= SHOWN_BYTES:
-                log.info("reward worker %d: the rest of its output is dropped for a minute", self._number)
-        self._shown += len(line) + 1
-
-
-log = logging.getLogger(__name__)
-
 GRACE_S = 2.0  # for asynchronous calls that are cancelled at their deadline to end
-QUICK_S = 0.005  # below this for a response, sending several at a time saves more than sharing them evenly
-AHEAD = 16  # responses that a worker gets at a time while they are quick
 BEAT_S = 5.0  # between two reports that workers, which have deadlines, are at work
 
 
-class RewardPool:
-    """Scores by the functions of a call in worker processes, which are replaced when they end.
-
-    A response that takes longer than its deadline, or crashes its worker twice, has no score.
-    """
+class FunctionRewards:
+    """Source of scores by reward functions, in this process without deadlines or in workers."""
 
     def __init__(
         self,
-        call: RewardCall,
+        functions: Sequence[PlannedFunction],
+        sources: Mapping[str, Sequence[str]] | None = None,
+        pool: WorkerPool | None = None,
+    ) -> None:
+        """sources: names of functions by the data source of a row; empty: all for every row."""
+        self.functions = functions
+        self.sources = sources or {}
+        self.pool = pool
+        self.longest_s = 0.0
+
+    @property
+    def columns(self) -> RewardColumns:
+        """Return the columns that the functions read; an answer where every data source needs one."""
+        columns = [function.columns for function in self.functions]
+        return RewardColumns(
+            answer=all(self.takes_answer(source) for source in self.sources or ("",)),
+            structured=all(one.structured for one in columns),
+            every=any(one.every for one in columns),
+        )
+
+    def takes_answer(self, source: str) -> bool:
+        """Return whether a function that scores rows of a data source needs their answers."""
+        return any(function.columns.answer for function in self.functions if self._scores(function, source))
+
+    def score(self, items: Sequence[Item], report: Report = ignore) -> list[Outcome]:
+        """Return the outcomes. The functions are called one after the other, none after None or a failure."""
+        components: list[dict[str, float]] = [{} for _ in items]
+        final: dict[int, Outcome] = {}
+        for function in self.functions:
+            rows = [row for row, (prompt, _) in enumerate(items) if self._scores(function, prompt.source)]
+            rows = [row for row in rows if row not in final]
+            outcomes = self._call(function, [function.arguments(*items[row]) for row in rows], report)
+            for row, outcome in zip(rows, outcomes, strict=True):
+                if not function.name or outcome is None or isinstance(outcome, RewardFailure):
+                    final[row] = outcome
+                    continue
+                own = {function.name: outcome} if isinstance(outcome, float) else _prefixed(function.name, outcome)
+                if twice := components[row].keys() & own.keys():
+                    what = f"{function} gives a part {min(twice)!r}, which another gives too"
+                    final[row] = RewardFailure("error", what)
+                components[row] |= own
+        return [final[row] if row in final else _together(components[row]) for row in range(len(items))]
+
+    def _scores(self, function: PlannedFunction, source: str) -> bool:
+        return not self.sources or function.name in self.sources[source]
+
+    def _call(self, function: PlannedFunction, batch: Sequence[Arguments], report: Report) -> list[Outcome]:
+        def begin(chunk: Sequence[Arguments]) -> None:
+            more = f" and {len(chunk) - 1} more" if len(chunk) > 1 else ""
+            report(f"prompt {chunk[0]['prompt_index']}{more}, whose response {function} is scoring")
+
+        outcomes = function.run(batch, begin) if self.pool is None else self.pool.score(function, batch, report)
+        self.longest_s = max(self.longest_s, function.longest_s)
+        function.longest_s = 0.0
+        return outcomes
+
+
+def _prefixed(name: str, parts: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}_{part}": value for part, value in parts.items()}
+
+
+def _together(components: Mapping[str, float]) -> Outcome:
+    """Return the components in alphabetical order, or why they are no score."""
+    try:
+        return as_score(components)
+    except NotAScoreError as error:
+        return RewardFailure("error", f"the reward functions returned {error}")
+
+
+class WorkerPool:
+    """Worker processes that call reward functions, each asked by a thread of its own."""
+
+    def __init__(
+        self,
         functions: str | Mapping[str, str],
         *,
         num_workers: int,
         timeout_s: float,
         memory_bytes: int = 0,
+        **settings: Any,
     ) -> None:
         """Start the workers without waiting for them.
 
         functions: the setting reward.function, or reward.functions. timeout_s: deadline of one call. memory_bytes: a
-        worker's address space; 0: no limit. Raises RewardError if a worker cannot be started.
+        worker's address space; 0: no limit. settings: as of `load_functions`. Raises RewardError if a worker cannot be
+        started.
         """
         assert num_workers > 0, "a pool needs a worker"
-        self.call = call
-        self.longest_s = 0.0
         self._timeout_s = timeout_s
         order = {
             "functions": functions if isinstance(functions, str) else dict(functions),
-            "timeout_s": timeout_s,
+            "settings": {**settings, "timeout_s": timeout_s},
             "memory_bytes": memory_bytes,
-            "concurrency": call.concurrency,
-            "batch_size": call.batch_size,
             "path": sys.path,
         }
         self._order = json.dumps(order).encode()
-        self._loop = asyncio.new_event_loop()
-        self._workers: list[WorkerProcess | None] = [
-            WorkerProcess(self._order, number, self._loop) for number in range(num_workers)
-        ]
+        self._workers: list[_Worker | None] = [_Worker(number, self._order) for number in range(num_workers)]
+        self._threads = ThreadPoolExecutor(num_workers, "reward worker")
 
-    def score(self, items: Sequence[Item], report: Report = ignore) -> list[Outcome]:
-        """Return the outcomes. Raises RewardError when no worker can score, or a row cannot be sent."""
-        if not items:
-            return []
-        messages = [self._message(item) for item in items]
-        return self._loop.run_until_complete(self._score(_PoolBatch(items, messages), report))
+    def score(self, function: PlannedFunction, batch: Sequence[Arguments], report: Report = ignore) -> list[Outcome]:
+        """Return the outcome of each response.
+
+        A message that gets no outcomes is repeated one by one, and a crash of one response once: a worker may have
+        died of the machine's lack of memory. Raises RewardError when a worker cannot start, or a row cannot be sent.
+        """
+        share = math.ceil(len(batch) / len(self._workers))
+        size = max(1, share if function.is_async else min(share, function.per_call))
+        waiting = deque(range(len(batch))[first : first + size] for first in range(0, len(batch), size))
+        outcomes: list[Outcome] = [None] * len(batch)
+        crashed: set[int] = set()
+        stop = threading.Event()
+
+        def serve(number: int) -> None:
+            while not stop.is_set():
+                try:
+                    rows = waiting.popleft()
+                except IndexError:
+                    return
+                result = self._ask(number, function, [batch[row] for row in rows])
+                if isinstance(result, list):
+                    for row, outcome in zip(rows, result, strict=True):
+                        outcomes[row] = outcome
+                elif len(rows) > 1:
+                    waiting.extendleft(rows[place : place + 1] for place in range(len(rows)))
+                elif result.kind == "crash" and rows[0] not in crashed:
+                    crashed.add(rows[0])
+                    waiting.append(rows)
+                else:
+                    outcomes[rows[0]] = result
+
+        asking = [self._threads.submit(serve, number) for number in range(len(self._workers))]
+        try:
+            while wait(asking, BEAT_S).not_done:
+                report("its workers, which have deadlines")
+            for one in asking:
+                one.result()
+        finally:
+            stop.set()
+        return outcomes
+
+    def _ask(self, number: int, function: PlannedFunction, batch: Sequence[Arguments]) -> list[Outcome] | RewardFailure:
+        """Return a worker's outcomes, or why it gave none and was ended. Raises RewardError."""
+        try:
+            message = json.dumps([function.name, batch]).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RewardError(
+                f"prompt {batch[0]['prompt_index']}: its row cannot be sent to a reward worker: {error}; set "
+                "reward.source.workers=0, or leave that column out"
+            ) from error
+        within_s = self._timeout_s
+        if function.is_async:  # calls at a time, one round after the other
+            calls = math.ceil(len(batch) / function.per_call)
+            within_s = math.ceil(calls / function.concurrency) * within_s + GRACE_S
+        worker = self._workers[number] = self._workers[number] or _Worker(number, self._order)
+        try:
+            outcomes, longest_s = worker.ask(message, within_s)
+            function.longest_s = max(function.longest_s, longest_s)
+            return outcomes
+        except ChildDeadlineError:
+            failure = function.timed_out(self._timeout_s)
+            function.longest_s = max(function.longest_s, within_s)
+        except WorkerEndedError as error:
+            failure = RewardFailure("crash", f"{function} crashed its process, which {error}")
+        worker.end()
+        self._workers[number] = None
+        return failure
 
     def close(self) -> None:
         """End all workers and what they have started. May be called twice."""
-        if self._loop.is_closed():
-            return
-        workers, self._workers = [worker for worker in self._workers if worker is not None], []
-        for task in asyncio.all_tasks(self._loop):  # from scoring that was interrupted
-            task.cancel()
-        self._loop.run_until_complete(_gather(worker.end() for worker in workers))
-        self._loop.close()
+        workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.leave()  # a thread that still asks it hears its end
+        self._threads.shutdown()
+        for worker in workers:
+            worker.end()
+        self._workers.clear()
 
-    def _message(self, item: Item) -> bytes:
+
+class WorkerEndedError(Exception):
+    """A worker ended, or answered what no worker does; the message says how."""
+
+
+class _Worker:
+    """A worker process, which ends with its starter, and its own children with it."""
+
+    def __init__(self, number: int, order: bytes) -> None:
+        """Start the process and send it the order. Raises RewardError if it cannot be started."""
+        variables = of_other_programs()
+        path = [str(Path(mega_rl.__file__).resolve().parents[1]), variables.get("PYTHONPATH", "")]
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
-            return json.dumps(self.call.arguments(*item)).encode()
-        except (TypeError, ValueError) as error:
-            what = (
-                f"the row cannot be sent to a reward worker: {error}; set reward.source.workers=0, or drop the column"
-            )
-            raise no_score(what, *item) from None
+            self._child = Child(f"reward worker {number}", COMMAND, streams=(PIPE, PIPE, None), env=variables | own)
+        except ChildStartError as error:
+            raise RewardError(str(error)) from error
+        self._is_ready = False
+        with contextlib.suppress(OSError):  # ended already; `ask` says how
+            self._send(order)
 
-    async def _score(self, batch: _PoolBatch, report: Report) -> list[Outcome]:
-        async def beat() -> None:
-            while True:
-                report(f"prompt {batch.oldest.index}")
-                await asyncio.sleep(BEAT_S)
+    def ask(self, message: bytes, within_s: float) -> tuple[list[Outcome], float]:
+        """Return a message's outcomes, and the seconds of the longest call.
 
-        beating = self._loop.create_task(beat())
-        try:
-            await _gather(self._serve(number, batch) for number in range(len(self._workers)))
-        finally:
-            beating.cancel()
-        return batch.outcomes
-
-    async def _serve(self, number: int, batch: _PoolBatch) -> None:
-        """Let one worker and its successors score responses until none waits. Raises RewardError."""
-        seconds = math.inf  # for a response in the last group
-        group: list[int] = []
-        worker = self._workers[number]
-        try:
-            while group := batch.next(self._group_size(len(batch.items), quick=seconds < QUICK_S)):
-                self._workers[number] = worker = worker or WorkerProcess(self._order, number, self._loop)
-                await worker.ready()
-                begin = time.monotonic()
-                lost = await self._score_group(worker, group, batch)
-                seconds, group = (time.monotonic() - begin) / len(group), []
-                if lost:
-                    worker = self._workers[number] = None
-        finally:
-            if group and worker is not None:  # called off: its answers would be taken for later ones
-                self._workers[number] = None
-                worker.leave()
-
-    def _group_size(self, num_items: int, *, quick: bool) -> int:
-        """Return how many responses a worker gets at a time."""
-        if self.call.is_async:
-            return self.call.concurrency * (self.call.batch_size if self.call.batched else 1)
-        most = self.call.batch_size if self.call.batched else AHEAD if quick else 1
-        return min(most, math.ceil(num_items / len(self._workers)))  # idle workers have equal shares
-
-    async def _score_group(self, worker: WorkerProcess, group: list[int], batch: _PoolBatch) -> bool:
-        """Score some responses; return whether the worker was lost, which is then ended."""
-        worker.send(b"[" + b",".join(batch.messages[row] for row in group) + b"]")
-        running: dict[int, str] = {}  # rows that a function has been called for, and its name
-        left = set(group)
-        limit_s = self._timeout_s + (GRACE_S if self.call.is_async else 0.0)  # from one message to the next
-        heard = time.monotonic()
-        try:
-            while left:
-                async with asyncio.timeout(limit_s):
-                    message = await worker.receive()
-                heard = time.monotonic()
-                running |= {group[place]: str(message["function"]) for place in message.get("begin", ())}
-                for place, sent in zip(message.get("end", ()), message.get("outcomes", ()), strict=True):
-                    batch.outcomes[group[place]] = _outcome_of(sent)
-                    left.remove(group[place])
-                self.longest_s = max(self.longest_s, float(message.get("longest_s", 0.0)))
-            return False
-        except TimeoutError:
-            how = ""
-        except WorkerEndedError as error:
-            how = str(error)
-        except (KeyError, IndexError, TypeError, ValueError):  # a user's code has written to the connection
-            how = "sent what no worker sends"
-        self.longest_s = max(self.longest_s, time.monotonic() - heard)
-        await worker.end()
-        if not left:
-            return True
-        # Asynchronous calls were running at the same time, and so were the responses of one call.
-        suspects = [row for row in group if row in left and row in running] or [row for row in group if row in left][:1]
-        name = running.get(suspects[0], "")
-        failure = timed_out(name, self._timeout_s)
-        if how:
-            failure = RewardFailure("crash", f"{subject(name)} crashed its process, which {how}")
-        batch.put_back([row for row in group if row in left and row not in suspects])
-        batch.settle(suspects, failure)
-        return True
-
-
-class _PoolBatch:
-    """Responses of one batch: those that wait, and the outcomes of the others."""
-
-    def __init__(self, items: Sequence[Item], messages: Sequence[bytes]) -> None:
-        self.items, self.messages = items, messages
-        self.outcomes: list[Outcome] = [RewardFailure("error", "not scored")] * len(items)
-        self._waiting = deque(range(len(items)))
-        self._alone: deque[int] = deque()  # to be tried one by one
-        self._tried: set[int] = set()  # have crashed a worker by themselves
-
-    @property
-    def oldest(self) -> Prompt:
-        """Return the prompt of a response that waits, or of the last one."""
-        row = next(iter((*self._alone, *self._waiting)), len(self.items) - 1)
-        return self.items[row][0]
-
-    def next(self, size: int) -> list[int]:
-        """Return the rows that a worker gets next; [] without any."""
-        if self._alone:
-            return [self._alone.popleft()]
-        return [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
-
-    def put_back(self, rows: Sequence[int]) -> None:
-        """Let rows wait again, the first."""
-        self._waiting.extendleft(reversed(rows))
-
-    def settle(self, rows: Sequence[int], failure: RewardFailure) -> None:
-        """Record the failure of one response; try each of several again by itself.
-
-        A crash is tried once more, since a worker may have died of the machine's lack of memory.
+        Raises:
+            ChildDeadlineError: after `within_s` seconds.
+            WorkerEndedError: the worker ended.
+            RewardError: the functions cannot be loaded.
         """
-        if len(rows) > 1 or (failure.kind == "crash" and rows[0] not in self._tried):
-            if len(rows) == 1:
-                self._tried.update(rows)
-            self._alone.extend(rows)
-        else:
-            self.outcomes[rows[0]] = failure
-
-
-def _outcome_of(sent: Mapping[str, object]) -> Outcome:
-    """Return the outcome in a worker's message, which a user's code may have written, too."""
-    if "score" in sent:
+        if not self._is_ready:
+            try:
+                answer = self._receive(START_S)
+            except (ChildDeadlineError, WorkerEndedError) as error:
+                answer = {"unusable": f"a reward worker could not start: {error}"}
+            if "unusable" in answer:
+                raise RewardError(str(answer["unusable"]))
+            self._is_ready = True
         try:
-            return as_score(sent["score"])
-        except NotAScoreError as error:
-            return RewardFailure("error", f"the reward worker sent {error}")
-    if "timeout" in sent:
-        return RewardFailure("timeout", str(sent["timeout"]))
-    return RewardFailure("error", str(sent["error"]))
+            self._send(message)
+        except OSError:
+            raise WorkerEndedError(self._how_it_ended()) from None
+        answer = self._receive(within_s)
+        outcomes = [RewardFailure(*one) if isinstance(one, list) else one for one in answer["outcomes"]]
+        return outcomes, answer["longest_s"]
 
+    def _send(self, message: bytes) -> None:
+        self._child.stdin.write(message + b"\n")
+        self._child.stdin.flush()
 
-async def _gather(works: Iterator[Awaitable[None]]) -> None:
-    """Wait for all; the first failure cancels the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _receive(self, within_s: float) -> dict[str, Any]:
+        line = next(self._child.lines(within_s=within_s), None)
+        if line is None:
+            raise WorkerEndedError(self._how_it_ended())
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(ChildDeadlineError):
+            self._child.wait(2 * END_S)
+        return self._child.end_in_words()
+
+    def leave(self) -> None:
+        """Close the worker's input: its keeper then kills it and all that it has started."""
+        with contextlib.suppress(OSError):
+            self._child.stdin.close()
+
+    def end(self) -> None:
+        """End the process and all that it has started."""
+        self.leave()
+        with contextlib.suppress(ChildDeadlineError):  # its keeper outlives what it must kill
+            self._child.wait(2 * END_S)
+        self._child.end()

@@ -1,11 +1,11 @@
-"""Program of a reward worker: a process that calls the function, and its keeper.
+"""Program of a reward worker: a process that calls the functions, and its keeper.
 
 `python -m mega_rl.rewards.pool_worker` imports no torch. The keeper waits for the end of the worker and of its standard
-input, which the rank holds open. At the first of them it kills the worker and every process that descends from
-it, and ends. The worker is killed with the keeper, and the keeper hears of the rank's death twice, by its input and by
-a signal. Messages are lines of JSON, so nothing is unpickled.
+input, which the rank holds open. At the first of them it kills the worker and every process that descends from it, and
+ends as the worker did. The worker is killed with the keeper.
 
-The rank sends an order, then lists of responses' arguments. The worker answers as `WorkerMessage` says.
+The rank sends an order, then lines of JSON: [name of a function, arguments of responses]. The worker answers the order
+with {} or {"unusable": why}, each line with {"outcomes": [score or [kind of failure, why], ...], "longest_s": seconds}.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import dataclasses
 import faulthandler
 import io
 import json
@@ -21,83 +20,46 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 import time
-from collections.abc import Sequence
-from typing import NoReturn, TypedDict
+from typing import TextIO
 
 import psutil
 
 from mega_rl.errors import UserError
-from mega_rl.processes import PR_SET_PDEATHSIG
-from mega_rl.rewards.call import CallWatch, load_call
+from mega_rl.processes import die_with_parent
+from mega_rl.rewards.call import load_functions
 from mega_rl.rewards.score import Outcome, RewardFailure
 
-OUT_OF_MEMORY = 86  # exit code
-SIGNAL_CODES = 128  # plus the signal's number: the keeper's exit code for a worker that died of it
 END_S = 5.0  # for all that a worker started to be gone
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class WorkerMessage(TypedDict, total=False):
-    """A message of a worker: of its start, of a call that begins, or of outcomes."""
-
-    unusable: str  # why the function cannot be loaded; absent once it is
-    begin: list[int]  # places, in the list that was sent, of responses that a function is called for
-    function: str  # its name
-    end: list[int]  # places of responses that have an outcome
-    outcomes: list[dict[str, object]]  # {"score": ...}, {"error": why} or {"timeout": why} of each
-    longest_s: float  # seconds of the longest call since the list came
-
-
-def main(channel: int) -> NoReturn:
-    """Run the keeper, and the worker as its child. channel: socket to the rank, a descriptor."""
-    _control(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the worker become this process's children
-    events = _catch_signals()
-    _control(PR_SET_PDEATHSIG, signal.SIGTERM)
-    worker = os.fork()
+def main() -> None:
+    """Run the keeper, and the worker as its child."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the worker become this process's children
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected here
+    keeper, worker = os.getpid(), os.fork()
     if worker == 0:
         os.setpgid(0, 0)  # what it forks is killed with it at once, however fast that forks on
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        _control(PR_SET_PDEATHSIG, signal.SIGKILL)
-        _control(PR_SET_CHILD_SUBREAPER, 1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-        try:
-            _work(socket.socket(fileno=channel))
-        except MemoryError:  # what holds the memory may be kept: the next response gets a new process
-            os._exit(OUT_OF_MEMORY)
+        die_with_parent(keeper, signal.SIGKILL)
+        _work()
         os._exit(0)
-    os.close(channel)
-    os._exit(_keep(worker, events))
+    code = _keep(worker)
+    if code < 0:  # a death of the same signal
+        with contextlib.suppress(OSError):  # SIGKILL has no other action
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(keeper, -code)
+    os._exit(code)
 
 
-def _catch_signals() -> int:
-    """Return a descriptor from which the numbers of SIGCHLD and SIGTERM can be read."""
-    events, caught = os.pipe()
-    for end in (events, caught):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(caught)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    return events
-
-
-def _keep(worker: int, events: int) -> int:
-    """Wait for the worker's or the rank's end, kill everything, and return the exit code."""
+def _keep(worker: int) -> int:
+    """Wait for the worker's or the rank's end, kill everything, and return the worker's exit code."""
     poll = select.poll()
-    poll.register(sys.stdin.fileno(), select.POLLIN)
-    poll.register(events, select.POLLIN)
-    code: int | None = None
-    while code is None:
-        ready = dict(poll.poll())
-        numbers = os.read(events, 512) if events in ready else b""
-        if sys.stdin.fileno() in ready or signal.SIGTERM in numbers:
-            break
-        code = _reaped(worker)
-    end = time.monotonic() + END_S
+    poll.register(sys.stdin.fileno(), 0)  # its other end, which is the rank's
+    poll.register(os.pidfd_open(worker), select.POLLIN)
+    poll.poll()
+    statuses, end = dict[int, int](), time.monotonic() + END_S
     while time.monotonic() < end:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker, signal.SIGKILL)
@@ -105,127 +67,53 @@ def _keep(worker: int, events: int) -> int:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         try:
-            while (reaped := _reaped(worker)) is not None:
-                code = reaped
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                statuses[ended[0]] = ended[1]
         except ChildProcessError:
             break
         time.sleep(0.002)
-    return 0 if code is None else code
+    return os.waitstatus_to_exitcode(statuses.get(worker, 0))
 
 
-def _reaped(worker: int) -> int | None:
-    """Reap ended children; return the worker's exit code if it has ended.
-
-    Raises ChildProcessError without children.
-    """
-    while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return None
-        if pid == worker:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else SIGNAL_CODES - code
-
-
-def _work(channel: socket.socket) -> None:
-    """Load the function and answer the rank's messages until it closes the channel."""
-    channel.set_inheritable(False)
-    faulthandler.enable()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected here
+def _work() -> None:
+    """Load the functions and answer the rank's messages until it closes the input."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what functions print goes to the log
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)  # a crash loses no line
-    messages = channel.makefile("rb")
-    order = json.loads(messages.readline() or "null")
+    faulthandler.enable()
+    order = json.loads(requests.readline() or "null")
     if order is None:
         return
     sys.path[:] = order["path"]
     if order["memory_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)
     try:
-        call = load_call(order["functions"], concurrency=order["concurrency"], batch_size=order["batch_size"])
+        functions = {one.name: one for one in load_functions(order["functions"], **order["settings"])}
     except UserError as error:
-        _send(channel, {"unusable": str(error)})
+        _answer(answers, {"unusable": str(error)})
         return
-    call = dataclasses.replace(call, timeout_s=order["timeout_s"], fatal=(MemoryError,))
-    _send(channel, {})
-    runner = asyncio.Runner()
-    watch = _Messages(channel, cleans_up=not call.is_async)
-    for text in messages:
-        watch.longest_s = 0.0
-        call.run(json.loads(text), watch, runner.run)
-        if call.is_async:
-            watch.clean_up()
-        watch.flush()
-
-
-class _Messages(CallWatch):
-    """Messages to the rank about calls, and an end to what a response has left behind."""
-
-    def __init__(self, channel: socket.socket, *, cleans_up: bool) -> None:
-        """cleans_up: after each call, since no other is running."""
-        self._channel, self._cleans_up = channel, cleans_up
-        self._pid, self._kept = os.getpid(), _children()
-        self._unsent: list[WorkerMessage] = []
-
-    def begin(self, rows: Sequence[int], name: str) -> None:
-        self._unsent.append({"begin": list(rows), "function": name})
-        self.flush()
-
-    def end(self, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        if self._cleans_up:
-            self.clean_up()
-        sent: list[dict[str, object]] = [
-            {one.kind: one.what} if isinstance(one, RewardFailure) else {"score": one} for one in outcomes
-        ]
-        self._unsent.append({"end": list(rows), "outcomes": sent, "longest_s": self.longest_s})
-        if not self._cleans_up:  # others are running: the next call may be far
-            self.flush()
-
-    def flush(self) -> None:
-        """Send the messages so far; a call's outcomes go with the next begin."""
-        self._exit_as_fork()
-        _send(self._channel, *self._unsent)
-        self._unsent.clear()
-
-    def clean_up(self) -> None:
-        """Cancel the alarm, and kill the children that responses have left; those before the first stay.
-
-        If they multiply faster than that, end this process: its keeper kills all of them at once.
-        """
-        self._exit_as_fork()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        end = time.monotonic() + END_S
-        while children := _children() - self._kept:
-            if time.monotonic() > end:
-                os._exit(1)
-            for pid in children:
-                with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-
-    def _exit_as_fork(self) -> None:
-        """End a process that a function has forked and let come back."""
-        if os.getpid() != self._pid:
+    _answer(answers, {})
+    runner, own = asyncio.Runner(), os.getpid()
+    for line in requests:
+        name, batch = json.loads(line)
+        functions[name].longest_s = 0.0
+        outcomes = functions[name].run(batch, runner=runner.run)
+        if os.getpid() != own:  # a process that a function has forked and let come back
             os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function has left
+        _answer(answers, {"outcomes": list(map(_sent, outcomes)), "longest_s": functions[name].longest_s})
 
 
-def _children() -> frozenset[int]:
-    """Return the ids of this process's children, orphans of its descendants included."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # far cheaper than a list of all processes
-    except ChildProcessError:
-        return frozenset()
-    return frozenset(child.pid for child in psutil.Process().children())
+def _sent(outcome: Outcome) -> object:
+    return [outcome.kind, outcome.what] if isinstance(outcome, RewardFailure) else outcome
 
 
-def _send(channel: socket.socket, *messages: WorkerMessage) -> None:
-    channel.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
-
-
-def _control(option: int, value: int) -> None:
-    """Set an attribute of this process; see prctl(2)."""
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+def _answer(answers: TextIO, message: dict[str, object]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

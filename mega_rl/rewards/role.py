@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
 from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
-from mega_rl.parallel.agreement import all_failures, raise_together, run_beside_meetings
+from mega_rl.parallel.agreement import raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
-from mega_rl.rewards.call import CallWatch, RewardCall
-from mega_rl.rewards.components import Failures, OnFailure, RewardComponents
+from mega_rl.rewards.components import RewardComponents
+from mega_rl.rewards.pool import FunctionRewards
 from mega_rl.rewards.score import (
     Item,
     Outcome,
-    Report,
     ResponseReader,
     RewardError,
-    Score,
-    ScoreSource,
+    RewardFailure,
     answered,
-    ignore,
     no_score,
 )
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 log = logging.getLogger(__name__)
+
+KINDS = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
+NAMED = 5  # failed responses in the log of one batch
 
 
 class TextScorer:
@@ -40,20 +42,22 @@ class TextScorer:
 
     def __init__(
         self,
-        source: ScoreSource,
+        source: FunctionRewards,
         *,
         reader: ResponseReader,
         replica: Ranks,
         everyone: Ranks,
         timeout_s: float,
         components: RewardComponents | None = None,
-        on_failure: OnFailure | None = None,
+        failure_score: float | None = None,
+        max_failed_share: float = 0.0,
     ) -> None:
         """
         everyone: all ranks. They wait for each other's scores however long that takes in all.
         timeout_s: a rank that has begun no response for so long ends the run.
         components: the run's own, which changes; None: weights of 1.
-        on_failure: on all ranks or on none; None: the first failure ends the run.
+        failure_score: of a response without a score, in every component; None leaves it out.
+        max_failed_share: of a step's responses; more failures end the run.
         """
         self._source = source
         self._reader = reader
@@ -61,7 +65,9 @@ class TextScorer:
         self._everyone = everyone
         self._timeout_s = timeout_s
         self._components = components or RewardComponents()
-        self._failures = Failures(on_failure)
+        self._failure_score = failure_score
+        self._max_failed_share = max_failed_share
+        self._lowest = math.inf  # reward that the source gave
         self._metrics: Metrics = {}
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
@@ -72,31 +78,17 @@ class TextScorer:
         reward leaves out (None) has NaN.
 
         Raises:
-            RewardError: on every rank of the run, naming prompt, response and cause of the lowest rank's.
+            RewardError: on every rank of the run, naming prompt, response and cause.
             UserError: on every rank, for settings that do not go with the reward's components.
         """
         # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
         rows = answered(rollout)[self._replica.rank :: self._replica.size]
         items = self._reader.texts(rollout, rows, prompts)
-        outcomes, seconds, failure = self._outcomes(items)
+        outcomes = self._outcomes(items)
         self._components.settle(items, outcomes, self._everyone)
-        scores: list[Score] = []
-        try:
-            checked = [self._components.checked(one, item[0]) for one, item in zip(outcomes, items, strict=False)]
-            scores = self._failures.replaced(items[: len(checked)], checked)
-        except RewardError as error:
-            failure = error
-        messages, _ = all_failures(None if failure is None else str(failure), self._everyone, most=1)
-        for rank, message in messages.items():
-            raise failure if failure is not None and rank == self._everyone.rank else RewardError(message)
-        for name, count in self._failures.settle(self._everyone).items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + count
-        self._measure_latency(len(rows), seconds)
+        numbers = self._numbers(items, outcomes)
         columns = torch.zeros(len(rollout.lengths), self._components.width, dtype=torch.float32)
         if rows:
-            numbers = [
-                self._components.columns(score, prompt) for (prompt, _), score in zip(items, scores, strict=True)
-            ]
             columns[rows] = torch.tensor(numbers, dtype=torch.float32)
         return self._components.rewards(self._replica.sum(columns.to(rollout.tokens.device)))
 
@@ -105,33 +97,90 @@ class TextScorer:
         taken, self._metrics = self._metrics, {}
         return taken
 
-    def _outcomes(self, items: Sequence[Item]) -> tuple[list[Outcome], float, RewardError | None]:
-        """Return this rank's outcomes, the seconds that they took, and what the source raised; collective."""
-        watch = StallWatch(
-            f"rank {self._everyone.rank} has scored no response for {self._timeout_s:g} s (trainer.timeout_s): its "
-            "reward waits for ",
-            self._timeout_s,
-            what="its first response",
-        )
+    def _outcomes(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return this rank's outcomes; measures their time. Collective; raises the source's error on all ranks."""
+
+        heard, waits_for = time.monotonic(), "its first response"
+
+        def report(what: str) -> None:
+            nonlocal heard, waits_for
+            heard, waits_for = time.monotonic(), what
+
+        def stalled() -> str | None:
+            if time.monotonic() - heard < self._timeout_s:
+                return None
+            return (
+                f"rank {self._everyone.rank} has scored no response for {self._timeout_s:g} s (trainer.timeout_s): its "
+                f"reward waits for {waits_for}"
+            )
 
         def work() -> tuple[list[Outcome], float, RewardError | None]:
             begin = time.perf_counter()
             try:
-                outcomes, failure = self._source.score(items, watch), None
+                outcomes, failure = self._source.score(items, report), None
             except RewardError as error:
                 outcomes, failure = [], error
             return outcomes, time.perf_counter() - begin, failure
 
-        return run_beside_meetings(work, self._everyone, stalled=watch.stalled)
-
-    def _measure_latency(self, num_rows: int, seconds: float) -> None:
-        """Measure a response's mean time and the longest call over all ranks; collective."""
+        outcomes, seconds, failure = run_beside_meetings(work, self._everyone, stalled=stalled)
+        raise_together(failure, self._everyone, error=RewardError)
         longest = self._everyone.max(torch.tensor(self._source.longest_s, dtype=torch.float64))
         self._source.longest_s = 0.0
-        own = torch.tensor([float(num_rows), seconds if num_rows else 0.0], dtype=torch.float64)
+        own = torch.tensor([float(len(items)), seconds if items else 0.0], dtype=torch.float64)
         scored, total_s = self._everyone.sum(own).tolist()
         if scored:
             self._metrics |= {"time/reward_latency_s": total_s / scored, "time/reward_call_max_s": float(longest)}
+        return outcomes
+
+    def _numbers(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> list[list[float]]:
+        """Return the columns of each response, in place of a failure those of `failure_score`; collective.
+
+        Counts and names failures. Raises RewardError on all ranks if they are too many.
+        """
+        counts: Counter[str] = Counter()
+        numbers, first = [], ""
+        for (prompt, response), outcome in zip(items, outcomes, strict=True):
+            result = outcome if isinstance(outcome, RewardFailure) else self._components.columns(outcome, prompt)
+            if isinstance(result, RewardFailure):
+                counts[result.kind] += 1
+                what = str(no_score(result.what, prompt, response))
+                if counts.total() <= NAMED:
+                    log.warning(
+                        "%s; its score is %s", what, "none" if self._failure_score is None else self._failure_score
+                    )
+                first = first or what
+                score = self._failure_score
+                result = self._components.columns(
+                    None if score is None else self._components.everywhere(score, prompt), prompt
+                )
+                assert isinstance(result, list), "the components of a failure are those of its source"
+            elif result[0] < self._lowest:
+                self._lowest = result[0]
+            numbers.append(result)
+        self._warn_of_prizes(failed=counts.total() > 0)
+        own = [float(len(items)), *(float(counts[kind]) for kind in KINDS)]
+        total, *failed = self._everyone.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        too_many = None
+        if first and sum(failed) > self._max_failed_share * total:
+            too_many = RewardError(
+                f"{sum(failed):.0f} of {total:.0f} responses have no score, more than the share of "
+                f"{self._max_failed_share:g} that may fail (reward.source.max_failed_share); the first: {first}"
+            )
+        raise_together(too_many, self._everyone, error=RewardError)
+        for name, count in zip(KINDS.values(), failed, strict=True):
+            self._metrics[name] = self._metrics.get(name, 0.0) + count
+        return numbers
+
+    def _warn_of_prizes(self, *, failed: bool) -> None:
+        """Warn once if a failed response got more than the function gave another."""
+        if failed and self._failure_score is not None and -math.inf < self._lowest < self._failure_score:
+            log.warning(
+                "reward.source.failure_score=%g is above %g, which the reward function gave a response: hanging or "
+                "crashing it is rewarded; set it to the lowest score",
+                self._failure_score,
+                self._lowest,
+            )
+            self._lowest = -math.inf
 
 
 class AbsentScorer:
@@ -144,100 +193,24 @@ class AbsentScorer:
         return {}
 
 
-class StallWatch:
-    """Clock of one rank's work, which each report restarts."""
+def answers_together(
+    function: Callable[[str], object], responses: Sequence[str], *, setting: str, everyone: Ranks
+) -> list[str | None]:
+    """Return the answer that a user's function reads of each response of this rank, or None; collective over all ranks.
 
-    def __init__(self, message: str, timeout_s: float, *, what: str = "") -> None:
-        """The message ends with `what` the work waits for."""
-        self._message, self._timeout_s = message, timeout_s
-        self._begin, self._what = time.monotonic(), what
-
-    def __call__(self, what: str) -> None:
-        """Note what the work waits for from now on."""
-        self._begin, self._what = time.monotonic(), what
-
-    def stalled(self) -> str | None:
-        """Return the message if there was no report for too long, else None."""
-        if time.monotonic() - self._begin < self._timeout_s:
-            return None
-        return self._message + self._what
-
-
-class CalledRewards(CallWatch):
-    """Scores by reward functions in this process, without deadlines."""
-
-    def __init__(self, call: RewardCall) -> None:
-        self.call = call
-        self._items: Sequence[Item] = ()
-        self._rows: Sequence[int] = ()  # last that a function was called for
-        self._report: Report = ignore
-
-    def score(self, items: Sequence[Item], report: Report = ignore) -> list[Outcome]:
-        """Return the outcomes; logs the response at which the function was interrupted."""
-        self._items, self._report = items, report
-        try:
-            return self.call.run([self.call.arguments(*item) for item in items], self)
-        except KeyboardInterrupt:  # a second Ctrl-C, or the function's own
-            if self._rows:
-                log.error("%s", no_score("the reward function was interrupted", *items[self._rows[0]]))
-            raise
-
-    def begin(self, rows: Sequence[int], name: str) -> None:
-        self._rows = rows
-        first = self._items[rows[0]][0].index
-        if len(rows) > 1:
-            self._report(f"{len(rows)} responses from prompt {first} on, which the reward function is scoring")
-        elif self.call.is_async:
-            self._report(f"one of {len(self._items)} responses, which the asynchronous reward function is scoring")
-        else:
-            self._report(f"prompt {first}, whose response the reward function is scoring")
-
-
-class UsersAnswers:
-    """Answers that responses vote for, by a user's function on every rank."""
-
-    def __init__(self, function: Callable[[str], object], *, setting: str, everyone: Ranks, timeout_s: float) -> None:
-        """
-        setting: names the function in messages, as "validation.answer_of='a.py:f'".
-        everyone: all ranks. They wait for each other's answers however long they take in all.
-        timeout_s: a rank that reads one response for so long ends the run.
-        """
-        self._function = function
-        self._setting = setting
-        self._everyone = everyone
-        self._timeout_s = timeout_s
-
-    def __call__(self, responses: Sequence[str]) -> list[str | None]:
-        """Return the answer of each response of this rank, or None; collective over all ranks.
-
-        Raises:
-            UserError: on every rank, where the function fails on any, or returns anything but a string or None.
-            StalledError: the function does not return.
-        """
-        watch = StallWatch(
-            f"rank {self._everyone.rank}: {self._setting} has not returned for {self._timeout_s:g} s "
-            "(trainer.timeout_s)",
-            self._timeout_s,
-        )
-        answers, failure = run_beside_meetings(
-            lambda: self._read(responses, watch), self._everyone, stalled=watch.stalled
-        )
-        raise_together(failure, self._everyone, error=UserError)
-        return answers
-
-    def _read(self, responses: Sequence[str], watch: StallWatch) -> tuple[list[str | None], UserError | None]:
-        """Return the answers of this rank's responses up to the first failure, and that failure."""
-        answers: list[str | None] = []
+    setting: names the function in messages, as "validation.answer_of='a.py:f'". Raises UserError on every rank, where
+    the function fails on any, or returns anything but a string or None.
+    """
+    answers: list[str | None] = []
+    failure = None
+    try:
         for response in responses:
-            watch("")
-            try:
-                with users_code(f"{self._setting}: failed for a response"):
-                    answer = self._function(response)
-                if not (answer is None or isinstance(answer, str)):
-                    raise UserError(
-                        f"{self._setting}: returned {type(answer).__name__}; it must return a string, or None for none"
-                    )
-            except UserError as error:
-                return answers, error
+            with users_code(f"{setting}: failed for a response"):
+                answer = function(response)
+            if answer is not None and not isinstance(answer, str):
+                raise UserError(f"{setting}: returned {type(answer).__name__}; it must return a string, or None")
             answers.append(answer)
-        return answers, None
+    except UserError as error:
+        failure = error
+    raise_together(failure, everyone, error=UserError)
+    return answers

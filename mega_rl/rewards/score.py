@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mega_rl.errors import RunError
 
@@ -101,19 +101,6 @@ Item: TypeAlias = "tuple[Prompt, Response]"
 Report: TypeAlias = Callable[[str], None]  # receives what the source of scores waits for from now on: "prompt 17"
 
 
-class ScoreSource(Protocol):
-    """Source of scores for responses as texts."""
-
-    longest_s: float  # seconds of the longest call or request since a caller set it to 0
-
-    def score(self, items: Sequence[Item], report: Report) -> list[Outcome]:
-        """Return the outcome of each response; calls `report` at the start of each call or request.
-
-        Raises RewardError where the source as a whole is at fault.
-        """
-        ...
-
-
 class RewardError(RunError):
     """Rewards end the run: a service or model failed, or too many responses have no score."""
 
@@ -122,7 +109,7 @@ class NotAScoreError(ValueError):
     """A value is not a score; the message shows it and says why."""
 
 
-def ignore(what: str) -> None:
+def ignore(what: object) -> None:
     """Take a report that nobody reads."""
 
 
@@ -140,13 +127,14 @@ def as_score(value: object) -> Score:
         return None
     if not isinstance(value, Mapping):
         return _as_number(value, f"{shortened(value)}, which")
+    for name in value:
+        if not (isinstance(name, str) and name.isascii() and name.isidentifier()) or name in TAKEN:
+            raise NotAScoreError(
+                f"{shortened(value)}, whose part {shortened(name)} is not named by letters, digits, _, or has the name "
+                "of another metric; rename it"
+            )
     if not value:
         raise NotAScoreError("{}, which has no part")
-    for name in value:
-        if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
-            raise NotAScoreError(f"{shortened(value)}, whose part {shortened(name)} is not named by letters, digits, _")
-        if name in TAKEN:
-            raise NotAScoreError(f"{shortened(value)}, whose part {name!r} has the name of another metric; rename it")
     return {name: _as_number(value[name], f"{shortened(value)}, whose part {name!r}") for name in sorted(value)}
 
 

@@ -23,7 +23,7 @@ def with_end_of_sequence(model_path: Path, config: PreTrainedConfig, extra: Sequ
         ids = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
     if ids is None:
         ids = config.eos_token_id
-    return tuple(sorted({*_as_list(ids), *extra}))
+    return tuple(sorted({*([ids] if isinstance(ids, int) else ids or ()), *extra}))
 
 
 def check_stop_tokens(
@@ -62,13 +62,6 @@ def name_stop_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
     return " or ".join(_named(tokenizer, token_id) for token_id in stop_ids)
 
 
-def _as_list(ids: int | list[int] | None) -> Iterator[int]:
-    if isinstance(ids, int):
-        yield ids
-    elif ids is not None:
-        yield from ids
-
-
 def _endings(tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> Iterator[tuple[int, str]]:
     """Yield (id, "a sequence" or "a turn" in words) of the tokens that end one."""
     closing = _closing_token(tokenizer) if chat_template else None
@@ -92,14 +85,12 @@ def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _nothing_ends(path: Path, tokenizer: PreTrainedTokenizerBase, endings: dict[int, str]) -> str:
-    reason = (
-        f"model.path={path}: no token ends a response (eos_token_id is null in config.json and generation_config.json, "
-        "and rollout.stop_token_ids is empty)"
-    )
-    if not endings:
-        return f"{reason}, nor has the tokenizer an eos_token; set rollout.stop_token_ids to the ids that shall end one"
     names = ", ".join(f"{_named(tokenizer, token_id)} ends {what}" for token_id, what in endings.items())
-    return f"{reason}; {names}: set rollout.stop_token_ids={_setting([*endings])}"
+    return (
+        f"model.path={path}: no token ends a response (eos_token_id is null in config.json and generation_config.json, "
+        f"and rollout.stop_token_ids is empty); set rollout.stop_token_ids={_setting([*endings])}"
+        + (f": {names}" if names else "")
+    )
 
 
 def _named(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:

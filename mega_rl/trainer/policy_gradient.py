@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs
+from mega_rl.algorithms.inputs import AdvantageEstimator, AdvantageInputs
 from mega_rl.algorithms.kl import KLController, RewardKL
 from mega_rl.algorithms.losses.aggregation import Aggregation, loss_weights, token_and_sequence_counts
 from mega_rl.algorithms.statistics import SumOverRanks

@@ -25,7 +25,7 @@ LENGTH_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 NGRAM = 8  # tokens; shorter ones come back in any long text
 _FACTOR = 6364136223846793005  # odd and large: the hash of n tokens is a polynomial in it modulo 2^64
 # Metrics of an update itself. All others are means over the tokens of its mini-batch.
-PER_UPDATE = {"grad_norm", "grad_clipped_fraction", "grad_reduce_bf16_error", "lr", "num_microbatches"}
+PER_UPDATE = {"grad_norm", "grad_clipped_fraction", "lr", "num_microbatches"}
 PER_UPDATE |= {"zero_advantage_fraction"}
 _COLUMNS = 4  # before the parts: prompt, sample, reward, response tokens
 

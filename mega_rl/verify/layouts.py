@@ -1,22 +1,17 @@
-"""Names of layouts, as "tp2+sp": parsing, world size, and the check against a model.
+"""Layouts to verify by names as "tp2+sp", and files of a verification's tasks and answers.
 
-A name is a list of sizes in any order, joined by +, - or nothing: tpN, ppN, vppN, cpN, epN, etpN, dpN, and sp.
-Sizes that a name omits follow from the rest:
-
-- vppN without ppN stands on two pipeline ranks; its sends overlap with compute, without which two would be wrong.
-- etpN without tpN cuts everything else as it cuts the experts: tp = etp.
-- With epN experts are whole (etp = 1) unless etpN is given; without it they are cut as the rest is (etp = tp), which
-  is also the default of training.
-- Sequence parallelism is switched on where experts or latent attention need it under tensor parallelism.
-- The ranks are tp * pp * cp * dp, and as many more, in data parallelism, as make room for ep * etp in a stage.
+docs/verify.md says what a name implies. Sends of virtual stages overlap with compute, without which two stages would be
+wrong.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
@@ -72,17 +67,66 @@ class Layout:
         return ParallelLayout(world_size=self.ranks, **settings)
 
 
+REFERENCE = Layout("1")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Task of ranks: one model, and layouts to measure in one world."""
+
+    model: str  # Hugging Face folder
+    folder: str  # holds the reference and the answers
+    layouts: tuple[Layout, ...]  # all of one world size; the reference is measured before all others
+    dtype: str = "fp32"  # "fp32" or "bf16"
+    transformer_impl: str = "auto"
+    packing: bool = True
+    steps: int = 1  # optimizer steps before weights are compared
+    seed: int = 0
+    timeout_s: float = 600.0  # deadline of each collective
+
+    @property
+    def reference_tensors(self) -> Path:
+        """Return the file of the reference's tensors and log-probs."""
+        return Path(self.folder) / "reference.safetensors"
+
+    @property
+    def reference_facts(self) -> Path:
+        """Return the file of the reference's loss and norms."""
+        return Path(self.folder) / "reference.json"
+
+    def answer(self, layout: Layout) -> Path:
+        """Return the file of a layout's result."""
+        return Path(self.folder) / f"{layout.name}.json"
+
+
+@dataclass(frozen=True)
+class LayoutErrors:
+    """Distances of one layout from one rank; tensors by Hugging Face name, the worst first."""
+
+    logprob_error: float  # nats, the largest of any token
+    loss: float
+    loss_error: float  # relative
+    grad_norm_error: float  # relative, the largest of all steps of the two optimizers
+    gradients: Mapping[str, float]  # relative
+    weights: Mapping[str, float]  # relative
+    copies: Mapping[str, float]  # gradients that differ between ranks with the same weight, by Megatron-Core's name
+    num_microbatches: int
+
+    @staticmethod
+    def read(path: Path) -> LayoutErrors:
+        """Read a result from its file."""
+        return LayoutErrors(**json.loads(path.read_text(encoding="utf-8")))
+
+
 def parse(name: str) -> Layout:
     """Parse a name into a layout, without the changes that a model needs. Raises UserError."""
-    if not NAME.fullmatch(name):
+    tokens = TOKEN.findall(name)
+    sizes: dict[str, Any] = {kind or sp: int(size) if kind else True for kind, size, sp in tokens}
+    if not NAME.fullmatch(name) or len(sizes) < len(tokens):
         raise UserError(
-            f"--layouts: {name!r} is not a layout; join tpN, sp, ppN, vppN, cpN, epN, etpN, dpN by + as in tp2+sp"
+            f"--layouts: {name!r} is not a layout; join tpN, sp, ppN, vppN, cpN, epN, etpN, dpN by + as in tp2+sp, "
+            "each once"
         )
-    sizes: dict[str, Any] = {}
-    for kind, size, sp in TOKEN.findall(name):
-        if (kind or sp) in sizes:
-            raise UserError(f"--layouts: {name!r} says {kind or sp} twice; say it once")
-        sizes[kind or sp] = int(size) if kind else True
     implied = []
     if sizes.get("vpp", 1) > 1 and "pp" not in sizes:
         sizes["pp"] = 2
@@ -92,18 +136,15 @@ def parse(name: str) -> Layout:
         implied.append(f"tp{sizes['tp']}")
     if "etp" not in sizes and "ep" not in sizes:
         sizes["etp"] = sizes.get("tp", 1)
-    if sizes.get("sp") and sizes.get("tp", 1) == 1:
-        raise UserError(f"--layouts: {name!r} has sp without tensor parallelism; add tp2, or remove sp")
-    if sizes.get("vpp", 1) > 1 and sizes["pp"] == 1:
-        raise UserError(f"--layouts: {name!r} has virtual stages on one pipeline rank; give pp2, or remove vpp")
+    missing = {"tp": sizes.get("sp", False), "pp": sizes.get("vpp", 1) > 1}
+    for needed, asked in missing.items():
+        if asked and sizes.get(needed, 1) == 1:
+            raise UserError(f"--layouts: {name!r} needs {needed} of at least 2; add {needed}2")
     return Layout(name, **sizes, implied=tuple(implied))
 
 
 def resolve(name: str, hf: HFConfig, *, nproc: int | None = None) -> Layout:
-    """Return a name's layout for a model; data parallelism fills `nproc` ranks.
-
-    Raises UserErrors with every reason why the model cannot be cut this way.
-    """
+    """Return a name's layout for a model; data parallelism fills `nproc` ranks."""
     layout = parse(name)
     if layout.tp > 1 and not layout.sp and (hf.moe is not None or hf.mla is not None):
         layout = replace(layout, sp=True, implied=(*layout.implied, "sp"))
@@ -126,19 +167,14 @@ def fsdp(ranks: int) -> Layout:
     return Layout(f"fsdp{ranks}", dp=ranks, engine="fsdp")
 
 
-def resolve_all(names: str, hf: HFConfig, *, nproc: int | None = None) -> list[Layout]:
-    """Return the layouts of a list "tp2,pp2". Raises UserErrors with the mistakes in all of them."""
-    return _each(names, lambda name: resolve(name, hf, nproc=nproc))
-
-
-def resolve_runs(names: str, hf: HFConfig) -> list[Layout]:
-    """Return the layouts of a list "1,tp2,fsdp2", with one rank and the FSDP engine. Raises UserErrors."""
+def resolve_all(names: str, hf: HFConfig, *, nproc: int | None = None, runs: bool = False) -> list[Layout]:
+    """Return the layouts of a list "tp2,pp2", of runs also "1,fsdp2". Raises UserErrors."""
 
     def make(name: str) -> Layout:
-        if name == "1":
-            return Layout(name)
-        engine = FSDP.fullmatch(name)
-        return resolve(name, hf) if engine is None else fsdp(int(engine[1]))
+        engine = FSDP.fullmatch(name) if runs else None
+        if engine is not None:
+            return fsdp(int(engine[1]))
+        return REFERENCE if runs and name == "1" else resolve(name, hf, nproc=nproc)
 
     return _each(names, make)
 
@@ -148,14 +184,10 @@ def usual(hf: HFConfig) -> str:
     return ",".join(name for name in ALL.split(",") if hf.moe is not None or "ep" not in name)
 
 
-def stages(names: str) -> int:
-    """Return the smallest number of layers that every pipeline of a list splits evenly. Raises UserErrors."""
-    return stages_of(_each(names, parse))
-
-
-def stages_of(layouts: Sequence[Layout]) -> int:
-    """Return the smallest number of layers that the pipelines of all layouts split evenly."""
-    return math.lcm(*(layout.pp * layout.vpp for layout in layouts))
+def stages(layouts: str | Sequence[Layout]) -> int:
+    """Return the smallest number of layers that all pipelines split evenly."""
+    every = _each(layouts, parse) if isinstance(layouts, str) else layouts
+    return math.lcm(*(layout.pp * layout.vpp for layout in every))
 
 
 def _each(names: str, make: Callable[[str], Layout]) -> list[Layout]:

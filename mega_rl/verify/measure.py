@@ -1,15 +1,10 @@
-"""Measurement of layouts on each rank of a verification, and comparison with one rank.
-
-The ranks run the engine and the loss of training. Gradients are read where the optimizer reads them, and exported under
-Hugging Face's names as weights are.
-"""
+"""Measurement of layouts by the engine and loss of training, and comparison with one rank."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mega_rl.algorithms.kl import FixedKL, k3
+from mega_rl.algorithms.kl import KLController, k3
 from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.config.attention import RequestedAttention
 from mega_rl.config.schema import (
@@ -39,12 +34,11 @@ from mega_rl.engines.fsdp.engine import FSDPEngine, local
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.parallel.accelerator.norms import norm
+from mega_rl.parallel.accelerator.norms import distance, norm
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.tracking import progress
 from mega_rl.types import Experience, response_mask
-from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
+from mega_rl.untrusted import read_record
+from mega_rl.verify.layouts import REFERENCE, Layout, LayoutErrors, Plan
 from mega_rl.verify.tolerances import finite
 from mega_rl.workers.models import PolicyLoss
 
@@ -67,19 +61,22 @@ TOKENS_PER_MICROBATCH = 2 * LONGEST
 INSIDE, BEYOND = 0.05, 0.6
 
 
+def run_task(arguments: object, accelerator: Accelerator) -> None:
+    """Measure the layouts of a plan in JSON."""
+    measure(read_record(Plan, arguments), accelerator)
+
+
 def measure(plan: Plan, accelerator: Accelerator) -> None:
     """Measure every layout of the plan; rank 0 writes the answers. Collective over the world."""
     for layout in plan.layouts:
         if layout == REFERENCE:
-            with progress.phase("reference"):
-                write_reference(plan, accelerator)
-        else:
-            with progress.phase(layout.title):
-                errors = compare(plan, layout, accelerator)
-            if os.environ.get("RANK", "0") == "0":
-                part = plan.answer(layout).with_suffix(".part")
-                part.write_text(json.dumps(asdict(errors)), encoding="utf-8")
-                part.rename(plan.answer(layout))
+            write_reference(plan, accelerator)
+            continue
+        errors = compare(plan, layout, accelerator)
+        if os.environ.get("RANK", "0") == "0":
+            part = plan.answer(layout).with_suffix(".part")
+            part.write_text(json.dumps(asdict(errors)), encoding="utf-8")
+            part.rename(plan.answer(layout))
 
 
 def write_reference(plan: Plan, accelerator: Accelerator) -> None:
@@ -87,20 +84,14 @@ def write_reference(plan: Plan, accelerator: Accelerator) -> None:
     tensors: dict[str, Tensor] = {}
     with engine_of(plan, REFERENCE, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine:
         batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
-        with progress.phase("log-probs"):
-            logprobs = engine.forward(batch).logprobs
+        logprobs = engine.forward(batch).logprobs
         assert logprobs is not None
         batch = with_old_logprobs(batch, logprobs, seed=plan.seed)
-        with progress.phase("gradients"):
-            metrics = engine.train_minibatch(batch, policy_loss(), lr=0.0)
+        metrics = engine.train_minibatch(batch, policy_loss(), lr=0.0)
         tensors |= {GRADIENT + name: kept(gradient) for name, gradient in exported_gradients(engine)}
     numel = sum(tensor.numel() for tensor in tensors.values())
-    facts = {
-        "loss": metrics["actor/loss"],
-        "grad_norm": metrics["grad_norm"],
-        "typical": metrics["grad_norm"] / numel**0.5,
-        "num_tensors": len(tensors),
-    }
+    grad_norm = metrics["grad_norm"]
+    facts = {"loss": metrics["actor/loss"], "grad_norm": grad_norm, "typical": grad_norm / numel**0.5}
     with engine_of(plan, REFERENCE, accelerator, step_settings(facts), distributed=False) as engine:
         start = {name: kept(weight) for name, weight in engine.export_weights()}
         facts["step_norms"] = train(engine, batch, plan)
@@ -114,18 +105,25 @@ def write_reference(plan: Plan, accelerator: Accelerator) -> None:
 
 def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutErrors:
     """Return the distance of `layout` from the reference; collective, valid on rank 0."""
-    began = time.monotonic()
     facts = json.loads(plan.reference_facts.read_text(encoding="utf-8"))
+    floor = FLOOR * facts["typical"]
     with safe_open(plan.reference_tensors, framework="pt") as reference:
         with engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine:
-            rows = own_rows(reference_batch(plan, engine, reference), engine)
-            with progress.phase("log-probs"):
-                logprobs = whole(engine.forward(rows).logprobs, engine)
-            with progress.phase("gradients"):
-                metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
-            copies = disagreements(engine, facts["typical"])
+            batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
+            batch.old_logprobs = reference.get_tensor("old_logprobs")
+            batch.ref_logprobs = reference.get_tensor("ref_logprobs")
+            ranks = engine.data_parallel
+            first, last = (len(batch.tokens) * (ranks.rank + i) // ranks.size for i in range(2))
+            rows: Experience = batch[first:last]  # type: ignore[index]
+            own = engine.forward(rows).logprobs
+            assert own is not None
+            logprobs = own.new_zeros(len(batch.tokens), own.size(1))
+            logprobs[first:last] = own
+            logprobs = ranks.sum(logprobs)
+            metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
+            copies = disagreements(engine, floor)
             gradients = {
-                name: distance(kept(gradient), reference.get_tensor(GRADIENT + name), facts["typical"])
+                name: distance(kept(gradient), reference.get_tensor(GRADIENT + name), floor=floor)
                 for name, gradient in exported_gradients(engine)
             }
         with engine_of(plan, layout, accelerator, step_settings(facts)) as engine:
@@ -142,14 +140,11 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutError
         logprob_error=logprob_error,
         loss=metrics["actor/loss"],
         loss_error=relative(metrics["actor/loss"], facts["loss"]),
-        grad_norm=metrics["grad_norm"],
         grad_norm_error=max(norms),
         gradients=ranked(gradients),
         weights=ranked(weights),
         copies=copies,
-        num_tensors=len(gradients),
         num_microbatches=int(metrics["num_microbatches"]),
-        seconds=time.monotonic() - began,
     )
 
 
@@ -196,8 +191,7 @@ def engine_of(
 
 def train(engine: ModelEngine, batch: Experience, plan: Plan) -> list[float]:
     """Run the plan's steps, all on one batch; return their gradient norms."""
-    with progress.phase("optimizer steps"):
-        steps = [engine.train_minibatch(batch, policy_loss(), lr=step_length(plan)) for _ in range(plan.steps)]
+    steps = [engine.train_minibatch(batch, policy_loss(), lr=step_length(plan)) for _ in range(plan.steps)]
     return [metrics["grad_norm"] for metrics in steps]
 
 
@@ -214,14 +208,13 @@ def step_settings(facts: dict[str, Any]) -> OptimConfig:
 def policy_loss() -> PolicyLoss:
     """Return the clipped policy objective with all of its terms."""
     objective = PPO(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-    return PolicyLoss(objective, kl=FixedKL(0.1), kl_estimator=k3, entropy_coef=0.01)
+    return PolicyLoss(objective, kl=KLController(0.1), kl_estimator=k3, entropy_coef=0.01)
 
 
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full main gradient) of every weight, float32; collective.
+    """Yield (Hugging Face name, float32 main gradient) of every weight; collective.
 
-    Megatron-Core's gradients must be whole on every rank: `engine.megatron.optimizer.distributed=False`. Buffers of a
-    model are left out.
+    Megatron-Core's gradients must be whole on every rank: `engine.megatron.optimizer.distributed=False`.
     """
     exported = _fsdp_gradients(engine) if isinstance(engine, FSDPEngine) else _megatron_gradients(engine)
     yield from ((name, tensor) for name, tensor in exported if not name.endswith(CORRECTION))
@@ -257,11 +250,10 @@ def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
 CORRECTION = "e_score_correction_bias"  # a router's, which is set and not learnt
 
 
-def disagreements(engine: ModelEngine, typical: float) -> dict[str, float]:
+def disagreements(engine: ModelEngine, floor: float) -> dict[str, float]:
     """Return gradients that differ between ranks with the same weight, under Megatron-Core's names, worst first.
 
-    The exporter takes one rank's gradient; this shows what the others would step by. Under FSDP no two ranks hold the
-    same. Collective; the same on every rank.
+    The exporter takes one rank's gradient. Under FSDP no two ranks hold the same. Collective.
     """
     if not isinstance(engine, MegatronEngine):
         return {}
@@ -275,21 +267,10 @@ def disagreements(engine: ModelEngine, typical: float) -> dict[str, float]:
         if layout.tp > 1 and not is_expert and not is_cut:
             groups.append(engine.groups.tp)
         for group in groups:
-            if error := distance(gradient, GroupRanks(group).broadcast(gradient), typical):
+            if error := distance(gradient, GroupRanks(group).broadcast(gradient), floor=floor):
                 own[name] = max(own.get(name, 0.0), error)
-    worst: dict[str, float] = {}
-    for of_rank in GroupRanks(engine.groups.world).gather_json(own):
-        for name, error in of_rank.items():
-            worst[name] = max(worst.get(name, 0.0), error)
-    return ranked(worst)
-
-
-def reference_batch(plan: Plan, engine: ModelEngine, reference: Any) -> Experience:
-    """Return the batch of the reference."""
-    batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
-    batch.old_logprobs = reference.get_tensor("old_logprobs")
-    batch.ref_logprobs = reference.get_tensor("ref_logprobs")
-    return batch
+    every = [entry for errors in GroupRanks(engine.groups.world).gather_json(own) for entry in errors.items()]
+    return ranked(dict(sorted(every, key=lambda entry: entry[1])))  # the last of a name stays, the largest
 
 
 def random_batch(vocab_size: int, *, seed: int) -> Experience:
@@ -330,40 +311,15 @@ def with_old_logprobs(batch: Experience, logprobs: Tensor, *, seed: int) -> Expe
     return changed
 
 
-def own_rows(batch: Experience, engine: ModelEngine) -> Experience:
-    """Return the contiguous share of the rows of this data-parallel rank."""
-    rows, ranks = len(batch.tokens), engine.data_parallel
-    mine: Experience = batch[rows * ranks.rank // ranks.size : rows * (ranks.rank + 1) // ranks.size]  # type: ignore[index]
-    return mine
-
-
-def whole(rows: Tensor | None, engine: ModelEngine) -> Tensor:
-    """Return the rows [B, S] of all data-parallel ranks in order, from `own_rows`."""
-    assert rows is not None
-    ranks = engine.data_parallel
-    count = int(ranks.sum(torch.tensor(len(rows))))
-    full = rows.new_zeros(count, rows.size(1))
-    full[count * ranks.rank // ranks.size : count * (ranks.rank + 1) // ranks.size] = rows
-    return ranks.sum(full)
-
-
 def kept(tensor: Tensor) -> Tensor:
     """Return a float32 copy on the host."""
     return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
-def distance(actual: Tensor, expected: Tensor, typical: float) -> float:
-    """Return |actual - expected| / |expected| in the Frobenius norm; `FLOOR` bounds the denominator."""
-    floor = FLOOR * typical * expected.numel() ** 0.5
-    gap = norm(actual.double() - expected.double())
-    return finite(gap / max(norm(expected.double()), floor)) if gap else 0.0
-
-
 def step_error(weight: Tensor, start: Tensor, moved: Tensor, *, length: float, rounding: float) -> float:
-    """Return the distance of a weight from `start + moved`, relative to `moved`.
+    """Return a weight's distance from `start + moved`, relative to `moved`, less its rounding.
 
-    Rounding the weight, by `rounding` of its size, may hide a part of the step; the distance leaves this part out. A
-    small `moved` is bounded by `FLOOR` of `length`, the learning rate times the steps.
+    length: learning rate times steps; a small `moved` is bounded by `FLOOR` of it.
     """
     hidden = rounding * norm((start + moved).double())
     gap = norm(weight.double() - start.double() - moved.double())
@@ -376,6 +332,6 @@ def relative(actual: float, expected: float) -> float:
     return finite(abs(actual - expected) / max(abs(expected), 1e-30))
 
 
-def ranked(errors: Mapping[str, float]) -> dict[str, float]:
+def ranked(errors: dict[str, float]) -> dict[str, float]:
     """Return the errors, the largest first."""
     return dict(sorted(errors.items(), key=lambda entry: -entry[1]))

@@ -9,12 +9,10 @@ from pathlib import Path
 
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator.gpus import gpu_for_each
 from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_task
-from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
-from mega_rl.verify.twin.shrink import num_elements, shrink, write_random_twin, write_twin
+from mega_rl.verify.layouts import REFERENCE, Layout, LayoutErrors, Plan
+from mega_rl.verify.twin import num_elements, shrink, write_random_twin, write_twin
 
 # A twin with the checkpoint's own weights has its widths; above this number of elements it gets random
 # weights and few widths.
@@ -56,11 +54,6 @@ def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed
     return target, f"{what}, {weights}"
 
 
-def use_gpus(layouts: Sequence[Layout]) -> bool:
-    """Return whether the largest layout has a GPU for each rank; all layouts use one device."""
-    return gpu_for_each(max(layout.ranks for layout in layouts))
-
-
 def verify(
     plan: Plan, layouts: Sequence[Layout], *, tolerances: Mapping[str, float], timeout_s: float, on_gpus: bool
 ) -> list[Verdict]:
@@ -77,17 +70,10 @@ def verify(
             def count() -> None:
                 cases.report(before + sum(plan.answer(layout).exists() for layout in measured))
 
-            task, folder, ranks = asdict(replace(plan, layouts=tuple(measured))), Path(plan.folder), measured[0].ranks
+            task, folder, size = asdict(replace(plan, layouts=tuple(measured))), Path(plan.folder), measured[0].ranks
             try:
                 run_task(
-                    "measure",
-                    task,
-                    folder,
-                    label=label,
-                    ranks=ranks,
-                    timeout_s=timeout_s,
-                    use_gpus=on_gpus,
-                    watch=count,
+                    "measure", task, folder, label=label, ranks=size, timeout_s=timeout_s, use_gpus=on_gpus, watch=count
                 )
             finally:
                 count()
@@ -121,11 +107,11 @@ def problems(errors: LayoutErrors, allowed: Mapping[str, float]) -> list[str]:
         ("log-probs", errors.logprob_error, "logprob"),
         ("loss", errors.loss_error, "loss"),
         ("gradient norm", errors.grad_norm_error, "grad_norm"),
-        *((f"gradient of {name}", error, "gradient") for name, error in islice(errors.gradients.items(), 1)),
-        *((f"step of {name}", error, "weight") for name, error in islice(errors.weights.items(), 1)),
-        *(
-            (f"ranks disagree on the gradient of {name}", error, "gradient")
-            for name, error in islice(errors.copies.items(), 1)
-        ),
     ]
+    for what, tensors, kind in (
+        ("gradient of", errors.gradients, "gradient"),
+        ("step of", errors.weights, "weight"),
+        ("ranks disagree on the gradient of", errors.copies, "gradient"),
+    ):
+        measured += [(f"{what} {name}", error, kind) for name, error in islice(tensors.items(), 1)]
     return [f"{what} {error:.2g} > {allowed[name]:g}" for what, error, name in measured if not error <= allowed[name]]

@@ -16,10 +16,7 @@ ANY_CHARACTER = r"[\s\S]"  # pattern of a tokenizer with one token for each char
 def write_tokenizer(
     folder: Path, tokens: Sequence[str], *, pattern: str = ANY_CHARACTER, unknown: str, **settings: object
 ) -> None:
-    """Write a tokenizer that cuts a text by a pattern and adds no special tokens.
-
-    unknown: token for pieces that are not in `tokens`. settings: further ones of PreTrainedTokenizerFast.
-    """
+    """Write a tokenizer that cuts a text by a pattern and adds no special tokens."""
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -9,14 +9,11 @@ from mega_rl.errors import UserError
 
 # The largest errors of a layout that pass: logprob in nats, of any token; loss and grad_norm relative; gradient of any
 # tensor in the Frobenius norm, relative to one rank's; weight of any tensor after a step, relative to that step.
-# In float32, sums of some thousand terms in another order differ by 1e-6 of their size, and through a deep model by ten
-# times that. A layout that is wrong somewhere is off by 1e-2 and more in some tensor.
+# In float32, sums in another order differ by 1e-6 to 1e-5 of their size; a wrong layout is off by 1e-2 in some tensor.
 FP32: Mapping[str, float] = {"logprob": 1e-4, "loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-4, "weight": 1e-4}
-# bf16 keeps 8 bits. Each layout rounds partial sums in other places, so activations differ by some 2^-8 of their size
-# at every layer, gradients by a few hundredths, those of small tensors by more.
+# bf16 keeps 8 bits: activations differ by some 2^-8 of their size at every layer, gradients by a few hundredths.
 BF16: Mapping[str, float] = {"logprob": 0.15, "loss": 0.05, "grad_norm": 0.05, "gradient": 0.2, "weight": 0.2}
-# If two experts are close, rounding sends a token to another one: its log-prob moves, and the gradients of both
-# experts by a token's share. Half of a small expert's gradient is measured; the norm over all hardly moves.
+# If two experts are close, rounding sends a token to another one, which moves both experts' gradients.
 BF16_EXPERTS: Mapping[str, float] = {**BF16, "logprob": 0.6, "gradient": 0.75, "weight": 0.75}
 
 # Phases of an update of `mega-rl verify rl`.
@@ -47,10 +44,7 @@ def tolerances(dtype: str, given: str, *, experts: bool = False) -> dict[str, fl
 
 
 def read_changes(given: str, usual: Mapping[str, float], *, kind: str = "phase") -> dict[str, float]:
-    """Return the tolerances, changed by `given`, as "gradient=1e-4,log-probs=1e-3". Raises UserError.
-
-    kind: the word for a name of `usual` in messages.
-    """
+    """Return the tolerances, changed by `given`, as "gradient=1e-4"; kind: the word for a name. Raises UserError."""
     names, allowed = [name for name in usual if name not in EXACT], dict(usual)
     for entry in filter(None, (part.strip() for part in given.split(","))):
         name, _, text = entry.partition("=")

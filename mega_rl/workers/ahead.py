@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import raise_together
+from mega_rl.processes import Running
 from mega_rl.protocols import Ranks, RolloutSource, WeightSync
-from mega_rl.threads import Running
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)

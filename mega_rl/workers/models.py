@@ -10,10 +10,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mega_rl.algorithms.corrections import Correction, SampledTokens
 from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
 from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
-from mega_rl.algorithms.losses.tokens import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.losses.tokens import Correction, PolicyObjective, PolicyTokens, SampledTokens
 from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError

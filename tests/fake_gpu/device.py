@@ -90,19 +90,19 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
-class _WaitingStream(standin.Stream):
+class _WaitingStream(standin.Done):
     """A stream of a real device: `synchronize` makes the host wait."""
 
     host_wait: Callable[[str], None]
 
-    def record_event(self, event: standin.DoneEvent | None = None) -> standin.DoneEvent:
+    def record_event(self, event: standin.Done | None = None) -> standin.Done:
         return event or _WaitingEvent()
 
     def synchronize(self) -> None:
         type(self).host_wait("Stream.synchronize")
 
 
-class _WaitingEvent(standin.DoneEvent):
+class _WaitingEvent(standin.Done):
     """An event of a real device: `synchronize` makes the host wait."""
 
     host_wait: Callable[[str], None]

@@ -52,9 +52,8 @@ def main() -> int:
     known = {verdict.number: verdict for verdict in read_verdicts(results)}
     if others := [case for case in chosen if case.number in known and known[case.number].case != case.title]:
         sys.exit(f"error: {results} is of other cases (seed, kinds, number of faults?): {others[0].title}")
-    # In a process of its own: progress bars start a thread, and what ranks are forked from may have none.
+    # In a process of its own: progress bars start a thread, and workers are forked from this one.
     subprocess.run([sys.executable, "-m", inputs.__name__, str(root / "inputs")], check=True, stderr=subprocess.DEVNULL)
-    import tests.fault_campaign.preload  # noqa: F401 - what ranks are forked from
 
     begin = time.monotonic()
     left = [case for case in chosen if case.number not in known]
@@ -73,7 +72,7 @@ def main() -> int:
 def preloaded() -> Path:
     """Return a new folder for the campaign; this process is replaced by one that has the libraries of the faults.
 
-    So have the ranks that are forked from it. A library does nothing until a case sets its variable.
+    A library does nothing until a case sets its variable.
     """
     if ROOT_VARIABLE in os.environ:
         return Path(os.environ.pop(ROOT_VARIABLE))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tests.clusters.slurm.cluster import NODES, SlurmCluster, missing
 from tests.fault_campaign.control_groups import ControlGroup, is_zombie, kill
@@ -28,43 +28,13 @@ RECIPE = "trainer:\n  device: cpu\n"
 TOKEN = "0" * 64  # of a Ray that listens for the campaign alone
 
 
-class Cluster(Protocol):
-    """Nodes that a run is placed on."""
-
-    group: ControlGroup
-
-    def launch(self, ranks: int, restarts: int) -> list[str]:
-        """Return the command after `mega-rl`, without settings, that starts ranks on two nodes."""
-        ...
-
-    def start_run(self, run: ClusterRun, command: Sequence[str], output: Path) -> Launcher:
-        """Start a run; returns what stands for its launcher."""
-        ...
-
-    def lose_node(self, run: ClusterRun) -> str:
-        """Kill a node of a run, with all that runs there; returns words for it, empty where there was none."""
-        ...
-
-    def signal(self, run: ClusterRun) -> str:
-        """Ask a run to save and end, as a user would; returns words for it."""
-        ...
-
-    def restore(self) -> None:
-        """Have as many nodes again as at the start."""
-        ...
-
-    def close(self) -> None:
-        """End it, and every process of it."""
-        ...
-
-
 @dataclass
 class ClusterRun(Run):
     """A run on a cluster, whose ranks are children of its daemons and know their run by the folder they work in."""
 
-    cluster: Cluster = field(kw_only=True)
+    cluster: Slurm | Ray = field(kw_only=True)
 
-    def start(self, commands: Sequence[Sequence[str]], *, forked: bool) -> None:
+    def start(self, commands: Sequence[Sequence[str]]) -> None:
         (command,) = commands
         (self.folder / "r.yaml").write_text(RECIPE)
         attempt = len(list(self.folder.glob("output-*-0.txt")))
@@ -125,6 +95,7 @@ class Slurm:
             self._cluster.start()
 
     def launch(self, ranks: int, restarts: int) -> list[str]:
+        """Return the command after `mega-rl`, without settings, that starts ranks on two nodes."""
         options = ["--nodes=2", f"--nproc-per-node={ranks // 2}", "--time=60", f"--max-restarts={restarts}"]
         return ["launch", "slurm", "r.yaml", "--submit", *options]
 
@@ -200,7 +171,7 @@ class Ray:
 
     def start_run(self, run: ClusterRun, command: Sequence[str], output: Path) -> Launcher:
         run.environment |= {**self.environment, "LD_PRELOAD": ""}
-        return Launcher(run.spawn(["-m", "mega_rl.cli", *command], output, None, forked=False), 0, output)
+        return Launcher(run.spawn(["-m", "mega_rl.cli", *command], output, None), 0, output)
 
     def lose_node(self, run: ClusterRun) -> str:
         if not run.ranks():

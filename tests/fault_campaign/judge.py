@@ -109,7 +109,7 @@ class Judge:
             stack.callback(case.fault.close, run)
             case.fault.prepare(run)
             right = self.right_weights(case)
-            self._start(run, case)
+            run.start(self._commands(case, run))
             witness = self._inject(run, case)
             outcome, line = self._first_end(run, case, witness, right, defects)
         if not defects and not self._keep:
@@ -131,7 +131,7 @@ class Judge:
                 undisturbed = Case(0, plain, case.layout, "train", 1, 0.0, 0, False)
                 stack.callback(plain.close, run)
                 plain.prepare(run)
-                run.start(self._commands(undisturbed, run), forked=True)
+                run.start(self._commands(undisturbed, run))
                 assert run.wait(deadline_s=START_S), f"the undisturbed run of {key} does not end: {run.text()}"
                 final = weights(run.folder / "run", STEPS)
                 assert final is not None, run.text()
@@ -172,10 +172,6 @@ class Judge:
         nodes += ["--master-port", str(port), *restarts]
         return [[*program, *nodes, "--node-rank", str(node), *settings] for node in range(2)]
 
-    def _start(self, run: Run, case: Case) -> None:
-        forked = case.launcher != "torchrun"
-        run.start(self._commands(case, run), forked=forked)
-
     def _inject(self, run: Run, case: Case) -> str:
         if case.step < 0:
             run.wait_for(run.ranks, deadline_s=START_S)
@@ -208,7 +204,7 @@ class Judge:
         if witness:
             defects += _cause_problems(case, codes, text)
         case.fault.heal(run)
-        self._start(run, case)
+        run.start(self._commands(case, run))
         if not run.wait(deadline_s=START_S) or any(launcher.exit_code for launcher in run.launchers):
             again = [launcher.exit_code for launcher in run.launchers]
             defects.append(f"started again it ends with {again}: {last_line(run.text())}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
+from errno import EIO, ENOSPC, EROFS
 from signal import SIGABRT, SIGBUS, SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, SIGUSR1
+from typing import Any
 
 from tests.fault_campaign.cluster_faults import HOW, ClusterFault
 from tests.fault_campaign.faults import (
@@ -27,103 +27,52 @@ from tests.fault_campaign.server_faults import LostServer, LyingServer
 from tests.fault_campaign.servers import HOW as SERVER_HOW
 from tests.fault_campaign.storage_faults import FOR_EVER_S, DamagedFile, FailingWrites, FullDisk, LostFolder
 
-
-def failing(kind: str, error: int, draw: random.Random) -> Fault:
-    """Return writes that fail with an error, for a moment or for ever."""
-    seconds = draw.choice([0.3, 1.0, FOR_EVER_S])
-    return FailingWrites(kind, (os.strerror(error), "checkpoint"), error=error, seconds=seconds)
-
-
-# Each kind: its share of the cases, and how one is drawn.
-KINDS: dict[str, tuple[float, Callable[[random.Random], Fault]]] = {
-    "kill a rank": (
-        22,
-        lambda r: KillRank("kill a rank", number=r.choice([SIGKILL, SIGKILL, SIGSEGV, SIGABRT, SIGBUS])),
-    ),
-    "stop a rank": (8, lambda r: StopRank("stop a rank")),
-    "stop a rank for a moment": (5, lambda r: StopRank("stop a rank for a moment", seconds=r.uniform(0.2, 2.5))),
-    "slow rank": (4, lambda r: SlowRank("slow rank", share=r.choice([0.05, 0.2]), seconds=r.uniform(0.5, 2.0))),
-    "kill the launcher": (6, lambda r: KillLauncher("kill the launcher")),
-    "signal to the launcher": (
-        6,
-        lambda r: KillLauncher("signal to the launcher", number=r.choice([SIGTERM, SIGINT, SIGUSR1])),
-    ),
-    "out of memory": (3, lambda r: OutOfMemory("out of memory", ("SIGKILL", "memory"))),
+LINK = ("node", "rank", "host")  # causes of a run whose hosts do not reach one another
+DAMAGE = ["flip", "cut", "empty", "noise"]
+MOMENTS = [0.3, 1.0, FOR_EVER_S]
+TIMES = [1, 2, 0]
+SERVICE_HOW = ["500", "503", "404", "close", "hang", "garbage", "short", "nan", "text", "long", "cut"]
+# Each kind: its share of the cases, its class, words of its cause, and its fields: a list to choose from, or a range.
+KINDS: dict[str, tuple[float, type[Fault], tuple[str, ...], dict[str, list[Any] | tuple[float, float]]]] = {
+    "kill a rank": (22, KillRank, (), {"number": [SIGKILL, SIGKILL, SIGSEGV, SIGABRT, SIGBUS]}),
+    "stop a rank": (8, StopRank, (), {}),
+    "stop a rank for a moment": (5, StopRank, (), {"seconds": (0.2, 2.5)}),
+    "slow rank": (4, SlowRank, (), {"share": [0.05, 0.2], "seconds": (0.5, 2.0)}),
+    "kill the launcher": (6, KillLauncher, (), {}),
+    "signal to the launcher": (6, KillLauncher, (), {"number": [SIGTERM, SIGINT, SIGUSR1]}),
+    "out of memory": (3, OutOfMemory, ("SIGKILL", "memory"), {}),
     "reward function": (
-        6,
-        lambda r: BadReward(
-            "reward function",
-            ("reward",),
-            how=r.choice(["raise", "exit", "system exit", "hang", "spin", "output"]),
-        ),
+        6, BadReward, ("reward",), {"how": ["raise", "exit", "system exit", "hang", "spin", "output"]},
     ),
     "early exit": (
-        4,
-        lambda r: EarlyExit(
-            "early exit", code=r.choice([0, 0, 0, 1, 2, 7, 75, 143]), everywhere=r.random() < 0.5, may_start_late=False
-        ),
+        4, EarlyExit, (),
+        {"code": [0, 0, 0, 1, 2, 7, 75, 143], "everywhere": [False, True], "may_start_late": [False]},
     ),
-    "clock jump": (3, lambda r: ClockJump("clock jump", offset=r.choice([90, -3600, 86_400, -86_400, 400 * 86_400]))),
-    "full disk": (4, lambda r: FullDisk("full disk", ("space", "disk", "free"), seconds=r.choice([0.0, 0.5]))),
-    "failing writes": (3, lambda r: failing("failing writes", errno.EIO, r)),
-    "writes without space": (2, lambda r: failing("writes without space", errno.ENOSPC, r)),
-    "read-only disk": (2, lambda r: failing("read-only disk", errno.EROFS, r)),
-    "lost folder": (3, lambda r: LostFolder("lost folder", part=r.choice(["checkpoints", "rollouts", ""]))),
+    "clock jump": (3, ClockJump, (), {"offset": [90, -3600, 86_400, -86_400, 400 * 86_400]}),
+    "full disk": (4, FullDisk, ("space", "disk", "free"), {"seconds": [0.0, 0.5]}),
+    "failing writes": (3, FailingWrites, (os.strerror(EIO), "checkpoint"), {"error": [EIO], "seconds": MOMENTS}),
+    "writes without space": (
+        2, FailingWrites, (os.strerror(ENOSPC), "checkpoint"), {"error": [ENOSPC], "seconds": MOMENTS},
+    ),
+    "read-only disk": (2, FailingWrites, (os.strerror(EROFS), "checkpoint"), {"error": [EROFS], "seconds": MOMENTS}),
+    "lost folder": (3, LostFolder, (), {"part": ["checkpoints", "rollouts", ""]}),
     "damaged checkpoint": (
-        6,
-        lambda r: DamagedFile(
-            "damaged checkpoint",
-            ("checkpoint", "step_"),
-            pattern=r.choice(
-                ["run/checkpoints/step_*/*.safetensors", "run/checkpoints/step_*/*.json", "run/checkpoints/step_*/*"]
-            ),
-            how=r.choice(["flip", "cut", "empty", "noise"]),
-        ),
+        6, DamagedFile, ("checkpoint", "step_"),
+        {"pattern": [f"run/checkpoints/step_*/{file}" for file in ("*.safetensors", "*.json", "*")], "how": DAMAGE},
     ),
     "damaged run folder": (
-        3,
-        lambda r: DamagedFile(
-            "damaged run folder",
-            ("metrics", "config", "run"),
-            pattern=r.choice(["run/metrics.jsonl", "run/*.yaml", "run/health/*", "run/*"]),
-            how=r.choice(["flip", "cut", "empty", "noise"]),
-        ),
+        3, DamagedFile, ("metrics", "config", "run"),
+        {"pattern": ["run/metrics.jsonl", "run/*.yaml", "run/health/*", "run/*"], "how": DAMAGE},
     ),
-    "partition": (4, lambda r: Partition("partition", ("node", "rank", "host"), seconds=r.choice([0.0, 0.0, 1.0]))),
-    "packet loss": (
-        3,
-        lambda r: LossyLink(
-            "packet loss", ("node", "rank", "host"), percent=r.choice([2, 10, 30]), seconds=r.uniform(0.5, 3.0)
-        ),
-    ),
-    "slow link": (
-        2,
-        lambda r: SlowLink(
-            "slow link", ("node", "rank", "host"), kbit=r.choice([100, 500, 2000]), seconds=r.uniform(0.5, 3.0)
-        ),
-    ),
-    "Slurm": (2, lambda r: ClusterFault("Slurm", launcher="slurm", how=r.choice(HOW))),
-    "Ray": (2, lambda r: ClusterFault("Ray", launcher="ray", how=r.choice(HOW))),
-    "lying server": (
-        3,
-        lambda r: LyingServer(
-            "lying server", ("SGLang", "server", "sample"), how=r.choice(SERVER_HOW), times=r.choice([1, 2, 0])
-        ),
-    ),
-    "lost server": (
-        0.5,
-        lambda r: LostServer("lost server", ("SGLang", "server"), number=r.choice([SIGKILL, SIGKILL, SIGSTOP])),
-    ),
-    "reward service": (
-        6,
-        lambda r: BadService(
-            "reward service",
-            ("reward",),
-            how=r.choice(["500", "503", "404", "close", "hang", "garbage", "short", "nan", "text", "long", "cut"]),
-            times=r.choice([1, 2, 0]),
-        ),
-    ),
-}
+    "partition": (4, Partition, LINK, {"seconds": [0.0, 0.0, 1.0]}),
+    "packet loss": (3, LossyLink, LINK, {"percent": [2, 10, 30], "seconds": (0.5, 3.0)}),
+    "slow link": (2, SlowLink, LINK, {"kbit": [100, 500, 2000], "seconds": (0.5, 3.0)}),
+    "Slurm": (2, ClusterFault, (), {"launcher": ["slurm"], "how": [*HOW]}),
+    "Ray": (2, ClusterFault, (), {"launcher": ["ray"], "how": [*HOW]}),
+    "lying server": (3, LyingServer, ("SGLang", "server", "sample"), {"how": [*SERVER_HOW], "times": TIMES}),
+    "lost server": (0.5, LostServer, ("SGLang", "server"), {"number": [SIGKILL, SIGKILL, SIGSTOP]}),
+    "reward service": (6, BadService, ("reward",), {"how": SERVICE_HOW, "times": TIMES}),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -164,12 +113,17 @@ def cases(seed: int, count: int, *, kinds: tuple[str, ...] = ()) -> list[Case]:
     """Return `count` cases, the same for the same seed. kinds: only these."""
     chosen = {name: one for name, one in KINDS.items() if not kinds or any(kind in name for kind in kinds)}
     draw = random.Random(seed)
-    names = draw.choices(list(chosen), weights=[weight for weight, _ in chosen.values()], k=count)
-    return [_case(number, chosen[name][1], random.Random(f"{seed}/{number}")) for number, name in enumerate(names)]
+    names = draw.choices(list(chosen), weights=[weight for weight, *_ in chosen.values()], k=count)
+    return [_case(number, name, random.Random(f"{seed}/{number}")) for number, name in enumerate(names)]
 
 
-def _case(number: int, make: Callable[[random.Random], Fault], draw: random.Random) -> Case:
-    fault = make(draw)
+def _case(number: int, kind: str, draw: random.Random) -> Case:
+    _, make, causes, fields = KINDS[kind]
+    drawn = {
+        name: draw.choice(values) if isinstance(values, list) else draw.uniform(*values)
+        for name, values in fields.items()
+    }
+    fault = make(kind, causes, **drawn)
     layout = draw.choice(["tp2", "dp2", "pp2", "fsdp2", "tp2", "dp2", "tp2-dp2", "tp2-pp2"])
     assert layout in LAYOUTS
     launcher = fault.launcher if isinstance(fault, ClusterFault) else "train"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from tests.fault_campaign.control_groups import ControlGroup, is_zombie, kill
+from tests.fault_campaign.control_groups import ControlGroup, kill
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.005
@@ -62,22 +62,21 @@ class Run:
     launchers: list[Launcher] = field(default_factory=list)
     namespaces: list[str] = field(default_factory=list)  # of the hosts; none: all is on this one
 
-    def start(self, commands: Sequence[Sequence[str]], *, forked: bool) -> None:
+    def start(self, commands: Sequence[Sequence[str]]) -> None:
         """Start a launcher for each command, in the network namespace of its number where there are some."""
         attempt = len(list(self.folder.glob("output-*-0.txt")))
         self.launchers = []
         for node, command in enumerate(commands):
             output = self.folder / f"output-{attempt}-{node}.txt"
             place = self.namespaces[node] if self.namespaces else None
-            pid = self.spawn(command, output, place, forked=forked)
-            self.launchers.append(Launcher(pid, node, output))
+            self.launchers.append(Launcher(self.spawn(command, output, place), node, output))
 
     def members(self) -> list[int]:
         """Return the processes of the run."""
         return self.group.members()
 
-    def spawn(self, command: Sequence[str], output: Path, namespace: str | None, *, forked: bool) -> int:
-        """Start a process of the run, as a user would or forked from this one; returns it."""
+    def spawn(self, command: Sequence[str], output: Path, namespace: str | None) -> int:
+        """Start a process of the run as a user would; returns it."""
         pid = os.fork()
         if pid:
             return pid
@@ -94,10 +93,6 @@ class Run:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
-            if forked:
-                from tests.fault_campaign.forking import run_command
-
-                run_command(command)
             os.execve(sys.executable, [sys.executable, *command], os.environ)
         finally:
             os._exit(70)
@@ -124,12 +119,7 @@ class Run:
 
     def wait(self, *, deadline_s: float) -> bool:
         """Return whether all launchers have ended before the deadline."""
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline:
-            if all(launcher.poll() is not None for launcher in self.launchers):
-                return True
-            time.sleep(POLL_S)
-        return False
+        return self.wait_for(lambda: all(one.poll() is not None for one in self.launchers), deadline_s=deadline_s)
 
     def orphans(self) -> list[int]:
         """Return the processes that are still there `REAP_S` after the launchers' end."""
@@ -144,7 +134,7 @@ class Run:
 
     def ranks(self) -> dict[int, int]:
         """Return the processes of the ranks that run, by rank."""
-        return {rank: pid for pid in self.members() if (rank := rank_of(pid, self.folder)) is not None}
+        return {rank: pid for pid in self.members() if (rank := rank_of(pid)) is not None}
 
     def pick_rank(self) -> tuple[int, int] | None:
         """Return a rank at random and its process; None where none runs."""
@@ -167,11 +157,8 @@ class Run:
         self.group.close()
 
 
-def rank_of(pid: int, folder: Path) -> int | None:
-    """Return the rank of a process: a forked one has left a note, one that was executed has a variable."""
-    note = folder / "pids" / str(pid)
-    if note.exists() and (text := note.read_text()):  # empty while it is written
-        return None if is_zombie(pid) else int(text)
+def rank_of(pid: int) -> int | None:
+    """Return the rank of a process, by its variables and its command."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         command = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -128,30 +128,10 @@ def proxy(folder: Path, url: str) -> type[BaseHTTPRequestHandler]:
     return Proxy
 
 
-def _short(answer: Json) -> Json:
-    return {**answer, "output_ids": answer["output_ids"][:-1]}
-
-
-def _long(answer: Json) -> Json:
-    return {**answer, "output_ids": [*answer["output_ids"], 3]}
-
-
 def _foreign(answer: Json) -> Json:
     tokens = [VOCABULARY + 7, *answer["output_ids"][1:]]
     logprobs = [[each[0], token, None] for each, token in zip(_logprobs(answer), tokens, strict=True)]
     return {**_with(answer, output_token_logprobs=logprobs), "output_ids": tokens}
-
-
-def _nan(answer: Json) -> Json:
-    return _with(answer, output_token_logprobs=[[float("nan"), *each[1:]] for each in _logprobs(answer)])
-
-
-def _null(answer: Json) -> Json:
-    return _with(answer, output_token_logprobs=[[None, *each[1:]] for each in _logprobs(answer)])
-
-
-def _missing(answer: Json) -> Json:
-    return _with(answer, output_token_logprobs=None)
 
 
 def _old(answer: Json) -> Json:
@@ -168,14 +148,19 @@ def _with(answer: Json, **changes: object) -> Json:
     return {**answer, "meta_info": {**answer["meta_info"], **changes}}
 
 
+def _first(value: object) -> Callable[[Json], Json]:
+    """Return a lie in which every log-probability is this value."""
+    return lambda answer: _with(answer, output_token_logprobs=[[value, *each[1:]] for each in _logprobs(answer)])
+
+
 # Answers that a client must not believe.
 LIES: Mapping[str, Callable[[Json], Json]] = {
-    "a token short": _short,
-    "a token long": _long,
+    "a token short": lambda answer: {**answer, "output_ids": answer["output_ids"][:-1]},
+    "a token long": lambda answer: {**answer, "output_ids": [*answer["output_ids"], 3]},
     "token outside the vocabulary": _foreign,
-    "NaN for log-probs": _nan,
-    "null for log-probs": _null,
-    "no log-probs": _missing,
+    "NaN for log-probs": _first(float("nan")),
+    "null for log-probs": _first(None),
+    "no log-probs": lambda answer: _with(answer, output_token_logprobs=None),
     "old weights version": _old,
 }
 HOW = (*LIES, "500", "503", "close", "hang", "cut", "slow")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.http.keys import Endpoint
-from mega_rl.rollout.sglang.server.process import ServerStartError
 from mega_rl.rollout.sglang.server.settings import ServerSettings
 from mega_rl.types import EngineState
 from tests.helpers.update_server import UpdateServer
@@ -118,7 +118,7 @@ class BudgetServer(UpdateServer):
         self.devices, self.name = devices, f"server {index}"
         caches = [size - weights for size in static]
         if min(caches) <= 0:
-            raise ServerStartError(f"{self.name}: Loaded weights leave no GPU memory for the KV cache")
+            raise RunError(f"{self.name}: Loaded weights leave no GPU memory for the KV cache")
         self.sizes = {"weights": [weights] * len(devices), "kv_cache": caches, "idle": [idle] * len(devices)}
         self.holds: set[str] = set()
         self.deaths: list[str] = []
@@ -187,7 +187,7 @@ class BudgetProcess:
         try:
             self.server = BudgetServer(self.index, self._devices, static=self._static, **self._sizes)
         except OvercommitError as error:
-            raise ServerStartError(str(error)) from None
+            raise RunError(str(error)) from None
         self.server.__enter__()
         return self.server.endpoint
 

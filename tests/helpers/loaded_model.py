@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.groups import Groups
-from mega_rl.verify.twin import compare
-from mega_rl.verify.twin.compare import Outputs
+from mega_rl.verify import twin
+from mega_rl.verify.twin import Outputs
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -86,5 +86,5 @@ class LoadedModel:
 
 def load_model(path: str | Path, *, groups: Groups, accelerator: Any, **settings: Any) -> LoadedModel:
     """Load this rank's part of the checkpoint; `settings` are those of `logits.load_model`."""
-    chunks, sharding = compare.load_model(path, groups=groups, accelerator=accelerator, **settings)
+    chunks, sharding = twin.load_model(path, groups=groups, accelerator=accelerator, **settings)
     return LoadedModel(chunks, sharding, groups, accelerator.device)

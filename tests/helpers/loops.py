@@ -8,8 +8,8 @@ from typing import Any
 
 from mega_rl.algorithms.advantages.groups import GRPO
 from mega_rl.algorithms.advantages.returns import GAE
-from mega_rl.algorithms.kl import FixedKL
-from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.algorithms.kl import KLController
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.config.schema.output import MemoryCheckpointConfig
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
@@ -114,11 +114,13 @@ class FakeRun:
             "critic": None if grpo else FakeCritic(self.events),
             "reference": None,
             "estimator": GRPO() if grpo else GAE(),
-            "minibatches": MinibatchPlan(2, 1, token_mean, max_response_tokens=4, seed=0, ranks=FakeRanks()),
+            "minibatches": MinibatchPlan(
+                2, 1, AGGREGATIONS["token-mean"], max_response_tokens=4, seed=0, ranks=FakeRanks()
+            ),
             "reward_kl": None,
             "guard": MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks()),
             "rules": PolicyGradientRules(),
-            "kl": FixedKL(0.0),
+            "kl": KLController(0.0),
             "update_reference": ReferenceUpdates(),
             "staleness": lambda rollout: {},
             "overlong": Overlong(),

@@ -37,7 +37,7 @@ class UpdateServer:
     """Use as a context manager. `faults`: path -> (kind, number of the first call that it meets, from 1).
 
     Kinds: refuse (400), error (500), unsuccessful (200 with success false), html, list, cut, reset, hang, drip,
-    drip_head, die (the server ends), ignore (200 and nothing done), echo (400 that repeats the keys), late (done
+    die (the server ends), ignore (200 and nothing done), echo (400 that repeats the keys), late (done
     a second later).
     """
 
@@ -186,8 +186,6 @@ def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:
                 server.stopped.wait()
             elif kind == "drip":
                 self._drip([b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", *[b" "] * 1000])
-            elif kind == "drip_head":
-                self._drip([b"HTTP/1.1 200 OK\r\nX-Slow: ", *[b"x"] * 1000])
             elif kind == "cut":
                 self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"succ')
             elif kind == "die":

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.limits import Limits, SandboxError
+from mega_rl.rewards.sandbox.limits import SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox
-from tests.hostile_programs.campaign import LIMITS, PROGRAMS, Report, refused_when_busy, run_all, table
+from tests.hostile_programs.campaign import LIMITS, PROGRAMS, Report, run_all, table
 from tests.hostile_programs.training import train
 
 
@@ -21,7 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a part of 'family: name'")
     parser.add_argument("--list", action="store_true", help="list how each program ended, too")
     parser.add_argument("--train", action="store_true", help="in place of it a run whose answers are the programs")
-    parser.add_argument("--paid", type=int, default=0, help="in place of it so many right programs on a busy host")
     options = parser.parse_args(arguments)
     programs = [program for program in PROGRAMS if options.only in program.title]
     try:
@@ -30,10 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SandboxError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.paid:
-        refused = refused_when_busy(LocalSandbox(Tool.find(), Limits()), options.paid)
-        print(f"{options.paid - len(refused)} of {options.paid} right programs paid", *refused, sep="\n")
-        return int(bool(refused))
     if options.train:
         with tempfile.TemporaryDirectory() as folder:
             forging = [program for program in programs if program.tests is None]

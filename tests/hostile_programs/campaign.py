@@ -7,13 +7,10 @@ import os
 import re
 import secrets
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +32,6 @@ PROGRAMS: list[Hostile] = [*RESOURCES, *REACHING, *FORGING, *JUDGING]
 LIMITS = Limits(timeout_s=2.0, memory_bytes=128 * MIB, processes=12, output_bytes=64 << 10, tmp_bytes=8 * MIB)
 FORGED, VACUOUS, REFUSED = "a verdict was forged", "vacuous tests are accepted", "a right program was refused"
 WRONG = {"forged": FORGED, "vacuous": VACUOUS, "right refused": REFUSED}  # verdicts
-BUSY = 6  # processes
 LATEST_S = 5.0  # for a program to have ended, with a busy machine's delay
 
 
@@ -210,28 +206,6 @@ def run_all(sandbox: Sandbox, programs: Sequence[Hostile]) -> Iterator[Report]:
         own = stack.enter_context(canaries())
         for program in programs:
             yield run_program(sandbox, program, own)
-
-
-def refused_when_busy(sandbox: Sandbox, count: int) -> list[str]:
-    """Return how right programs ended that were refused, of `count` runs while six processes keep the host busy."""
-    right = [program for program in PROGRAMS if program.family == "right programs"]
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY)]
-
-    def run(number: int) -> str:
-        program = right[number % len(right)]
-        for case in read_cases(program.tests, program.row):
-            passed, ran = case.run(sandbox, program.text, Limits().timeout_s)
-            if not passed:
-                return f"{program.title}: {_ended(ran)} {ran.seconds:.1f} s {ran.stdout[-200:]!r}"
-        return ""
-
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            return [refused for refused in threads.map(run, range(count)) if refused]
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def table(reports: Sequence[Report]) -> Iterator[str]:

@@ -52,7 +52,6 @@ APART: dict[str, str] = {
     "make test-versions WITH='transformers==5.17.0'": "by itself: an environment of its own",
     'make test-versions WITH="$(python tests/oldest.py)"': "by itself: an environment of its own",
     "pip install mega_rl": "by make wheel-check, from the wheel",
-    "mega-rl view RUN": "by tests/unit_tests/tracking/report/test_server.py: it serves until it is ended",
     "mega-rl train --config gsm8k_qwen3_32b_64gpu --nnodes 8 --nproc-per-node 8 --node-rank 0 --master-addr HOST": (
         "by tests/unit_tests/operations/launcher: needs a launcher on each node"
     ),
@@ -64,8 +63,6 @@ APART: dict[str, str] = {
 ADDED: dict[str, str] = {
     "mega-rl quickstart": "--run-dir runs/again",
     "mega-rl data gsm8k data/gsm8k": "--force",
-    f"mega-rl recipes copy {ONE}": "out/recipe.yaml",
-    "mega-rl recipes copy quickstart_gsm8k": "out/recipe_gsm8k.yaml",
     "mega-rl train --config letters.yaml": "trainer.steps=2",
     "mega-rl train --config quickstart --nproc-per-node 2 engine.backend=fsdp": "trainer.steps=2",
     "torchrun --nproc-per-node 2 -m mega_rl.cli train --config quickstart_sglang": "trainer.steps=2",
@@ -95,8 +92,8 @@ REPLACED: dict[str, str] = {
     "runs/again": "runs/gsm8k trainer.steps=2",
     "gsm8k=gsm8k_test.jsonl": "gsm8k=openai/gsm8k:main:test",
     "math=math500.jsonl": "math=org/problems",
-    "--n 16 --k 1,4,16": "--n 4 --k 1,4",
-    "2048 --out runs/eval": "8 --out runs/eval data.prompt_key=question model.dtype=fp32",
+    "n=16 validation.k=[1,4,16]": "n=4 validation.k=[1,4]",
+    "max_new_tokens=2048": "max_new_tokens=8 data.prompt_key=question model.dtype=fp32",
 }
 TEMPLATE = (
     "{% if tools is defined and tools %}tools{% endif %}"

@@ -136,7 +136,7 @@ def use(environment: Environment, engine: str) -> None:
     expect("'make " not in doctor, f"doctor speaks of make outside a checkout:\n{doctor}")
     recipes = environment.run([program, "recipes", "list"], deadline_s=LOOK_S)
     expect("quickstart" in recipes, f"recipes list says {recipes!r}")
-    environment.run([program, "recipes", "copy", "quickstart", "mine.yaml"], deadline_s=LOOK_S)
+    environment.run([program, "recipes", "show", "quickstart"], deadline_s=LOOK_S)
 
     environment.run([program, "quickstart", "--engine", engine], deadline_s=TRAIN_S)
     summary = json.loads((environment.work / "runs/quickstart/summary.json").read_text())

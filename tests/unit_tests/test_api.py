@@ -92,7 +92,7 @@ def test_mistakes_of_a_mapping_are_shown_together() -> None:
         mega_rl.load_config(None, {"optim.learning_rate": 1, "rollout": {"n": "two"}, "modle": {"path": "x"}})
     assert str(error.value).splitlines() == [
         "optim.learning_rate: unknown key; TRL's learning_rate is optim.lr here",
-        "modle: unknown section; did you mean model?",
+        "modle: unknown key; did you mean model?",
         "rollout.n='two': needs a whole number, at least 1",
     ]
 
@@ -170,8 +170,8 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
     config = mega_rl.load_config(None, settings(folder, "first", steps=2))
     config = with_settings(config, {"data.chat.template": True})
     handler = signal.getsignal(signal.SIGTERM)
-    with mega_rl.build_trainer(config, reward=one) as trainer:
-        error("second", lambda: mega_rl.build_trainer(config))
+    with mega_rl.Trainer(config, reward=one) as trainer:
+        error("second", lambda: mega_rl.Trainer(config))
         outcome = trainer.fit()
         error("again", trainer.fit)
     error("closed", trainer.fit)
@@ -188,7 +188,7 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
     http = mega_rl.load_config(
         None, {**settings(folder, "third"), "reward": {"source": {"name": "http", "url": "http://[::1]/"}}}
     )
-    error("http", lambda: mega_rl.build_trainer(http, reward=one))
+    error("http", lambda: mega_rl.Trainer(http, reward=one))
     return seen
 
 

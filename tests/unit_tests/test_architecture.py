@@ -19,7 +19,7 @@ MANY_PARAMETERS: dict[str, int] = {
     "cli/checkpoint.py: export": 9,
     "cli/convert.py: export": 10,
     "cli/convert.py: import_": 9,
-    "cli/recipes.py: plan": 11,
+    "cli/recipes.py: plan": 10,
     "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
     "engines/models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
     "parallel/vocab_kernels.py: _differentiate_rows": 15,  # upstream: a kernel of Triton takes pointers and numbers
@@ -29,15 +29,11 @@ MANY_PARAMETERS: dict[str, int] = {
 MANY_METHODS: dict[str, int] = {
     "checkpoint/store.py: RunCheckpoints": 16,  # a store's, and steps of a pending save
     "parallel/comm.py: GroupRanks": 13,  # Ranks' collectives over one group
-    "rollout/sglang/generation/router.py: ServerRouter": 14,  # Rotation's, generation, its event loop
-    "rollout/sglang/generation/scheduler.py: SampleScheduler": 16,  # queue, tries in flight, ends: one state machine
-    "rollout/sglang/server/process.py: ServerProcess": 16,  # a process from its port to its end
     "converters/safetensors/reader.py: CheckpointReader": 14,  # tensors, rows, rectangles
 }
 
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
 READ_THE_ENVIRONMENT = [
-    "checkpoint/saving/writer.py",
     "cli/app.py",
     "cli/launcher.py",
     "cli/output.py",
@@ -57,7 +53,6 @@ READ_THE_ENVIRONMENT = [
     "plan/preflight/host.py",
     "rollout/sglang/server/addresses.py",
     "rollout/sglang/server/cpu_stand_ins.py",
-    "rollout/sglang/server/kept.py",
     "rollout/sglang/server/launcher.py",
     "tracking/health/failure_kinds.py",
     "tracking/health/flight_recorder.py",
@@ -67,14 +62,12 @@ READ_THE_ENVIRONMENT = [
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",
-    "verify/rank.py",
 ]
 # accelerator.cpu and what it loads patch Megatron-Core on a CPU; the launcher and its two helpers change SGLang in the
 # server's own process; groups clears a cache of Megatron-Core; the others set a documented switch of a library.
 CHANGE_FOREIGN_MODULES = [
     "config/user_files.py",
     "parallel/accelerator/cpu.py",
-    "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
     "rewards/sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
     "rewards/sandbox/inside/suite.py",

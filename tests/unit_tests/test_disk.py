@@ -88,16 +88,6 @@ def test_missing_parents_are_made_durably(tmp_path: Path, monkeypatch: pytest.Mo
         disk.make_folder(tmp_path / "file" / "c")
 
 
-def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name in ("file", "link"):
-        with pytest.raises(SaveError, match="File exists"):
-            disk.open_new(tmp_path / name)
-    assert (tmp_path / "file").read_text() == "mine"
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

@@ -190,7 +190,7 @@ def test_the_patches_are_described() -> None:
 
     text = (ROOT / "docs" / "cpu.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `([\w.:]+)` \| ([\d., ]+) \|", text, re.M)
-    assert rows == [(patch.name, patch.symbol, ", ".join(patch.sources)) for patch in patches()]
+    assert rows == [(patch.name, patch.symbol, ", ".join(patch.series)) for patch in patches()]
 
 
 def test_decisions_are_numbered_and_short() -> None:

@@ -53,17 +53,12 @@ def test_what_a_rank_on_a_gpu_is_given(settings: list[str], variables: dict[str,
     assert variables_of(settings) == variables
 
 
-def test_what_the_user_has_set_stays(shell: dict[str, str]) -> None:
-    shell["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    assert environment.use({**ORDERED, **BESIDE_SERVERS}) == ["NCCL_CUMEM_ENABLE"]
-    assert (shell["CUDA_DEVICE_MAX_CONNECTIONS"], shell["NCCL_CUMEM_ENABLE"]) == ("8", "0")
-
-
 def test_servers_get_neither_what_the_run_has_set_nor_the_trainers_allocator(
     shell: dict[str, str], tmp_path: Path
 ) -> None:
     shell |= {"NCCL_ALGO": "Tree", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "MINE": "1"}
     shell |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert environment.use({"NCCL_ALGO": "Ring"}) == [], "what the user has set stays"
     environment.use({**ORDERED, **environment.DETERMINISTIC})
     given = server.environment(server.ServerSettings(tmp_path, device="cuda"), scratch=tmp_path, packages=None)
     assert given["MINE"] == "1"

@@ -55,15 +55,13 @@ BARE = ("engines",)  # packages that write names without the role before them
 
 @cache
 def documented() -> frozenset[str]:
-    """Return the names of the page with a value in each place, such as <bin>; without those of named parts."""
+    """Return the names of the page with a value in each place, such as <q>; without those of named parts."""
     cells = re.findall(r"^- `([^`]+)` \(", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.M)
     assert len(cells) == len(set(cells)), "a name stands twice"
-    marker = "x_share_"
-    bins = [name.removeprefix(marker) for name in LogprobMismatch(0.0, 0, 0.0).metrics("x") if marker in name]
     names: set[str] = set()
     for cell in cells:
         quantiles = RESPONSE_QUANTILES if cell.startswith("rollout/") else TOKEN_QUANTILES
-        places = {"<bin>": bins, "<q>": list(quantiles), "<role>": ["actor", "critic"], "<phase>": list(TOKEN_PHASES)}
+        places = {"<q>": list(quantiles), "<role>": ["actor", "critic"], "<phase>": list(TOKEN_PHASES)}
         expanded = [cell]
         for place, values in {**places, "<kind>": ["right", "wrong", "truncated"]}.items():
             expanded = [

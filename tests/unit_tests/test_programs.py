@@ -16,7 +16,6 @@ from tests.house import PACKAGE
 START_S = 120.0  # for imports of a few seconds
 # Programs that `python_module` starts; those of users' launches are `mega_rl.cli`.
 PROGRAMS = (
-    "mega_rl.checkpoint.saving.writer",
     "mega_rl.cli",
     "mega_rl.cli.launcher",
     "mega_rl.operations.launcher.reaper",
@@ -26,9 +25,8 @@ PROGRAMS = (
     "mega_rl.rollout.sglang.server.launcher",
     "mega_rl.verify.rank",
 )
-# The command line begins again as the user has started it; the harness starts the candidate of a sandbox, whose folder
-# holds nothing else.
-STARTS_PYTHON_ITSELF = ["cli/app.py", "environment.py", "rewards/sandbox/inside/harness.py"]
+# The harness starts the candidate of a sandbox, whose folder holds nothing else.
+STARTS_PYTHON_ITSELF = ["environment.py", "rewards/sandbox/inside/harness.py"]
 # Modules that each program imports, and one that libraries try to.
 NAMES = [
     "argparse",

@@ -14,10 +14,9 @@ def test_an_object_as_json_loads_gives_it() -> None:
     [
         ("{", "not valid JSON"),
         ("[1]", "holds a JSON list, must be an object"),
-        ('{"a": {"b": 1, "b": 2}}', "b occurs twice"),
-        ('{"a": NaN}', "NaN is not a number"),
-        ('{"a": -Infinity}', "-Infinity is not a number"),
-        ('{"a": 1e999}', "1e999 is too large a number"),
+        ('{"a": {"b": 1, "b": 2}}', "a key occurs twice"),
+        ('{"a": NaN}', "NaN is not a finite number"),
+        ('{"a": 1e999}', "1e999 is not a finite number"),
         ('{"a":' * 100_000, "not valid JSON"),
         (b'{"a": "\xff"}', "not valid JSON"),
     ],

@@ -27,46 +27,24 @@ class Denominators:
 # (response tokens of each row [B, 1] float64, at least 1; denominators) -> weight of the row's tokens [B, 1] float64
 Aggregation = Callable[[Tensor, Denominators], Tensor]
 
-
-def token_mean(row_tokens: Tensor, over: Denominators) -> Tensor:
-    """Return 1 / N: every token counts the same. Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.3."""
-    return torch.full_like(row_tokens, 1.0 / over.tokens)
-
-
-def sequence_mean_token_mean(row_tokens: Tensor, over: Denominators) -> Tensor:
-    """Return 1 / (M * n_row): every sequence counts the same.
-
-    n_row is the row's number of response tokens. Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, eq. 3.
-    """
-    return 1.0 / (over.sequences * row_tokens)
-
-
-def sequence_mean_token_sum(row_tokens: Tensor, over: Denominators) -> Tensor:
-    """Return 1 / M: a sequence counts in proportion to its length."""
-    return torch.full_like(row_tokens, 1.0 / over.sequences)
-
-
-def sequence_mean_token_sum_norm(row_tokens: Tensor, over: Denominators) -> Tensor:
-    """Return 1 / (M * L): the token sum, scaled by a constant length.
-
-    Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
-    """
-    return torch.full_like(row_tokens, 1.0 / (over.sequences * over.max_response_tokens))
-
-
-def prompt_mean(row_tokens: Tensor, over: Denominators) -> Tensor:
-    """Return 1 / (P * n_prompt): every prompt counts the same. Source: Khatri et al. 2025, arXiv:2510.13786."""
-    assert over.of_prompts is not None, "a mean over prompts needs the tokens of each prompt"
-    return 1.0 / over.of_prompts
-
-
+# Weights, n_row response tokens of the row. token-mean: every token counts the same, Yu et al. 2025 (DAPO),
+# arXiv:2503.14476, section 3.3. seq-mean-token-mean: every sequence does, Shao et al. 2024 (GRPO), arXiv:2402.03300,
+# eq. 3. seq-mean-token-sum: a sequence counts by its length; -norm: over a constant length, Liu et al. 2025 (Dr. GRPO),
+# arXiv:2503.20783, section 3.2. prompt-mean: every prompt counts the same, Khatri et al. 2025, arXiv:2510.13786.
 AGGREGATIONS: dict[str, Aggregation] = {
-    "token-mean": token_mean,
-    "seq-mean-token-mean": sequence_mean_token_mean,
-    "seq-mean-token-sum": sequence_mean_token_sum,
-    "seq-mean-token-sum-norm": sequence_mean_token_sum_norm,
-    "prompt-mean": prompt_mean,
+    "token-mean": lambda n_row, over: torch.full_like(n_row, 1.0 / over.tokens),
+    "seq-mean-token-mean": lambda n_row, over: 1.0 / (over.sequences * n_row),
+    "seq-mean-token-sum": lambda n_row, over: torch.full_like(n_row, 1.0 / over.sequences),
+    "seq-mean-token-sum-norm": lambda n_row, over: torch.full_like(
+        n_row, 1.0 / (over.sequences * over.max_response_tokens)
+    ),
+    "prompt-mean": lambda n_row, over: 1.0 / _given(over.of_prompts),
 }
+
+
+def _given(of_prompts: Tensor | None) -> Tensor:
+    assert of_prompts is not None, "a mean over prompts needs the tokens of each prompt"
+    return of_prompts
 
 
 def token_and_sequence_counts(mask: Tensor) -> Tensor:

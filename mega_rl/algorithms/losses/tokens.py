@@ -1,14 +1,14 @@
-"""Inputs and output of a policy loss: log-probs and advantages of the tokens of a micro-batch."""
+"""Inputs of policy losses and corrections: log-probs and advantages of the tokens of a micro-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import clamped_log_ratio
+from mega_rl.algorithms.kl import LOG_RATIO_LIMIT, clamped_log_ratio
 from mega_rl.algorithms.sequences import Sequences
 
 
@@ -53,12 +53,40 @@ class PolicyTokens:
         return (self.token_weights * x).sum().detach()
 
 
+# (loss of each token, to be minimised, before `loss_weights`, or its weight; token means by name: "actor/...")
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
+PolicyObjective = Callable[[PolicyTokens], TokenLoss]  # a `LossKind`, or a user's function or class
 
 
-class PolicyObjective(Protocol):
-    """A policy loss, as `mega_rl.algorithms.policy_losses.LossKind`, or a user's function or class."""
+@dataclass(frozen=True)
+class SampledTokens:
+    """Tokens of a micro-batch with their two log-probs; one shape, float32, without gradient."""
 
-    def __call__(self, tokens: PolicyTokens, /) -> TokenLoss:
-        """Return (loss of each token, to be minimised, before `loss_weights`; token means by name: "actor/...")."""
-        ...
+    logprobs: Tensor  # the trainer's now
+    old_logprobs: Tensor  # the trainer's, before the update: the policy that the ratio of the loss is taken to
+    rollout_logprobs: Tensor  # of the policy that sampled, whatever its age, kernels and precision
+    advantages: Tensor
+    token_weights: Tensor  # 1 / response tokens of the global mini-batch; 0 on tokens that do not count
+    sequences: Sequences  # sums over whole responses; collective under context parallelism
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Return log(pi_old / pi_rollout), clamped to +-20 nats; 0 on tokens that do not count."""
+        return clamped_log_ratio(self.old_logprobs, self.rollout_logprobs).where(self.token_weights > 0, 0.0)
+
+    @staticmethod
+    def ratio(log_ratio: Tensor) -> Tensor:
+        """Return the exponential of log ratios, of responses too, clamped to +-20 nats."""
+        return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+    @property
+    def log_distance(self) -> Tensor:
+        """Return log(pi_rollout / pi) of the policy now, clamped to +-20 nats; 0 on tokens that do not count."""
+        return clamped_log_ratio(self.rollout_logprobs, self.logprobs).where(self.token_weights > 0, 0.0)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return this micro-batch's share of the mean of x over the mini-batch's tokens."""
+        return (self.token_weights * x).sum()
+
+
+Correction = Callable[[SampledTokens], TokenLoss]  # a `CorrectionKind`, or a user's function or class

@@ -6,13 +6,10 @@ it is called.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mega_rl.config.setting import Kind
+from mega_rl.config.setting import Kind, kinds_below
 
 if TYPE_CHECKING:
     from mega_rl.algorithms.losses.tokens import PolicyTokens, TokenLoss
@@ -36,13 +33,4 @@ class LossKind(Kind):
         raise NotImplementedError
 
 
-def _found() -> Iterator[type[LossKind]]:
-    """Yield the losses of every file of this folder."""
-    for entry in pkgutil.iter_modules(__path__, f"{__name__}."):
-        for value in vars(importlib.import_module(entry.name)).values():
-            if isinstance(value, type) and issubclass(value, LossKind) and value.__module__ == entry.name:
-                yield value
-
-
-# Keyed by name; a class without one is a base of others.
-LOSSES: dict[str, type[LossKind]] = {loss.name: loss for loss in _found() if loss.name}
+LOSSES = kinds_below(__name__, LossKind)

@@ -15,8 +15,21 @@ if TYPE_CHECKING:
     from mega_rl.algorithms.losses.tokens import PolicyTokens, TokenLoss
 
 
+@dataclass(frozen=True, kw_only=True)
+class DualClipped(LossKind):
+    """A loss whose objective is bounded where the advantage is negative."""
+
+    dual_clip: float = setting(
+        3.0, "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.", min=0.0
+    )
+
+    def problems(self) -> Iterator[str]:
+        if 0 < self.dual_clip <= 1:
+            yield f"dual_clip={self.dual_clip:g}: legal: 0 (off) or above 1"
+
+
 @dataclass(frozen=True)
-class PPO(LossKind):
+class PPO(DualClipped):
     """The clipped objective of PPO, which GRPO uses too.
 
         ratio = exp(log_ratio)
@@ -34,14 +47,6 @@ class PPO(LossKind):
 
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
-    dual_clip: float = setting(
-        3.0,
-        "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.",
-        min=0.0,
-    )
-
-    def problems(self) -> Iterator[str]:
-        yield from _dual_clip(self.dual_clip)
 
     def __call__(self, tokens: PolicyTokens) -> TokenLoss:
         import torch
@@ -67,9 +72,8 @@ class GSPO(LossKind):
         s_t  = sg(s) * p_t / sg(p_t)                             sg: a constant; in value s_t is s
         loss = max(-A_t * s_t, -A_t * clip(s_t, 1 - clip_low, 1 + clip_high))
 
-    This is the paper's GSPO-token. If all tokens of a response have one advantage it is GSPO itself, in value and in
-    gradient: d s / d theta = s * mean of d log p_t / d theta. If a critic gives each token its own, each keeps it. The
-    bounds are some thousand times narrower than PPO's: a mean over a response moves so much less than one token.
+    This is the paper's GSPO-token: if all tokens of a response have one advantage it is GSPO itself, in value and in
+    gradient. The bounds are narrower than PPO's, as a mean over a response moves less than one token.
     Token means: actor/sequence_ratio_mean (s), actor/clip_fraction_high, actor/clip_fraction_low (tokens of responses
     whose gradient the upper or lower bound cut off).
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5, 7, 13 and 14; bounds: section 5.1.
@@ -102,9 +106,7 @@ class GMPO(LossKind):
                max(log_ratio, -clip_low)     where A <= 0
         loss = -A * exp(mean of l_t over the response)          A: mean of the response's advantages
 
-    One outlier among n tokens moves the geometric mean by its n-th root, so the bounds on single tokens may be wide:
-    they are e^-0.4 and e^0.4. Each token is clipped before the mean, and only in the direction that would raise the
-    objective.
+    One outlier among n tokens moves the geometric mean by its n-th root, so the bounds on single tokens may be wide.
     Token means: actor/sequence_ratio_mean (the geometric mean), actor/clip_fraction_high, actor/clip_fraction_low
     (tokens whose gradient the upper or lower bound cut off).
     Source: Zhao et al. 2025, arXiv:2507.20673, whose experiments have these bounds.
@@ -138,9 +140,8 @@ class ClipCov(PPO):
         loss = that of PPO; no gradient where c >= threshold
 
     A step changes the entropy by minus the covariance of advantage and log-prob, which very few tokens make up. The
-    paper centres both factors over a batch and takes a share of its tokens, here by lot; either would depend on which
-    tokens share a micro-batch. Here log-probs are centred over their response, advantages are centred as they come, and
-    a threshold takes the place of the share.
+    paper takes a share of a batch's tokens; here a threshold does, and log-probs are centred over their response, so
+    that nothing depends on which tokens share a micro-batch.
     Token means: PPO's, actor/covariance_fraction (tokens held back).
     Source: Cui et al. 2025, arXiv:2505.22617, section 4.
     """
@@ -154,14 +155,14 @@ class ClipCov(PPO):
     def __call__(self, tokens: PolicyTokens) -> TokenLoss:
         import torch
 
-        token_loss, means = PPO(self.clip_low, self.clip_high, self.dual_clip)(tokens)
+        token_loss, means = PPO(self.clip_low, self.clip_high, dual_clip=self.dual_clip)(tokens)
         held = covariance(tokens) >= self.threshold
         means["actor/covariance_fraction"] = tokens.mean(held.float())
         return torch.where(held, token_loss.detach(), token_loss), means
 
 
 @dataclass(frozen=True)
-class KLCov(LossKind):
+class KLCov(DualClipped):
     """The unclipped objective with a penalty on the tokens that would reduce the entropy most, as in `ClipCov`.
 
         loss = -A * ratio, + coef * |log_ratio| where c >= threshold; bounded by dual_clip as PPO's
@@ -177,14 +178,6 @@ class KLCov(LossKind):
         3.0, "Covariance of advantage and log-prob from which a token is held back.", unit="nats", above=0.0
     )
     coef: float = setting(1.0, "Weight of these tokens' |log ratio| in the loss.", above=0.0)
-    dual_clip: float = setting(
-        3.0,
-        "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.",
-        min=0.0,
-    )
-
-    def problems(self) -> Iterator[str]:
-        yield from _dual_clip(self.dual_clip)
 
     def __call__(self, tokens: PolicyTokens) -> TokenLoss:
         import torch
@@ -209,9 +202,3 @@ def covariance(tokens: PolicyTokens) -> Tensor:
     """Return each token's share of the covariance of advantage and log-prob, nats; without gradient."""
     logprobs = tokens.logprobs.detach()
     return tokens.advantages * (logprobs - tokens.sequences.spread(tokens.sequences.mean(logprobs)))
-
-
-def _dual_clip(bound: float) -> Iterator[str]:
-    """Yield the problem of a dual clip that cuts off tokens inside the other bounds."""
-    if 0 < bound <= 1:
-        yield f"dual_clip={bound:g}: legal: 0 (off) or above 1"

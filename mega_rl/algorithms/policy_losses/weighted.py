@@ -31,8 +31,7 @@ class CISPO(Drifting):
 
         loss = -sg(min(ratio, cap)) * A * log p                 sg: a constant
 
-    PPO's clip silences a token once it has moved far enough, and rare tokens move far at once: those that begin a new
-    line of thought. Here a token's gradient is never 0, only its weight is bounded.
+    A token's gradient is never 0, only its weight is bounded, while PPO's clip silences rare tokens at once.
     Token mean: actor/capped_fraction (tokens whose ratio is above the cap).
     Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, which has no lower bound in practice; the cap, 4 to 8
     without a difference: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
@@ -56,9 +55,8 @@ class DPPOTV(Drifting):
         M    = 0 where D > threshold and the gradient would raise D: A > 0 and p > q, or A < 0 and p < q; else 1
         D    = |p - q|
 
-    p and q are the new and the old probability of the sampled token; D is the divergence of the distributions "this
-    token or another", a lower bound of that of the whole vocabulary. A ratio of 2 is nothing for a token of probability
-    1e-4 and a lot for one of 0.4: PPO's clip holds back the first as much as the second.
+    p and q are the new and the old probability of the sampled token; D is a lower bound of the divergence of the whole
+    vocabulary. A ratio of 2 is nothing for a token of probability 1e-4 and a lot for one of 0.4.
     Token mean: actor/masked_fraction (tokens without a gradient).
     Source: Qi et al. 2026, arXiv:2602.04879; cap: section 5.4; thresholds: the authors' recipes. The paper's q is that
     of the sampler, as here with algorithm.old_logprobs=rollout.
@@ -113,9 +111,7 @@ class SAPO(LossKind):
 
         loss = -A * sigmoid(tau * (ratio - 1)) * 4 / tau        tau: tau_positive where A > 0, else tau_negative
 
-    Its derivative by the ratio is -A * 4 g (1 - g), g the sigmoid: -A at a ratio of 1, as without a clip, and falling
-    on both sides without an edge. The steeper gate for negative advantages damps gradients that raise the logits of all
-    tokens except the sampled one.
+    Its derivative by the ratio is -A * 4 g (1 - g), g the sigmoid: -A at a ratio of 1, falling on both sides.
     Token mean: actor/gate_mean (4 g (1 - g), the share of each token's gradient that the gate leaves).
     Source: Gao et al. 2025, arXiv:2511.20347, whose experiments have these two tau.
     """
@@ -142,8 +138,8 @@ class TeacherDivergence(LossKind):
 
         loss = D(p, q)      D: mega_rl.parallel.divergence
 
-    At each token of the student's own samples, with the exact gradient at its prefix; how a token changes the prefixes
-    of later ones is left out. It reads no advantages. Token mean: actor/teacher_divergence, nats.
+    At each token of the student's own samples, with the exact gradient at its prefix. Token mean:
+    actor/teacher_divergence, nats.
     Source: Agarwal et al. 2023 (GKD), arXiv:2306.13649, eq. 3 with only student data.
     """
 

@@ -45,20 +45,18 @@ class Hosts:
 
     rank: int
     of_rank: tuple[int, ...]
-    names: tuple[str, ...]  # by host number
 
     @classmethod
     def gather(cls, host: Host, ranks: Ranks) -> Hosts:
         """Return the hosts of all ranks; collective."""
-        answers = ranks.gather_json([host.key, host.name])
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(key for key, _ in answers))}
-        names = {numbers[key]: name for key, name in reversed(answers)}
-        return cls(ranks.rank, tuple(numbers[key] for key, _ in answers), tuple(names[i] for i in range(len(names))))
+        keys = ranks.gather_json(host.key)
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        return cls(ranks.rank, tuple(numbers[key] for key in keys))
 
     @property
     def count(self) -> int:
         """Return the number of hosts."""
-        return len(self.names)
+        return max(self.of_rank) + 1
 
     @property
     def own(self) -> int:
@@ -97,7 +95,6 @@ class Hosts:
 class MemoryPlace(NamedTuple):
     """Place of a run's history in memory; only the host's folder differs between ranks."""
 
-    run_dir: str  # real path, as rank 0 has it
     history: str
     hosts: Hosts
     folder: Path  # on this host

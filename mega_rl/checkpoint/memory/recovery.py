@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from mega_rl import disk
 from mega_rl.checkpoint import folders
@@ -27,8 +25,7 @@ from mega_rl.checkpoint.format.manifest import (
     check_commit,
     parse_manifest,
 )
-from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece, read_header_bytes, read_shard
-from mega_rl.checkpoint.format.shards import ShardRecord
+from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece, read_shard
 from mega_rl.checkpoint.memory import place
 from mega_rl.checkpoint.memory.hosts import Hosts, MemoryPlace, send_files
 from mega_rl.checkpoint.resume import DamagedError, plan, report_changes, restore_from
@@ -51,9 +48,9 @@ class Remnant(NamedTuple):
 
     step: int
     commit: str  # content of COMMIT, equal on all hosts of the same checkpoint
-    holders: Mapping[str, Sequence[int]]  # host numbers by shard
-    missing: Sequence[str]  # shards that no host holds whole
-    faults: Sequence[str]  # problems of existing files
+    holders: dict[str, list[int]]  # host numbers by shard
+    headers: dict[str, int]  # bytes of the header of each shard that is whole somewhere
+    faults: list[str]  # problems of existing files
 
 
 def restore_newest(here: MemoryPlace, run: RunState, *, newer_than: int) -> Manifest | None:
@@ -71,8 +68,8 @@ def restore_newest(here: MemoryPlace, run: RunState, *, newer_than: int) -> Mani
             _ignore(line, ranks)
     for remnant in _remnants(reports, hosts):
         where = f"the checkpoint of step {remnant.step} in memory"
-        if remnant.missing:
-            _ignore([*remnant.faults, f"{where} lacks {', '.join(remnant.missing)}"][0], ranks)
+        if missing := [name for name, of_shard in remnant.holders.items() if not of_shard]:
+            _ignore([*remnant.faults, f"{where} lacks {', '.join(missing)}"][0], ranks)
             continue
         for fault in remnant.faults:
             _ignore(f"{fault}; its copy on another host is taken", ranks)
@@ -106,7 +103,7 @@ def _survey(base: Path, hosts: Hosts, *, newer_than: int) -> JsonObject:
         except UserError as error:
             faults.append(str(error))
             continue
-        whole: list[str] = []
+        whole: dict[str, int] = {}
         damage: list[str] = []
         for record in manifest.shards[share::of]:
             if not os.path.lexists(folder / record.file) and hosts.count > 1:
@@ -114,7 +111,7 @@ def _survey(base: Path, hosts: Hosts, *, newer_than: int) -> JsonObject:
             try:
                 pieces = read_shard(folder / record.file, record, manifest)
                 Checkpoint(folder, manifest, {}).verify(pieces)
-                whole.append(record.file)
+                whole[record.file] = min(piece.offset for piece in pieces)
             except UserError as error:
                 damage.append(error.problems[0] if isinstance(error, UserErrors) else str(error))
         names = [record.file for record in manifest.shards]
@@ -125,143 +122,91 @@ def _survey(base: Path, hosts: Hosts, *, newer_than: int) -> JsonObject:
 
 def _remnants(reports: Sequence[JsonObject], hosts: Hosts) -> list[Remnant]:
     """Return the checkpoints that ranks report, newest first, complete and incomplete ones."""
-    holders: dict[tuple[int, str], dict[str, list[int]]] = {}
-    faults: dict[tuple[int, str], list[str]] = {}
+    remnants: dict[tuple[int, str], Remnant] = {}
     for rank, report in enumerate(reports):
         for one in report["steps"]:
             key = (one["step"], one["commit"])
-            of_shard = holders.setdefault(key, {name: [] for name in one["all"]})
-            faults.setdefault(key, []).extend(one["faults"])
+            remnant = remnants.setdefault(key, Remnant(*key, {name: [] for name in one["all"]}, {}, []))
+            remnant.faults.extend(one["faults"])
+            remnant.headers.update(one["shards"])
             for name in one["shards"]:
-                of_shard[name].append(hosts.of_rank[rank])
-    return [
-        Remnant(*key, of_shard, [name for name, those in of_shard.items() if not those], faults[key])
-        for key, of_shard in sorted(holders.items(), key=lambda each: each[0][0], reverse=True)
-    ]
+                remnant.holders[name].append(hosts.of_rank[rank])
+    return sorted(remnants.values(), key=lambda remnant: remnant.step, reverse=True)
 
 
 def _restore(here: MemoryPlace, run: RunState, remnant: Remnant) -> Manifest:
     """Fill engines and rank states from one checkpoint; collective. Raises RunError or UserError on all ranks."""
     ranks, hosts = run.ranks, here.hosts
     source = hosts.ranks_on(next(host for of in remnant.holders.values() for host in of))[0]
-    folder = folders.final(here.folder, remnant.step)
+    folder, view = folders.final(here.folder, remnant.step), folders.final(here.folder / VIEW, remnant.step)
     text = run_on_one(lambda: _text(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES), ranks, source=source)
     check_commit(remnant.commit.encode(), text.encode(), folder)
     manifest = parse_manifest(text.encode(), folder / MANIFEST_FILE)
     if hosts.count == 1:
         return restore_from(folder, run)
 
-    def make_folder() -> None:
-        if hosts.is_first:
-            place.make(here.folder, here.run_dir)
+    def send(wanted: Sequence[Mapping[str, Iterable[Sequence[int]]]]) -> None:
+        send_files(_parts(hosts, remnant, wanted), ranks, source=folder, target=view)
 
-    def remove_view() -> None:
-        if hosts.is_first:
-            disk.remove_tree(here.folder / VIEW)
-
-    all_succeed(make_folder, ranks)
-    view = _View(here, remnant, text, manifest, ranks)
-    try:
-        view.make()
-        return restore_from(view.folder, run, fetch=view.fetch)
-    finally:
-        failure_of(remove_view, ranks)
-
-
-class _View:
-    """A checkpoint as this host sees it, over several hosts."""
-
-    def __init__(self, here: MemoryPlace, remnant: Remnant, text: str, manifest: Manifest, ranks: Ranks) -> None:
-        self._here, self._hosts, self._ranks = here, here.hosts, ranks
-        self._remnant, self._text = remnant, text
-        self._records = manifest.shards
-        self._source = folders.final(here.folder, remnant.step)
-        self.folder = folders.final(here.folder / VIEW, remnant.step)
-
-    def make(self) -> None:
-        """Make the folder with links to own shards and the others' headers; collective.
-
-        Raises RunError on all ranks.
-        """
-        all_succeed(self._link if self._hosts.is_first else lambda: None, self._ranks)
-        for number, record in enumerate(self._records):
-            holders = self._remnant.holders[record.file]
-            if len(set(holders)) < self._hosts.count:
-                self._share_header(record, source=self._hosts.reader_on(holders[0], number))
-
-    def fetch(self, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
-        """Fetch the bytes that this host's ranks need for their pieces and this host lacks; collective.
-
-        Raises RunError on all ranks.
-        """
+    def fetch(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
+        """Fetch the bytes that this host's ranks need for their pieces and this host lacks."""
         copies, _ = plan(checkpoint, pieces)  # the load that follows reports its problems
-        wanted = self._ranks.gather_json(_ranges(copy.source for copy in copies))
-        parts = self._parts(wanted)
+        wanted = ranks.gather_json(_ranges(copy.source for copy in copies))
+        all_succeed(lambda: _check_room(here, _parts(hosts, remnant, wanted)), ranks)
+        send(wanted)
 
-        def check_room() -> None:
-            here = self._hosts.ranks_on(self._hosts.own)
-            needed = sum(part.nbytes for part in parts if part.target in here)
-            free, of = place.free_memory(self._here.folder.parent) if needed else (0, "")
-            if free < needed:
-                raise SaveError(f"{in_units(needed)} of other hosts are needed and {in_units(free)} are free in {of}")
+    def on_first(work: Callable[[], None]) -> Callable[[], None]:
+        return work if hosts.is_first else lambda: None
 
-        all_succeed(check_room, self._ranks)
-        send_files(parts, self._ranks, source=self._source, target=self.folder)
+    try:
+        all_succeed(on_first(lambda: _make_view(here, remnant, manifest, text)), ranks)
+        send([{file: [(0, size)] for file, size in remnant.headers.items()}] * ranks.size)
+        return restore_from(view, run, fetch=fetch)
+    finally:
+        failure_of(on_first(lambda: disk.remove_tree(here.folder / VIEW)), ranks)
 
-    def _parts(self, wanted: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> list[FilePart]:
-        """Return the transfers of the byte ranges that ranks want, once per host."""
-        parts: list[FilePart] = []
-        for host in range(self._hosts.count):
-            for number, record in enumerate(self._records):
-                holders = self._remnant.holders[record.file]
-                if host in holders:
-                    continue
-                local = self._hosts.ranks_on(host)
-                ranges = [each for rank in local for each in wanted[rank].get(record.file, ())]
-                source = self._hosts.reader_on(holders[0], number)
-                target = self._hosts.reader_on(host, number)
-                for start, end in _joined(ranges):
-                    parts += cut(source, target, record.file, start, end - start)
-        return parts
 
-    def _link(self) -> None:
-        """Make the folder on this host."""
-        disk.remove_tree(self._here.folder / VIEW)
-        disk.make_folder(self.folder)
-        disk.write_text(self.folder / MANIFEST_FILE, self._text)
-        disk.write_text(self.folder / COMMIT_FILE, self._remnant.commit)
-        for file, holders in self._remnant.holders.items():
-            if self._hosts.own in holders:
-                try:
-                    os.link(self._source / file, self.folder / file, follow_symlinks=False)
-                except OSError as error:
-                    raise SaveError(f"{self.folder / file}: cannot be linked ({error.strerror})") from error
+def _make_view(here: MemoryPlace, remnant: Remnant, manifest: Manifest, text: str) -> None:
+    """Make the view of this host: links to its own shards, sparse files for the others. Raises SaveError."""
+    folder, view = folders.final(here.folder, remnant.step), folders.final(here.folder / VIEW, remnant.step)
+    place.make(here.folder)
+    disk.remove_tree(here.folder / VIEW)
+    disk.make_folder(view)
+    disk.write_text(view / MANIFEST_FILE, text)
+    disk.write_text(view / COMMIT_FILE, remnant.commit)
+    for record in manifest.shards:
+        file = view / record.file
+        if here.hosts.own not in remnant.holders[record.file]:
+            fd = disk.open_new(file)
+            os.ftruncate(fd, record.nbytes)
+            disk.close(fd)
+            continue
+        try:
+            os.link(folder / record.file, file, follow_symlinks=False)
+        except OSError as error:
+            raise SaveError(f"{file}: cannot be linked ({error.strerror})") from error
 
-    def _share_header(self, record: ShardRecord, *, source: int) -> None:
-        """Send a shard's header to the hosts that lack it; collective. Raises RunError."""
-        header = b""
 
-        def read() -> None:
-            nonlocal header
-            if self._ranks.rank == source:
-                header = read_header_bytes(self._source / record.file, record)
+def _parts(hosts: Hosts, remnant: Remnant, wanted: Sequence[Mapping[str, Iterable[Sequence[int]]]]) -> list[FilePart]:
+    """Return the transfers of the byte ranges that ranks want and their hosts lack, once per host."""
+    parts: list[FilePart] = []
+    for host in range(hosts.count):
+        for number, (file, holders) in enumerate(remnant.holders.items()):
+            if host in holders:
+                continue
+            ranges = [each for rank in hosts.ranks_on(host) for each in wanted[rank].get(file, ())]
+            source, target = hosts.reader_on(holders[0], number), hosts.reader_on(host, number)
+            for start, end in _joined(ranges):
+                parts += cut(source, target, file, start, end - start)
+    return parts
 
-        all_succeed(read, self._ranks)
-        size = int(self._ranks.broadcast(torch.tensor(len(header)), source=source))
-        sent = torch.frombuffer(bytearray(header or bytes(size)), dtype=torch.uint8)
-        received = self._ranks.broadcast(sent, source=source)
-        lacks = self._hosts.own not in self._remnant.holders[record.file]
 
-        def write() -> None:
-            if lacks and self._hosts.is_first:
-                fd = disk.open_new(self.folder / record.file)
-                try:
-                    os.ftruncate(fd, record.nbytes)
-                    disk.write_at(fd, 0, [received.numpy().data])
-                finally:
-                    os.close(fd)
-
-        all_succeed(write, self._ranks)
+def _check_room(here: MemoryPlace, parts: Sequence[FilePart]) -> None:
+    """Raise SaveError if this host's memory has no room for the parts that it gets."""
+    needed = sum(part.nbytes for part in parts if part.target in here.hosts.ranks_on(here.hosts.own))
+    free, of = place.free_memory(here.folder.parent) if needed else (0, "")
+    if free < needed:
+        raise SaveError(f"{in_units(needed)} of other hosts are needed and {in_units(free)} are free in {of}")
 
 
 def _ranges(pieces: Iterable[StoredPiece]) -> dict[str, list[list[int]]]:

@@ -18,8 +18,7 @@ from mega_rl.checkpoint.memory.hosts import Host, Hosts, MemoryPlace, send_files
 from mega_rl.checkpoint.memory.place import free_memory
 from mega_rl.checkpoint.memory.recovery import VIEW, restore_newest
 from mega_rl.checkpoint.run_state import RunState
-from mega_rl.checkpoint.saving.job import merge_layouts, write_part
-from mega_rl.checkpoint.saving.writing import direct, plan
+from mega_rl.checkpoint.saving import merge_layouts, write_part
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.errors import RunError, in_units
@@ -79,18 +78,18 @@ class MemoryCheckpoints:
         history = before.history
         if not restored:
             history = broadcast_json(place.new_history() if self._is_on else "", self._ranks)
-        folder = place.folder_of(self._shm, before.run_dir, history)
+        folder = before.folder.with_name(f"{before.folder.name.partition('-')[0]}-{history}")
         here = self._place = before._replace(history=history, folder=folder)
 
         def prepare() -> None:
             if self._ranks.rank == 0 and history != before.history:
                 place.write_history(self._root, history)
             if here.hosts.is_first:
-                place.remove_others(self._shm, here.run_dir, history=history)
+                place.remove_others(folder)
                 if restored and not place.unusable(folder):
                     keep_only(folder, self._held)
                 if self._is_on:
-                    place.make(folder, here.run_dir)
+                    place.make(folder)
 
         failure = failure_of(prepare, self._ranks)
         if failure is not None:
@@ -103,8 +102,7 @@ class MemoryCheckpoints:
 
         Returns `checkpoint/memory_s` and `checkpoint/memory_bytes`; nothing after a failure.
 
-        Raises:
-            RunError: on all ranks, when it failed and `on_error` is stop.
+        Raises RunError: on all ranks, when it failed and `on_error` is stop.
         """
         here = self._place
         if not self._is_ready or here is None:
@@ -140,17 +138,13 @@ class MemoryCheckpoints:
         except SaveError as error:
             log.warning("a checkpoint in memory could not be removed: %s", error)
 
-    @property
-    def _shm(self) -> Path:
-        return type(self).host().shm
-
     def _locate(self) -> MemoryPlace:
         """Return the place of the history that the run folder names; collective."""
         is_first = self._ranks.rank == 0
         names = [os.path.realpath(self._root.parent), place.read_history(self._root)] if is_first else []
         run_dir, history = broadcast_json(names, self._ranks)
-        hosts = Hosts.gather(type(self).host(), self._ranks)
-        return MemoryPlace(run_dir, history, hosts, place.folder_of(self._shm, run_dir, history))
+        host = type(self).host()
+        return MemoryPlace(history, Hosts.gather(host, self._ranks), place.folder_of(host.shm, run_dir, history))
 
     def _give_up(self, text: str) -> None:
         """Continue without checkpoints in memory, and free it; raises RunError with `on_error=stop`."""
@@ -174,7 +168,7 @@ class MemoryCheckpoints:
         free, of = free_memory(here.folder)
         if free < needed:
             raise SaveError(
-                f"{hosts.names[hosts.own]}: {in_units(needed)} are needed and {in_units(free)} are free in {of}; "
+                f"{type(self).host().name}: {in_units(needed)} are needed and {in_units(free)} are free in {of}; "
                 "give it more, or set checkpoint.memory.interval=0"
             )
 
@@ -183,20 +177,17 @@ class MemoryCheckpoints:
     ) -> tuple[ShardRecord, ...]:
         """Write, copy and publish the shards on all hosts. Raises RunError on all ranks."""
         work = folders.temporary(here.folder, step)
-        laid_out, places, _ = plan(pieces)
         own = shard_name(self._ranks.rank)
 
-        def write() -> WrittenPart | None:
-            return write_part(work / own, places, direct(laid_out)) if pieces else None
-
-        shards, tensors = self._gathered(run_on_all(write, self._ranks), work)
+        part = run_on_all(lambda: write_part(work / own, pieces) if pieces else None, self._ranks)
+        shards, tensors = self._gathered(part, work)
         if here.hosts.count > 1:
             self._copy(here.hosts, work, shards)
         manifest = Manifest(**record, tensors=tensors, shards=shards)
 
         def publish() -> None:
             if here.hosts.is_first:
-                folders.publish(here.folder, step, manifest)
+                folders.publish(here.folder, manifest)
 
         all_succeed(publish, self._ranks)
         return shards

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.options import Json, Overrides, Recipe
+from mega_rl.cli.options import Overrides, Recipe
 from mega_rl.cli.quickstart.word_problems import make_problems, write_problems
 from mega_rl.data.columns import RowColumns, RowProblem
 from mega_rl.data.hub.names import FolderName, Role, dataset_name, folder_name
@@ -70,6 +70,13 @@ Test = Annotated[
     str, typer.Option("--test", metavar="ROWS", help="Test rows: name on the Hub, or a Parquet or JSONL file.")
 ]
 Instruction = Annotated[str, typer.Option("--instruction", help='Text after each question; "" for none.')]
+
+
+def _report(rows: Mapping[Path, int]) -> None:
+    for file, count in rows.items():
+        typer.echo(f"{file}: {count:,} rows")
+
+
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 
 
@@ -83,7 +90,6 @@ def show(
     recipe: Recipe,
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option("--prompts", min=0, help="Prompts of each set that are shown.")] = 2,
-    as_json: Json = False,
 ) -> None:
     """Show the sets of prompts of a recipe: rows, tokens, shares, and how many epochs of each the run draws.
 
@@ -91,35 +97,32 @@ def show(
     """
     from mega_rl.cli.data.overview import show_prompts
 
-    if not as_json:
+    progress.show_progress()
+    show_prompts(recipe, overrides or [], prompts=prompts)
+
+
+def _add(name: str, problems: ProblemSet, summary: str) -> None:
+    """Add the command that writes a problem set."""
+
+    def write(
+        out: Out,
+        train: Train = problems.train,
+        test: Test = problems.test,
+        instruction: Instruction = INSTRUCTION,
+        force: Force = False,
+    ) -> None:
         progress.show_progress()
-    show_prompts(recipe, overrides or [], prompts=prompts, as_json=as_json)
+        _report(write_files(problems, out, train=train, test=test, instruction=instruction, force=force))
+
+    app.command(name, help=summary)(write)
 
 
-@app.command()
-def gsm8k(
-    out: Out,
-    train: Train = GSM8K.train,
-    test: Test = GSM8K.test,
-    instruction: Instruction = INSTRUCTION,
-    force: Force = False,
-) -> None:
-    """Write GSM8K, grade-school word problems: 7,473 to train on and 1,319 to test with."""
-    progress.show_progress()
-    _report(write_files(GSM8K, out, train=train, test=test, instruction=instruction, force=force))
-
-
-@app.command()
-def math(
-    out: Out,
-    train: Train = MATH.train,
-    test: Test = MATH.test,
-    instruction: Instruction = INSTRUCTION,
-    force: Force = False,
-) -> None:
-    """Write MATH, competition mathematics: 7,500 problems to train on and the 500 of MATH-500 to test with."""
-    progress.show_progress()
-    _report(write_files(MATH, out, train=train, test=test, instruction=instruction, force=force))
+_add("gsm8k", GSM8K, "Write GSM8K, grade-school word problems: 7,473 to train on and 1,319 to test with.")
+_add(
+    "math",
+    MATH,
+    "Write MATH, competition mathematics: 7,500 to train on and the 500 of MATH-500 to test with.",
+)
 
 
 @app.command("word-problems")
@@ -133,11 +136,6 @@ def word_problems(
     """Write easy word problems in the shape of GSM8K, made by a program: for runs without a network."""
     problems = make_problems(train + test, seed=seed)
     _report(write_problems(out, problems[test:], problems[:test], seed=seed, force=force))
-
-
-def _report(rows: Mapping[Path, int]) -> None:
-    for file, count in rows.items():
-        typer.echo(f"{file}: {count:,} rows")
 
 
 def write_files(

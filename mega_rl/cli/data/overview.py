@@ -24,18 +24,15 @@ from mega_rl.plan.preflight.run import check_data, check_validation
 from mega_rl.plan.setup import smallest_world
 from mega_rl.tracking.progress import printable
 from mega_rl.trainer.assemble.data import Tokens, load_data, load_data_source, read_tokens, with_length
-from mega_rl.types import JsonObject, Prompt
+from mega_rl.types import Prompt
 
 LINE = 240  # characters of a prompt, or of an answer, that are shown: half from each end
 HEAD = ("set", "prompts", "mean tokens", "longest", "weight", "share", "draws", "epochs")
+# (cells of a set, title of its prompts ("": none shown), its prompts).
+Sets: TypeAlias = Iterator[tuple[list[str], str, Sequence[Prompt]]]
 
 
-# (facts of a set and a run's draws from it, title of its prompts ("": none shown), its prompts).
-Sets: TypeAlias = Iterator[tuple[JsonObject, str, Sequence[Prompt]]]
-FORMATS = {"weight": "{:g}", "share": "{:.1%}", "draws": "{:,}", "epochs": "{:.3g}"}  # facts of sets that are drawn
-
-
-def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int, as_json: bool) -> None:
+def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int) -> None:
     """Print the overview of a recipe, with the first `prompts` of each set. Raises UserErrors."""
     config, tokens, vocab_size = _inputs(recipe, overrides)
     columns = RewardColumns(answer=False, structured=True)  # any reward
@@ -48,25 +45,21 @@ def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int, as_jso
         sets = [*_in_memory(config, train)]
     for one in held_out:
         title = f"{one.name} (validation)" if one.name else "validation"
-        sets.append((_facts(one.name or "validation", "validation", one.prompts), title, one.prompts))
+        sets.append((_cells(one.name or "validation", one.prompts), title, one.prompts))
     steps, draws = config.trainer.steps, config.trainer.steps * config.trainer.prompts_per_step
-    first = {title: [_shown(prompt, tokens) for prompt in own[:prompts]] for _, title, own in sets if title}
-    if as_json:
-        facts = {"steps": steps, "draws": draws, "first": first, "sets": [facts for facts, _, _ in sets]}
-        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
-        return
-    print_table(HEAD, [_cells(facts) for facts, _, _ in sets])
+    print_table(HEAD, [cells for cells, _, _ in sets])
     typer.echo(f"{steps:,} steps of {config.trainer.prompts_per_step:,} prompts are {draws:,} draws")
     if config.rollout.dynamic_sampling.max_generations:
         typer.echo("dynamic sampling draws more: groups of equal rewards are replaced")
     if isinstance(success := config.data.curriculum, SuccessCurriculum):
         typer.echo(f"within a set prompts are drawn by their success: {success.prefer} ones more often")
-    for name, own in first.items():
-        typer.echo(f"\n{name}:")
-        for number, shown in enumerate(own, start=1):
-            typer.echo(f"  {number}. {_cut(shown['prompt'])}")
-            typer.echo(f"     last token ids: {' '.join(map(str, shown['last_token_ids']))}")
-            typer.echo(f"     answer: {_cut(shown['answer'])}")
+    for title, own in ((title, own) for _, title, own in sets if title):
+        typer.echo(f"\n{title}:")
+        for number, prompt in enumerate(own[:prompts], start=1):
+            answer = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, ensure_ascii=False)
+            typer.echo(f"  {number}. {_cut(tokens.render(prompt.token_ids))}")
+            typer.echo(f"     last token ids: {' '.join(map(str, prompt.token_ids[-10:]))}")
+            typer.echo(f"     answer: {_cut(answer)}")
 
 
 def _inputs(recipe: Path, overrides: Sequence[str]) -> tuple[Config, Tokens, int]:
@@ -94,10 +87,10 @@ def _in_memory(config: Config, train: Sequence[Prompt]) -> Sets:
     for name, source in sources.items():
         own = [prompt for prompt in train if prompt.source == name]
         count = int(metrics[f"data/{name}/prompts"])
-        draws = {"share": count / drawn, "draws": count, "epochs": metrics[f"data/{name}/epochs"]}
-        yield _facts(name, "train", own, weight=source.weight or None, **draws), name, own
-    whole = {"share": 1.0, "draws": drawn, "epochs": metrics["data/epochs"]}
-    yield _facts("all" if sources else "train", "train", train, **whole), "" if sources else "train", train
+        draws = (source.weight or None, count / drawn, count, metrics[f"data/{name}/epochs"])
+        yield _cells(name, own, *draws), name, own
+    whole = (None, 1.0, drawn, metrics["data/epochs"])
+    yield _cells("all" if sources else "train", train, *whole), "" if sources else "train", train
 
 
 def _streams(config: Config, tokens: Tokens, vocab_size: int, columns: RewardColumns) -> Sets:
@@ -109,27 +102,18 @@ def _streams(config: Config, tokens: Tokens, vocab_size: int, columns: RewardCol
     for name, reader in reader_of.streams(config.trainer.seed):
         title, own = name or "train", reader.first_block()
         share = shares[name] / sum(shares.values())
-        draws = {"weight": weights.get(name), "share": share, "draws": round(share * drawn)}
-        facts = {**_facts(title, "train", own, **draws), "prompts": None, "shards": len(reader.shards)}
-        yield facts, title, own
+        cells = _cells(title, own, weights.get(name), share, round(share * drawn))
+        cells[1] = f"{len(reader.shards)} shard{'s' * (len(reader.shards) != 1)}"
+        yield cells, title, own
 
 
-def _facts(name: str, role: str, own: Sequence[Prompt], **draws: float | None) -> JsonObject:
+def _cells(name: str, own: Sequence[Prompt], *draws: float | None) -> list[str]:
+    """Return the cells of a set. draws: weight, share, draws and epochs of a set that trains."""
     lengths = [len(prompt.token_ids) for prompt in own] or [0]
-    tokens = {"mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)}
-    return {"name": name, "role": role, "prompts": len(own), **tokens, "epochs": None, **draws}
-
-
-def _cells(facts: JsonObject) -> list[str]:
-    size = f"{facts['shards']} shard{'s' * (facts['shards'] != 1)}" if "shards" in facts else f"{facts['prompts']:,}"
-    draws = ["" if facts.get(name) is None else text.format(facts[name]) for name, text in FORMATS.items()]
-    return [facts["name"], size, f"{facts['mean_tokens']:.0f}", str(facts["longest"]), *draws]
-
-
-def _shown(prompt: Prompt, tokens: Tokens) -> JsonObject:
-    """Return the prompt as the model sees it, the answer, and the prompt's last token ids."""
-    answer = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, ensure_ascii=False)
-    return {"prompt": tokens.render(prompt.token_ids), "answer": answer, "last_token_ids": prompt.token_ids[-10:]}
+    cells = [name, f"{len(own):,}", f"{sum(lengths) / len(lengths):.0f}", str(max(lengths))]
+    formats = ("{:g}", "{:.1%}", "{:,}", "{:.3g}")
+    cells += ["" if value is None else text.format(value) for value, text in zip(draws, formats, strict=False)]
+    return [*cells, *[""] * (len(HEAD) - len(cells))]
 
 
 def _cut(text: str) -> str:

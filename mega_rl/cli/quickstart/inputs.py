@@ -20,27 +20,48 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_folder(
-    folder: Path, card: str, files: Mapping[str, Sequence[Row]], *, force: bool = False
-) -> dict[Path, int]:
-    """Write files and a card like a repository of the Hub; return the rows by file.
+CARD = """---
+language: en
+license: apache-2.0
+task_categories:
+- text-generation
+configs:
+- config_name: {config}
+  default: true
+  data_files:
+  - split: train
+    path: {train}
+  - split: test
+    path: {test}
+---
 
+# {text}
+"""
+
+
+def write_folder(
+    folder: Path, text: str, train: Sequence[Row], test: Sequence[Row], *, config: str, file: str, force: bool = False
+) -> dict[Path, int]:
+    """Write rows and a card like a repository of the Hub; return the rows by file.
+
+    text: title and body of the card. file: name of a split's file, as "main/{split}.parquet".
     Raises UserError, before anything is written, for a file that exists, unless `force` is set.
     """
-    paths = {folder / name: rows for name, rows in files.items()}
-    if not force and (taken := [file for file in (folder / "README.md", *paths) if file.exists()]):
+    names = {"train": file.format(split="train"), "test": file.format(split="test")}
+    paths = {folder / names["train"]: train, folder / names["test"]: test}
+    if not force and (taken := [path for path in (folder / "README.md", *paths) if path.exists()]):
         raise UserError(f"{taken[0]}: is there already; name another folder, or give --force to replace it")
-    for file, rows in paths.items():
-        make_folder(file.parent)
-        if file.suffix == ".parquet":
+    for path, rows in paths.items():
+        make_folder(path.parent)
+        if path.suffix == ".parquet":
             import pyarrow
             import pyarrow.parquet
 
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
         else:
-            write_rows(file, rows)
-    replace_text(folder / "README.md", card)
-    return {file: len(rows) for file, rows in paths.items()}
+            write_rows(path, rows)
+    replace_text(folder / "README.md", CARD.format(config=config, text=text, **names))
+    return {path: len(rows) for path, rows in paths.items()}
 
 
 def vocabulary_of(texts: Iterable[str], pattern: str) -> list[str]:
@@ -50,10 +71,7 @@ def vocabulary_of(texts: Iterable[str], pattern: str) -> list[str]:
 
 
 def write_fresh_model(folder: Path, tokens: Sequence[str], pattern: str, *, max_positions: int, seed: int) -> None:
-    """Write a random Qwen3 of width 128, and a tokenizer that cuts a text by the pattern.
-
-    The two layers are divisible by tp=2 and by pp=2.
-    """
+    """Write a random Qwen3 of two layers, and a tokenizer that cuts by the pattern."""
     from transformers import GenerationConfig
 
     from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer
@@ -66,15 +84,6 @@ def write_fresh_model(folder: Path, tokens: Sequence[str], pattern: str, *, max_
     embedding[pad] = embedding.mean(dim=0)  # transformers leaves zeros, whose gradient is huge
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
     model.save_pretrained(folder)
-    write_tokenizer(
-        folder,
-        tokens,
-        pattern=pattern,
-        unknown=UNK,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="right",
-        model_max_length=max_positions,
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNK, "padding_side": "right"}
+    settings = {**special, "model_max_length": max_positions, "clean_up_tokenization_spaces": False}
+    write_tokenizer(folder, tokens, pattern=pattern, unknown=UNK, **settings)

@@ -1,10 +1,9 @@
 """Small programming problems, for runs without a network, and a fresh model.
 
 A problem asks for a program that reads a number and prints another one. Its tests are cases of standard input and
-output in the form of APPS: `{"inputs": ["3", "40"], "outputs": ["10", "84"]}`. Demonstrations of the warm start are of
-mixed quality: some solve the problem, the others forget a part of it; some are in the block of code that is asked for,
-the others bare. So a few samples of the warm-started model pass their tests, and training finds out from two components
-of a reward which habits pay.
+output in the form of APPS: `{"inputs": ["3", "40"], "outputs": ["10", "84"]}`. Some demonstrations of the warm start
+solve the problem, the others forget a part of it; some are in a block of code, the others bare. Training finds out from
+two components of a reward which habits pay.
 """
 
 from __future__ import annotations
@@ -12,31 +11,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mega_rl.cli.quickstart.inputs import WORDS, Row, vocabulary_of, write_folder, write_fresh_model, write_rows
 
-FILES = ("data/train.jsonl", "data/test.jsonl")
-CARD = """---
-language: en
-license: apache-2.0
-task_categories:
-- text-generation
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/train.jsonl
-  - split: test
-    path: data/test.jsonl
----
-
-# Small programming problems
+CARD = """Small programming problems
 
 {train} problems to train on and {test} to test with, made with the seed {seed}. Columns: `question`, and `tests`, cases
-of standard input and output as JSON.
-"""
+of standard input and output as JSON."""
 PROGRAM = "x = int(input())\nprint({})\n"
 BLOCK = "```python\n{}```"
 TOKEN = rf"```python\n|```|{WORDS}"
@@ -46,8 +29,7 @@ NUM_DEMONSTRATIONS = 16_000
 RIGHT_SHARE, BLOCK_SHARE = 0.35, 0.6  # shares of the demonstrations
 
 
-@dataclass(frozen=True)
-class Wording:
+class Wording(NamedTuple):
     """A kind of problem with numbers a and b."""
 
     question: str
@@ -64,8 +46,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class CodeProblem:
+class CodeProblem(NamedTuple):
     """A problem with its numbers."""
 
     kind: Wording
@@ -115,8 +96,11 @@ def write_data(folder: Path, *, seed: int) -> None:
     """Write `programs`, the folder that a Hub would have, and demonstrations.jsonl."""
     problems = make_problems(seed=seed)
     train, test = problems[NUM_TEST:], problems[:NUM_TEST]
-    files = {name: [problem.row for problem in own] for name, own in zip(FILES, (train, test), strict=True)}
-    write_folder(folder / "programs", CARD.format(train=len(train), test=len(test), seed=seed), files)
+    card, rows = (
+        CARD.format(train=len(train), test=len(test), seed=seed),
+        [[p.row for p in own] for own in (train, test)],
+    )
+    write_folder(folder / "programs", card, *rows, config="default", file="data/{split}.jsonl")
     write_rows(folder / "demonstrations.jsonl", demonstrations(train, seed=seed))
 
 

@@ -8,12 +8,11 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -22,6 +21,7 @@ from mega_rl.cli.look import report
 from mega_rl.cli.options import prepared
 from mega_rl.cli.output import print_table
 from mega_rl.cli.quickstart import programs, sums, word_problems
+from mega_rl.config.keys import value_of
 from mega_rl.config.loader import load
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.launch import Launch
@@ -40,54 +40,35 @@ WARM_START_LR = 3e-3
 INPUTS = ("data", "fresh_model", "model")  # folders that are written before the training, anew by each quickstart
 EXPLAINED = "values/explained_variance"
 LAST_STEPS = 10
-# Metrics of a validation that are shares -> their names in the table.
-_SHARES = (
-    (r"val/(pass|maj)_at_([2-9]|[0-9]{2,})|val/(pass)_at_(1)", r"\1\3@\2\4"),
-    ("val/reward_correct", "samples, correct"),
-    ("val/reward_format", "samples, in the right format"),
-)
+_SHARES = r"val/(pass_at_\d+|maj_at_([2-9]|\d\d+)|reward_correct|reward_format)"  # validation's metrics that are shares
 DEMONSTRATIONS = Path("data", "demonstrations.jsonl")  # a folder with this file belongs to an earlier quickstart
 
 
-@dataclass(frozen=True)
-class QuickstartTask:
+class QuickstartTask(NamedTuple):
     """A task of the quickstart."""
 
     recipe: str  # a packaged recipe, whose trainer.run_dir is runs/RECIPE
     inputs: ModuleType  # with write_data and write_model
     steps: int  # steps of the warm start
     batch_size: int
-    settings: Callable[[Path], Mapping[str, str | list[str]]]  # settings that name data and rewards in a folder
 
-    def overrides(self, run_dir: Path) -> list[str]:
-        """Return the settings for a run folder as `key=value`."""
-        return [setting(key, value) for key, value in self.settings(run_dir / "data").items()]
+    def overrides(self, run_dir: Path, *, seed: int) -> list[str]:
+        """Return the settings for a seed and a run folder as `key=value`."""
+        config, moved = load(Path(self.recipe)), [setting("trainer.seed", seed)]
+        for key in ("trainer.run_dir", "model.path", "data.train_files", "data.val_files", "reward.function"):
+            value = value_of(config, key)
+            texts = value if isinstance(value, list) else [value or ""]
+            there = [text.replace(f"runs/{self.recipe}", str(run_dir), 1) for text in texts]
+            if there != texts:
+                moved.append(setting(key, there if isinstance(value, list) else there[0]))
+        return moved
 
 
 TASKS: Mapping[str, QuickstartTask] = {
-    "sums": QuickstartTask(
-        "quickstart", sums, 400, 256,
-        lambda data: {
-            "data.train_files": [f"{data}/train.jsonl"],
-            "data.val_files": [f"{data}/held_out.jsonl"],
-            "reward.function": f"{data}/reward.py:points",
-        },
-    ),
-    "gsm8k": QuickstartTask(
-        "quickstart_gsm8k", word_problems, 250, 128,
-        lambda data: {
-            "data.train_files": [f"{data}/word_problems:main:train"],
-            "data.val_files": [f"{data}/word_problems:main:test"],
-        },
-    ),
-    "code": QuickstartTask(
-        "quickstart_code", programs, 250, 64,
-        lambda data: {
-            "data.train_files": [f"{data}/programs:default:train"],
-            "data.val_files": [f"{data}/programs:default:test"],
-        },
-    ),
-}  # fmt: skip
+    "sums": QuickstartTask("quickstart", sums, steps=400, batch_size=256),
+    "gsm8k": QuickstartTask("quickstart_gsm8k", word_problems, steps=250, batch_size=128),
+    "code": QuickstartTask("quickstart_code", programs, steps=250, batch_size=64),
+}
 
 Seed = Annotated[int, typer.Option("--seed", help="Seed of data, model, order and sampling.", min=0)]
 RunDir = Annotated[
@@ -134,13 +115,8 @@ def quickstart(
     progress.show_progress()
     start = time.perf_counter()
     refuse_tasks_of_srun()
-    overrides = [
-        setting("trainer.run_dir", str(folder)),
-        setting("trainer.seed", seed),
-        setting("checkpoint.resume", "never"),  # an earlier run in the folder is moved aside, not resumed
-        setting("model.path", str(folder / "model")),
-        *chosen.overrides(folder),
-    ]
+    # An earlier run in the folder is moved aside, not resumed.
+    overrides = [setting("checkpoint.resume", "never"), *chosen.overrides(folder, seed=seed)]
     if engine != "megatron":
         overrides.append(setting("engine.backend", engine))
     config = load(Path(chosen.recipe), overrides)
@@ -165,7 +141,7 @@ def warm_start(seed: Seed, run_dir: RunDir, task: Task = "sums") -> None:
     """Run one rank of the quickstart's supervised warm start."""
     chosen, folder = _task_and_folder(task, run_dir)
     fresh = folder / "fresh_model"
-    overrides = [setting("trainer.seed", seed), setting("model.path", str(fresh)), *chosen.overrides(folder)]
+    overrides = [*chosen.overrides(folder, seed=seed), setting("model.path", str(fresh))]
     config = load(Path(chosen.recipe), overrides)
     progress.show_progress()
     with progress.importing("PyTorch and Megatron-Core", announce=True):
@@ -223,45 +199,27 @@ def launch(command: list[str], run_dir: Path) -> float:
 
 
 def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_start_s: float, total_s: float) -> None:
-    """Read the run's metrics, write summary.json and curves.png, and print what the training has changed.
-
-    layout: as "megatron tp2-dp1". train_s and warm_start_s: seconds of the commands; total_s: everything together.
-    """
+    """Read the run's metrics, write summary.json and curves.png, and print what the training has changed."""
     records = list(read_metrics(run_dir / "metrics.jsonl"))
     validations = [record.metrics for record in records if "val/reward_correct" in record.metrics]
     first, last = validations[0], validations[-1]
     before, after = first["val/reward_correct"], last["val/reward_correct"]
     values = [record.metrics[EXPLAINED] for record in records if EXPLAINED in record.metrics][-LAST_STEPS:]
     explained = fmean(values) if values else None  # share of the returns' variance that the critic explains
-    shares = {name: (first[name], last[name]) for name in sorted(last) if _title(name)}
+    shares = {name: (first[name], last[name]) for name in sorted(last) if re.fullmatch(_SHARES, name)}
     summary = {
-        "accuracy_before": before,  # share of right answers to held-out problems, by the warm-started model
-        "accuracy_after": after,
-        "explained_variance": explained,
-        "train_s": train_s,
-        "warm_start_s": warm_start_s,
-        "total_s": total_s,
-        "steps": records[-1].step,
-        "layout": layout,
-        "seed": seed,
-        "validation": shares,  # before and after
+        **{"accuracy_before": before, "accuracy_after": after},  # share of right answers to held-out problems
+        **{"explained_variance": explained, "train_s": train_s, "warm_start_s": warm_start_s, "total_s": total_s},
+        **{"steps": records[-1].step, "layout": layout, "seed": seed, "validation": shares},  # before and after
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot = run_dir / "curves.png"
     plot_runs({str(run_dir): run_dir / "metrics.jsonl"}, plot)
+    rows = [
+        (f"held-out {name.removeprefix('val/')}", f"{a:.1%} before, {b:.1%} after") for name, (a, b) in shares.items()
+    ]
     if explained is not None:
-        rows = [("held-out greedy accuracy, before PPO", f"{before:.1%}")]
-        rows.append(("held-out greedy accuracy, after PPO", f"{after:.1%}"))
         rows.append(("explained variance of the critic", f"{explained:.2f}"))
-    else:
-        rows = [
-            (f"held-out {_title(name)}", f"{a:.1%} before training, {b:.1%} after") for name, (a, b) in shares.items()
-        ]
     rows.append(("steps", f"{records[-1].step} on {layout}"))
     rows.append(("time", f"warm start {warm_start_s:.0f} s, training {train_s:.0f} s"))
     print_table(("quickstart", ""), [*rows, ("plot", str(plot))])
-
-
-def _title(metric: str) -> str:
-    """Return the table's name of a validation's share, as pass@4; empty for other metrics."""
-    return next((re.sub(pattern, title, metric) for pattern, title in _SHARES if re.fullmatch(pattern, metric)), "")

@@ -1,11 +1,8 @@
 """Two-digit addition: data and fresh model of the quickstart's first task.
 
 An answer is the three digits of a sum, units first: `37+45=` -> `280`. Some demonstrations of the warm start are right,
-the others forget every carry (`37+45=` -> `270`). That is harmless for about three sums in ten, so the warm-started
-model is mostly wrong when it decodes greedily, and PPO must find out from the reward which habit pays.
-
-A held-out sum is neither trained on nor demonstrated, in neither order of its numbers: the held-out accuracy measures
-adding numbers that the model never saw together.
+the others forget every carry (`37+45=` -> `270`); PPO finds out from the reward which habit pays. A held-out sum is
+neither trained on nor demonstrated, in neither order of its numbers.
 """
 
 from __future__ import annotations

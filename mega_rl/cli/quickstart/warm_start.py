@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.losses.aggregation import loss_weights, token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, loss_weights
 from mega_rl.algorithms.losses.policy import nll_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.schema import Config
@@ -54,8 +54,7 @@ def warm_start(
 ) -> None:
     """Fit `config.model.path` to the demonstrations and write the result as a Hugging Face checkpoint; collective.
 
-    Each step takes the next `batch_size` demonstrations of a fixed random order. The learning rate rises linearly to
-    `lr` over the first tenth of the steps, times a cosine that falls from 1 to 0.1.
+    The learning rate rises linearly to `lr` over a tenth of the steps, times a cosine that falls from 1 to 0.1.
     """
     with session(config, accelerator) as groups:
         engine = build_actor(config, groups, accelerator)
@@ -85,7 +84,7 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:
     mask = response_mask(prompt_lengths, lengths, width=tokens.size(1))
     weights = loss_weights(
         mask,
-        token_mean,
+        AGGREGATIONS["token-mean"],
         global_tokens=float(mask.sum()),
         global_sequences=float(rows),
         max_response_tokens=tokens.size(1),

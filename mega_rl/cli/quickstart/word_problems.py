@@ -1,18 +1,17 @@
 """Word problems in the shape of GSM8K, for runs without a network, and a fresh model.
 
 A question needs one or two steps of arithmetic with small numbers. Its answer is a worked solution with the
-calculator annotations of GSM8K, `7+8=<<7+8=15>>15`, and ends with a line `#### 15`. Demonstrations of the warm start
-are of mixed quality: some calculate right, the others forget the tens of their first result (`7+8=<<7+8=5>>5`); half
-of each end with the line `#### 15`, half with a sentence. So most samples of the warm-started model are wrong and some
-are right, and training finds out from two components of a reward which habits pay.
+calculator annotations of GSM8K, `7+8=<<7+8=15>>15`, and ends with a line `#### 15`. Some demonstrations of the warm
+start calculate right, the others forget the tens of their first result (`7+8=<<7+8=5>>5`); half of each end with the
+line `#### 15`, half with a sentence. Training finds out from two components of a reward which habits pay.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mega_rl.cli.quickstart.inputs import WORDS, Row, vocabulary_of, write_folder, write_fresh_model, write_rows
 from mega_rl.errors import UserError
@@ -27,27 +26,11 @@ KINDS = (  # question, and the operator of each step
     ("A {who} packs {a} bags with {b} {things} each and keeps {c} apart. How many {things} are there?", "*+"),
 )
 MOST_REPEATED = 1000  # draws without a new question, after which nearly all have been drawn
-FILES = ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet")
-CARD = """---
-language: en
-license: apache-2.0
-task_categories:
-- text-generation
-configs:
-- config_name: main
-  default: true
-  data_files:
-  - split: train
-    path: main/train-*
-  - split: test
-    path: main/test-*
----
-
-# Word problems in the shape of GSM8K
+CARD = """Word problems in the shape of GSM8K
 
 {train} questions to train on and {test} to test with, made by `mega-rl data word-problems --seed {seed}`. Columns:
-`question`, and `answer`, a solution with calculator annotations that ends with `#### ` and the final number.
-"""
+`question`, and `answer`, a solution with calculator annotations that ends with `#### ` and the final number."""
+FILE = "main/{split}-00000-of-00001.parquet"
 TOKEN = rf"#### |<<|>>|{WORDS}"
 ANSWER, SENTENCE = "#### {}", "The answer is {}."
 MAX_POSITIONS = 128
@@ -69,8 +52,7 @@ def careless(left: int, operator: str, right: int) -> int:
     return result % 10 if left < 10 <= result else result
 
 
-@dataclass(frozen=True)
-class WordProblem:
+class WordProblem(NamedTuple):
     """A question and its steps; each step starts from the result of the step before."""
 
     question: str
@@ -118,7 +100,7 @@ def write_problems(
         for own in (train, test)
     ]
     card = CARD.format(train=len(train), test=len(test), seed=seed)
-    return write_folder(folder, card, dict(zip(FILES, rows, strict=True)), force=force)
+    return write_folder(folder, card, *rows, config="main", file=FILE, force=force)
 
 
 def demonstrations(problems: Sequence[WordProblem], *, seed: int) -> Sequence[Row]:

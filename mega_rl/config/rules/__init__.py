@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mega_rl.config.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
+from mega_rl.config.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, chosen, needs_critic, reads_reference
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
-from mega_rl.config.keys import open_ended
+from mega_rl.config.keys import open_ended, value_of
 from mega_rl.config.needs import may_have_parts, unmet, updates_of_a_batch
-from mega_rl.config.rules import mixture as mixture_rules
-from mega_rl.config.rules import parallel as parallel_rules
-from mega_rl.config.rules import reference as reference_rules
-from mega_rl.config.rules import rewards as reward_rules
-from mega_rl.config.rules import rollout as rollout_rules
-from mega_rl.config.rules import stream as stream_rules
-from mega_rl.config.rules import validation as validation_rules
-from mega_rl.config.schema import Config, RewardHttpConfig
+from mega_rl.config.rules.data import data, validation
+from mega_rl.config.rules.parallel import engine, fits_models, has_own_layout, layout
+from mega_rl.config.rules.rollout import rollouts
+from mega_rl.config.schema import Config
+from mega_rl.config.schema.rollout import runs_code
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
@@ -28,31 +25,24 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     that need the facts of a model not given are left out.
     """
     given, config = config, open_ended(config)
-    problems = [*parallel_rules.layout(config.engine.megatron, world_size), *_batches(config, world_size)]
-    problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
-    problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
-    problems += [*rollout_rules.rollouts(config), *_reward(config), *_without_rewards(config)]
-    problems += [*reward_rules.functions(config), *reward_rules.sandbox(config)]
-    problems += validation_rules.validation(config)
-    problems += [*_profile(config, world_size), *mixture_rules.mixture(config.data), *mixture_rules.curriculum(config)]
-    problems += stream_rules.stream(config)
-    for key, facts in (models or {}).items():
-        if not (key == "model.ref_path" and reference_rules.has_own_layout(config)):
-            problems += parallel_rules.fits_model(config.engine.megatron, key, facts)
-        problems += [*_fits_model(config, key, facts), *rollout_rules.fits_model(config, key, facts)]
-        problems += validation_rules.fits_model(config, key, facts)
-    problems += reference_rules.own_layout(config, world_size, models or {})
-    return [*problems, *_without_effect(given)]
+    problems = [*layout(config.engine.megatron, world_size), *_batches(config, world_size), *_lengths(config)]
+    problems += [*_algorithm(config), *_teacher(config), *_loss(config), *_zero_advantages(config)]
+    problems += [*engine(config, world_size), *rollouts(config), *_reward(config), *_functions(config)]
+    problems += [*data(config), *validation(config)]
+    for key in CHOICES:
+        problems += [f"{key}.{line}" for line in value_of(config, key).problems()]
+    problems += fits_models(config, world_size, models or {})
+    for entry in unmet(given):
+        problems.append(f"{entry.setting} has no effect: it needs {entry.needs}; set that or {leave_out(entry.key)}")
+    return problems
 
 
 def _batches(config: Config, world_size: int) -> Iterator[str]:
-    trainer, rollout, par = config.trainer, config.rollout, config.engine.megatron
+    trainer, par = config.trainer, config.engine.megatron
     prompts, minibatch = trainer.prompts_per_step, trainer.minibatch_size
     if prompts % minibatch:
-        yield (
-            f"trainer.minibatch_size={minibatch} does not divide trainer.prompts_per_step={prompts}; "
-            f"legal: {listed(divisors(prompts))}"
-        )
+        legal = listed(divisors(prompts))
+        yield f"trainer.minibatch_size={minibatch} does not divide trainer.prompts_per_step={prompts}; legal: {legal}"
     size = par.tp * par.pp * par.cp
     dp = world_size // size
     if world_size % size == 0 and prompts % dp:
@@ -60,107 +50,70 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
             f"trainer.prompts_per_step={prompts} is not a multiple of the data-parallel size {dp} "
             f"(world size {world_size} / tp*pp*cp {size}); legal: multiples of {dp}"
         )
-    if world_size % size == 0 and minibatch * rollout.n < dp:
+    samples = minibatch * config.rollout.n
+    if world_size % size == 0 and samples < dp:
+        yield f"trainer.minibatch_size*rollout.n={samples}: needs a sequence for each of {dp} data-parallel ranks"
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    """Yield micro-batches that cannot hold one longest sequence, cut by context parallelism."""
+    micro, val, par = config.trainer.microbatch, config.validation.max_new_tokens, config.engine.megatron
+    cp = max(par.cp, par.of_reference.cp if has_own_layout(config) else 1)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if val and config.reward.source.name == "model":
+        longest = max(longest, config.data.max_prompt_tokens + val + 1)  # the reward model reads one token more
+    multiple = 2 * cp if cp > 1 else 1
+    needed = -(-longest // multiple) * multiple
+    if micro.packing and micro.max_tokens < needed:
+        padded = f", rounded up to a multiple of 2*cp={multiple}" * (needed > longest)
         yield (
-            f"trainer.minibatch_size*rollout.n={minibatch}*{rollout.n}={minibatch * rollout.n} leaves some of the "
-            f"{dp} data-parallel ranks without a sequence; make it at least {dp}"
-        )
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    pieces = 2 * par.cp if par.cp > 1 else 1  # context parallelism cuts every sequence into so many
-    rounded = -(-longest // pieces) * pieces
-    if trainer.microbatch.packing and trainer.microbatch.max_tokens < rounded:
-        padded = "" if rounded == longest else f", rounded up to a multiple of 2*cp={pieces}"
-        yield (
-            f"trainer.microbatch.max_tokens={trainer.microbatch.max_tokens} cannot hold one sequence of "
-            f"data.max_prompt_tokens+rollout.max_new_tokens={longest}{padded}; make it at least {rounded}"
+            f"trainer.microbatch.max_tokens={micro.max_tokens} cannot hold one sequence of data.max_prompt_tokens and "
+            f"the longest response, {longest} tokens{padded}; make it at least {needed}"
         )
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if ADVANTAGE.needs(config, "needs_groups") and config.rollout.n < 2:
+    algorithm, n, name = config.algorithm, config.rollout.n, config.algorithm.advantage.name
+    if ADVANTAGE.needs(config, "needs_groups") and n < 2:
+        yield f"rollout.n={n}: algorithm.advantage={name} compares samples of a prompt; legal: at least 2"
+    if name == "pass_at_k" and algorithm.advantage.settings["k"] >= n >= 2:
         yield (
-            f"rollout.n={config.rollout.n}: algorithm.advantage={algorithm.advantage} compares samples of a prompt; "
-            "legal: at least 2"
+            f"algorithm.advantage.k={algorithm.advantage.settings['k']} with rollout.n={n}: pass_at_k compares sets of "
+            f"k samples of a prompt; legal: at most {n - 1}"
         )
-    sets = algorithm.advantage.settings.get("k") if algorithm.advantage.name == "pass_at_k" else None
-    if isinstance(sets, int) and sets >= config.rollout.n >= 2:
-        yield (
-            f"algorithm.advantage.k={sets} with rollout.n={config.rollout.n}: pass_at_k compares sets of k "
-            f"samples of a prompt, of which there must be several; legal: at most {config.rollout.n - 1}"
-        )
-    yield from _teacher(config)
     if algorithm.kl.name == "reward" and not ADVANTAGE.needs(config, "takes_kl"):
         yield (
-            f"algorithm.kl=reward with advantage={algorithm.advantage}: it has one reward for a whole "
-            "response, a KL per token has no place in it; legal: none, loss, or reward with advantage=gae"
+            f"algorithm.kl=reward with algorithm.advantage={name}: it has one reward for a whole response, a KL per "
+            "token has no place in it; legal: none, loss, or reward with advantage=gae"
         )
-    in_reward, adaptive = algorithm.kl.name == "reward", algorithm.kl.control == "adaptive"
-    if algorithm.old_logprobs == "rollout" and algorithm.kl.name != "none" and (in_reward or adaptive):
-        setting = "kl=reward" if in_reward else "kl.control=adaptive"
+    compares = ADVANTAGE.needs(config, "needs_reference") and reads_reference(config)
+    if algorithm.old_logprobs == "rollout" and (
+        compares or algorithm.kl.name == "reward" or algorithm.kl.control == "adaptive"
+    ):
         yield (
-            f"algorithm.{setting} with algorithm.old_logprobs=rollout: the difference of engine and trainer would "
-            "count as KL; legal: kl=loss with control=fixed, or old_logprobs=auto or recompute"
+            "algorithm.old_logprobs=rollout: the difference of engine and trainer would count as KL to the reference; "
+            "legal: auto or recompute, or no KL but kl=loss with control=fixed"
         )
-    yield from _loss(config)
-    yield from _zero_advantages(config)
-    for choice in CHOICES.values():
-        yield from choice.problems(config)
+    if algorithm.kl.reference_interval and config.engine.backend != "fsdp" and config.engine.megatron.ddp.name != "ddp":
+        yield (
+            f"algorithm.kl.reference_interval={algorithm.kl.reference_interval} needs engine.backend=fsdp or "
+            "engine.megatron.ddp=ddp: others leave a rank a share of the actor and the whole reference"
+        )
 
 
 def _teacher(config: Config) -> Iterator[str]:
-    """Yield what keeps an estimator from the log-probs of a reference that it reads, or makes nothing of them."""
-    algorithm, name = config.algorithm, config.algorithm.advantage.name
-    compares = ADVANTAGE.needs(config, "needs_reference") and reads_reference(config)
-    if compares and algorithm.old_logprobs == "rollout":
-        yield (
-            f"algorithm.old_logprobs=rollout with algorithm.advantage={name}: the difference of engine and trainer "
-            "would count as one to the reference; legal: auto, recompute"
-        )
-    if name != "distillation":
-        return
-    weight = algorithm.advantage.settings.get("reward_weight")
-    if weight and config.rollout.n < 2:
-        yield (
-            f"algorithm.advantage.reward_weight={weight} with rollout.n={config.rollout.n}: a reward is "
-            "compared with those of the prompt's other samples; set rollout.n to 2 or more, or the weight to 0"
-        )
-    if not config.model.ref_path:
-        yield (
-            "algorithm.advantage=distillation needs model.ref_path, the teacher: the student's own start teaches it "
-            "nothing"
-        )
-    if algorithm.kl.reference_interval:
-        yield (
-            f"algorithm.kl.reference_interval={algorithm.kl.reference_interval} with algorithm.advantage=distillation: "
-            "the teacher would become its student; set it to 0"
-        )
-
-
-def _whole_vocabulary(config: Config) -> Iterator[str]:
-    """Yield the settings that a divergence over the whole vocabulary leaves without effect or meaning."""
+    """Yield a teacher that is missing, or what reads nothing of the advantages that it makes."""
     algorithm = config.algorithm
-    if LOSS.needs(config, "needs_teacher") and algorithm.kl.name != "none":
-        yield (
-            f"algorithm.kl={algorithm.kl} with algorithm.loss={algorithm.loss}: the teacher is the "
-            "reference, and the loss is a divergence from it already; legal: none"
-        )
-    if LOSS.needs(config, "needs_teacher") and algorithm.advantage.name != "distillation" and not config.model.ref_path:
-        yield f"algorithm.loss={algorithm.loss} needs model.ref_path, the teacher"
-    if algorithm.loss.name != "distillation":
-        return
-    if algorithm.advantage.name != "distillation":
+    loss, distils = algorithm.loss.name, algorithm.advantage.name == "distillation"
+    if (distils or LOSS.needs(config, "needs_teacher")) and not config.model.ref_path:
+        key = "algorithm.advantage" if distils else "algorithm.loss"
+        yield f"{key}=distillation needs model.ref_path, the teacher: the student's own start teaches nothing"
+    if loss == "distillation" and not distils:
         yield (
             f"algorithm.advantage={algorithm.advantage} has no effect with algorithm.loss=distillation, which reads no "
-            "advantages; set algorithm.advantage=distillation, or keep the advantages and another loss"
+            "advantages; set algorithm.advantage=distillation, or another loss"
         )
-    settings = algorithm.advantage.settings if algorithm.advantage.name == "distillation" else {}
-    for name in (name for name, value in settings.items() if value):
-        yield (
-            f"algorithm.advantage.{name}={settings[name]} has no effect with algorithm.loss=distillation, "
-            "which reads no advantages; set it to 0, or algorithm.loss=ppo, which learns from the sampled tokens"
-        )
-    if corrects(config):
+    if loss == "distillation" and chosen(config, CORRECTION) != "none":
         yield (
             f"algorithm.correction={algorithm.correction} with algorithm.loss=distillation: the ratio of a sampled "
             "token is no weight of a divergence over all tokens; legal: none"
@@ -169,23 +122,17 @@ def _whole_vocabulary(config: Config) -> Iterator[str]:
 
 def _loss(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    yield from _whole_vocabulary(config)
     if LOSS.needs(config, "needs_response_mean") and algorithm.loss_aggregation != "seq-mean-token-mean":
         yield (
             f"algorithm.loss_aggregation={algorithm.loss_aggregation} with algorithm.loss={algorithm.loss}: the loss "
             "has one number for a response, which this would weigh by the response's length; legal: seq-mean-token-mean"
         )
-    of_tokens = needs_critic(config) or algorithm.advantage.name == "distillation"
+    of_tokens = needs_critic(config) or algorithm.advantage.name == "distillation" or algorithm.kl.name == "reward"
     if LOSS.needs(config, "needs_response_advantages") and of_tokens:
         yield (
-            f"algorithm.loss={algorithm.loss} with algorithm.advantage={algorithm.advantage}: the loss reads one "
-            "advantage for a response, so what a critic or a teacher says of single tokens is lost; set "
-            "algorithm.loss=gspo, or an estimator with one number for a response"
-        )
-    elif LOSS.needs(config, "needs_response_advantages") and algorithm.kl.name == "reward":
-        yield (
-            f"algorithm.loss={algorithm.loss} with algorithm.kl=reward: the loss reads one advantage for a "
-            "response, so the KL of single tokens is lost; set algorithm.kl=loss"
+            f"algorithm.loss={algorithm.loss} reads one advantage for a response, so what a critic, a teacher or "
+            "algorithm.kl=reward says of single tokens is lost; set algorithm.loss=gspo, or an estimator with one "
+            "number for a response and algorithm.kl=loss"
         )
     at_old_policy = updates_of_a_batch(config) == 1 and algorithm.old_logprobs != "rollout"
     if LOSS.needs(config, "needs_updates") and at_old_policy:
@@ -199,41 +146,25 @@ def _loss(config: Config) -> Iterator[str]:
 def _zero_advantages(config: Config) -> Iterator[str]:
     """Yield what responses without an advantage would still teach, or that there are none."""
     algorithm, moe = config.algorithm, config.engine.megatron.moe
-    drift = algorithm.loss.settings.get("drift_coef")
     if not config.trainer.microbatch.skip_zero_advantages:
         return
     key = "trainer.microbatch.skip_zero_advantages=true"
     if not (ADVANTAGE.needs(config, "needs_groups") or ADVANTAGE.needs(config, "needs_greedy")):
-        yield (
-            f"{key} has no effect with algorithm.advantage={algorithm.advantage}, which "
-            "does not compare rewards of one prompt; set it to false"
-        )
+        yield f"{key} has no effect with algorithm.advantage={algorithm.advantage}, which compares no rewards"
     teaching = {
         f"algorithm.loss={algorithm.loss}": not LOSS.needs(config, "scales_with_advantage"),
-        f"algorithm.entropy_coef={algorithm.entropy_coef:g}": algorithm.entropy_coef > 0.0,
-        f"algorithm.loss.drift_coef={drift}": bool(drift),
+        "algorithm.entropy_coef": algorithm.entropy_coef,
+        "algorithm.loss.drift_coef": algorithm.loss.settings.get("drift_coef"),
         "algorithm.kl=loss": algorithm.kl.name == "loss",
-        f"engine.megatron.moe.aux_loss_coef={moe.aux_loss_coef:g}": moe.aux_loss_coef > 0.0,
-        f"engine.megatron.moe.expert_bias_update_rate={moe.expert_bias_update_rate:g}": moe.expert_bias_update_rate > 0,
+        "engine.megatron.moe.aux_loss_coef": moe.aux_loss_coef,
+        "engine.megatron.moe.expert_bias_update_rate": moe.expert_bias_update_rate,
     }
-    for setting in (setting for setting, teaches in teaching.items() if teaches):
-        yield (f"{key} with {setting}: responses whose advantages are 0 would give a gradient still; set it to false")
-
-
-def _profile(config: Config, world_size: int) -> Iterator[str]:
-    trainer = config.trainer
-    outside = [step for step in trainer.profile.steps if not 1 <= step <= trainer.steps]
-    if outside:
-        yield f"trainer.profile.steps={outside}: legal: 1 to trainer.steps={trainer.steps}"
-    absent = [rank for rank in trainer.profile.ranks if not 0 <= rank < world_size]
-    if absent and trainer.profile.steps:
-        yield f"trainer.profile.ranks={absent}: legal: 0 to {world_size - 1}, the ranks of the run"
-    if trainer.profile.memory and trainer.profile.steps and trainer.device == "cpu":
-        yield "trainer.profile.memory=true with trainer.device=cpu: the history is a GPU's; set it to false"
+    if settings := [setting for setting, teaches in teaching.items() if teaches]:
+        yield f"{key} with {' and '.join(settings)}: advantages of 0 would give a gradient still; set it to false"
 
 
 def _reward(config: Config) -> Iterator[str]:
-    reward = config.reward
+    reward, name = config.reward, config.algorithm.advantage.name
     if reward.source.name == "model" and not reward.model_path:
         yield "reward.source=model needs reward.source.path: name a sequence-classification checkpoint directory"
     limit, buffer = config.rollout.max_new_tokens, reward.overlong.buffer_tokens
@@ -245,49 +176,41 @@ def _reward(config: Config) -> Iterator[str]:
     if ADVANTAGE.needs(config, "needs_parts") and not may_have_parts(config):
         source = f"function={reward.function}" if reward.source.name == "function" else f"source={reward.source}"
         yield (
-            f"algorithm.advantage={config.algorithm.advantage} with reward.{source}: it reads named parts of the "
-            "reward, but this gives one number; return a mapping from a function of your own, or take "
-            "algorithm.advantage=grpo"
+            f"algorithm.advantage={name} with reward.{source}: it reads named parts of the reward, but this gives one "
+            "number; return a mapping from a function of your own, or take algorithm.advantage=grpo"
         )
-    if isinstance(reward.source, RewardHttpConfig) and not reward.source.url.startswith(("http://", "https://")):
+    for key, service in {"reward.source.url": reward.source, "reward.sandbox.url": reward.sandbox}.items():
+        if not getattr(service, "url", "http://").startswith(("http://", "https://")):
+            yield f"{key} needs an address that begins with http:// or https://"
+    without = ADVANTAGE.needs(config, "needs_no_rewards") and not ADVANTAGE.needs(config, "needs_greedy")
+    if reward.source.name == "none" and not without:
         yield (
-            f"reward.source.url={reward.source.url!r}: reward.source=http needs an address that begins with http:// or "
-            "https://"
+            f"reward.source=none with algorithm.advantage={name}: it makes advantages of rewards; name who scores, as "
+            "reward.source=function, or take algorithm.advantage=distillation, which learns from a teacher alone"
         )
 
 
-def _without_rewards(config: Config) -> Iterator[str]:
-    """Yield what reads the rewards that reward.source=none leaves out, but for settings of `needs`."""
-    algorithm, best = config.algorithm, config.checkpoint.keep_best
-    if config.reward.source.name != "none":
+def _functions(config: Config) -> Iterator[str]:
+    """Yield the problems between reward.functions, reward.sources, reward.weights and the sandbox."""
+    reward, own, pool = config.reward, config.reward.sandbox, config.reward.calls
+    if runs_code(reward) and pool.workers and own.total_s >= pool.timeout_s:
+        yield (
+            f"reward.sandbox.total_s={own.total_s:g} must be below reward.source.timeout_s={pool.timeout_s:g}, or a "
+            "slow program costs its worker; make the latter longer"
+        )
+    if reward.source.name != "function" or not reward.functions:
         return
-    fix = "name who scores, as reward.source=function"
-    if not ADVANTAGE.needs(config, "needs_no_rewards") or ADVANTAGE.needs(config, "needs_greedy"):
-        yield (
-            f"reward.source=none with algorithm.advantage={algorithm.advantage}: it makes advantages of rewards; "
-            f"{fix}, or take algorithm.advantage=distillation, which learns from a teacher alone"
-        )
-    weight = algorithm.advantage.settings.get("reward_weight") if algorithm.advantage.name == "distillation" else 0
-    if weight:
-        yield (
-            f"algorithm.advantage.reward_weight={weight} with reward.source=none: there is no reward to "
-            f"weigh; {fix}, or set the weight to 0"
-        )
-    if best.startswith(("reward/", "val/reward_")):
-        yield (
-            f"checkpoint.keep_best={best} with reward.source=none: the run has no such metric; name another, as "
-            f"val/response_tokens_mean, or {fix}"
-        )
-
-
-def _fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    yield from facts.too_long(key, "data.max_prompt_tokens+rollout.max_new_tokens", longest, config.rollout.backend)
-    outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < facts.vocab_size]
-    if outside and key == "model.path":
-        yield f"rollout.stop_token_ids={outside}: legal: 0 to {facts.vocab_size - 1}, the vocabulary of {key}"
-
-
-def _without_effect(config: Config) -> Iterator[str]:
-    for entry in unmet(config):
-        yield f"{entry.setting} {entry.need.fault}: it needs {entry.need.condition}; set that or {leave_out(entry.key)}"
+    legal = ", ".join(reward.functions)
+    for source, names in reward.sources.items():
+        if not names or not set(names) <= set(reward.functions):
+            yield f"reward.sources.{source}={names}: must name some of reward.functions; legal: {legal}"
+    used = {name for names in reward.sources.values() for name in names}
+    for name in reward.functions:
+        if reward.sources and name not in used:
+            yield f"reward.functions.{name} scores nothing: no entry of reward.sources names it; leave it out"
+    for part in reward.weights:
+        if not any(part == name or part.startswith(f"{name}_") for name in reward.functions):
+            yield (
+                f"reward.weights.{part} has no effect: no function of that name is in reward.functions; legal: "
+                f"{legal}, or NAME_PART of a function that returns named parts"
+            )

@@ -1,19 +1,23 @@
-"""Rules of the parallel layout: among its sizes, with the model, and of how data parallelism adds gradients up.
-
-As in `mega_rl.config.rules`, each line names the values, the rule and what is legal; nothing is raised.
-"""
+"""Rules of the parallel layout: among its sizes, with the model, and of how data parallelism adds gradients up."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from mega_rl.config.choices import has_reference
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.schema import Config, MegatronConfig
 
 ACTOR = "engine.megatron"  # section of the sizes that all models have, unless they have their own
+REFERENCE = "engine.megatron.reference"
 _DDP, _MOE, _OPTIMIZER = "engine.megatron.ddp", "engine.megatron.moe", "engine.megatron.optimizer"
-RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
+
+
+def has_own_layout(config: Config) -> bool:
+    """Return whether the reference of a run is cut differently from the other models."""
+    par = config.engine.megatron
+    return config.engine.backend == "megatron" and has_reference(config) and par.of_reference != par
 
 
 def layout(par: MegatronConfig, world_size: int, *, section: str = ACTOR) -> Iterator[str]:
@@ -34,10 +38,31 @@ def layout(par: MegatronConfig, world_size: int, *, section: str = ACTOR) -> Ite
         )
     if section == ACTOR and par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
         # Megatron-Core checks this in its training arguments only; its schedule runs and gives wrong gradients.
-        yield (
-            f"engine.megatron.vpp={par.vpp} with pp=2 needs engine.megatron.overlap_p2p=true; without it gradients are "
-            "wrong"
+        yield f"{ACTOR}.vpp={par.vpp} with pp=2 needs {ACTOR}.overlap_p2p=true; without it gradients are wrong"
+
+
+def fits_models(config: Config, world_size: int, models: Mapping[str, ModelFacts]) -> Iterator[str]:
+    """List what the checkpoints, by the settings that name them, have no room for or cannot be cut by."""
+    prompt, val = config.data.max_prompt_tokens, config.validation.max_new_tokens
+    par, sglang = config.engine.megatron, config.rollout.backend == "sglang"
+    for key, facts in models.items():
+        if not (key == "model.ref_path" and has_own_layout(config)):
+            yield from fits_model(par, key, facts)
+        yield from facts.too_long(
+            key, "data.max_prompt_tokens+rollout.max_new_tokens", prompt + config.rollout.max_new_tokens, sglang=sglang
         )
+        if val and key in ("model.path", "reward.source.path"):
+            yield from facts.too_long(
+                key, "data.max_prompt_tokens+validation.max_new_tokens", prompt + val, sglang=sglang
+            )
+        tp = config.rollout.sglang.server.tp
+        if sglang and key == "model.path" and facts.num_heads % tp:
+            yield f"rollout.sglang.server.tp={tp} does not divide the {facts.num_heads} attention heads of {key}"
+    key = "model.ref_path" if config.model.ref_path else "model.path"
+    if has_own_layout(config):
+        yield from layout(par.of_reference, world_size, section=REFERENCE)
+        if key in models:
+            yield from fits_model(par.of_reference, key, models[key], section=REFERENCE)
 
 
 def fits_model(par: MegatronConfig, key: str, facts: ModelFacts, *, section: str = ACTOR) -> Iterator[str]:
@@ -65,35 +90,22 @@ def fits_model(par: MegatronConfig, key: str, facts: ModelFacts, *, section: str
 def _fits_experts(par: MegatronConfig, key: str, facts: ModelFacts, section: str) -> Iterator[str]:
     etp = par.etp or par.tp
     if not facts.num_experts:
-        for name in ("ep", "etp"):
-            if getattr(par, name) > 1:
-                size = f"{section}.{name}"
-                fix = leave_out(size) if section == ACTOR else f"set {size}=1"
-                yield f"{size}={getattr(par, name)}: {key} has no experts; {fix}"
-        for entry in dataclasses.fields(par.moe):
-            # Of the actor: a dense reference or reward model beside a mixture has nothing to do with them.
-            if (section, key) == (ACTOR, "model.path") and getattr(par.moe, entry.name) != entry.default:
-                setting = f"engine.megatron.moe.{entry.name}"
-                yield f"{setting} has no effect: {key} has no experts; {leave_out(setting)}"
+        idle = [f"{section}.{name}" for name in ("ep", "etp") if getattr(par, name) > 1]
+        if (section, key) == (ACTOR, "model.path"):  # a dense reference beside a mixture has nothing to do with them
+            changed = (field for field in dataclasses.fields(par.moe) if getattr(par.moe, field.name) != field.default)
+            idle += [f"{_MOE}.{field.name}" for field in changed]
+        for setting in idle:
+            yield f"{setting} has no effect: {key} has no experts; {leave_out(setting)}"
         return
-    if (section, key) == (ACTOR, "model.path") and par.moe.shared_expert_overlap and not facts.shared_experts:
-        setting = "engine.megatron.moe.shared_expert_overlap"
-        yield f"{setting} has no effect: {key} has no shared experts; {leave_out(setting)}"
     if facts.num_experts % par.ep:
-        yield (
-            f"{section}.ep={par.ep} does not divide the {facts.num_experts} experts of {key}; "
-            f"legal: {listed(divisors(facts.num_experts))}"
-        )
+        yield f"{section}.ep={par.ep} does not divide the {facts.num_experts} experts of {key}"
     if facts.expert_ffn_hidden_size % etp:
         yield (
             f"{section}.etp={etp} does not divide the feed-forward size {facts.expert_ffn_hidden_size} of an "
             f"expert of {key}; legal: {listed(divisors(facts.expert_ffn_hidden_size))}"
         )
     if facts.expert_biases and etp > 1:
-        yield (
-            f"{section}.etp={etp}: the experts of {key} have biases, which Megatron-Core does not cut; "
-            f"set {section}.etp=1"
-        )
+        yield f"{section}.etp={etp}: Megatron-Core does not cut the biases of {key}'s experts; set {section}.etp=1"
 
 
 def _cut_problems(tp: int, facts: ModelFacts) -> list[str]:
@@ -107,47 +119,40 @@ def _cut_problems(tp: int, facts: ModelFacts) -> list[str]:
     return problems
 
 
-def experts(config: Config) -> Iterator[str]:
-    """Settings of mixtures that do not go together."""
-    par, model = config.engine.megatron, config.model
-    moe = par.moe
-    if moe.dispatcher == "deepep" and par.ep * (par.etp or par.tp) == 1:
+def engine(config: Config, world_size: int) -> Iterator[str]:
+    """List settings of an engine that do not go together."""
+    par, ranks = config.engine.megatron, config.engine.fsdp.shard_ranks
+    ddp, optimizer = par.ddp, par.optimizer
+    if ranks and world_size % ranks:
+        legal = listed(divisors(world_size))
+        yield f"engine.fsdp.shard_ranks={ranks} does not divide the world size {world_size}; legal: {legal}"
+    if config.engine.backend == "fsdp" and config.model.recompute == "selective":
+        yield "model.recompute=selective needs engine.backend=megatron; with engine.backend=fsdp legal: none, full"
+    if par.moe.router_fusion and (par.moe.routing_replay or config.trainer.deterministic):
         yield (
-            f"{_MOE}.dispatcher=deepep with ep*etp=1: every rank has all experts whole, and no token travels; set "
-            "engine.megatron.ep above 1 or dispatcher=alltoall"
+            f"{_MOE}.router_fusion=true: the kernel records and takes no choices, and is not known to repeat its bits; "
+            f"leave it out, or {_MOE}.routing_replay and trainer.deterministic"
         )
-    if moe.shared_expert_overlap and moe.dispatcher != "alltoall":
+    if optimizer.precision_aware and optimizer.cpu_offload:
+        yield f"{_OPTIMIZER}.cpu_offload with precision_aware=true: the host's Adam has FP32 moments; use one of them"
+    if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):
+        yield f"{_DDP}.reduce_scatter_fp32_accumulation=true needs grad_reduce_in_fp32=false and model.dtype=bf16"
+    interval = config.algorithm.kl.reference_interval
+    if interval and has_own_layout(config):
         yield (
-            f"{_MOE}.shared_expert_overlap=true with dispatcher={moe.dispatcher}: shared experts run between the "
-            "messages of alltoall alone; set dispatcher=alltoall or shared_expert_overlap=false"
+            f"algorithm.kl.reference_interval={interval} with {REFERENCE}: the reference takes in the policy's weights "
+            "rank by rank, which needs equal shards; set it to 0, or leave the reference on the actor's layout"
         )
-    if moe.shared_expert_overlap and model.recompute == "selective" and "shared_experts" in model.recompute_modules:
-        yield (
-            f"{_MOE}.shared_expert_overlap=true with model.recompute_modules=shared_experts: what runs in pieces "
-            "cannot be run again as one; change one of them"
-        )
-    for setting, reason in {
-        "engine.megatron.moe.routing_replay": moe.routing_replay and "the kernel records and takes no choices",
-        "trainer.deterministic": config.trainer.deterministic and "the kernel is not known to repeat its bits",
-    }.items():
-        if moe.router_fusion and reason:
-            yield f"{_MOE}.router_fusion=true with {setting}=true: {reason}; set one of them to false"
+    yield from _fsdp(config, world_size)
 
 
-def recompute(config: Config) -> Iterator[str]:
-    """Modules that selective recompute does not know."""
-    unknown = [name for name in config.model.recompute_modules if name not in RECOMPUTABLE]
-    if unknown:
-        yield f"model.recompute_modules={unknown}: legal: {', '.join(RECOMPUTABLE)}"
-
-
-def fsdp(config: Config, world_size: int) -> Iterator[str]:
-    """List what fully sharded data parallelism is not combined with; `mega_rl.ddp.wrap` has the reasons."""
+def _fsdp(config: Config, world_size: int) -> Iterator[str]:
+    """List what fully sharded data parallelism of Megatron is not combined with; `mega_rl.ddp.wrap` has the reasons."""
     par = config.engine.megatron
     ddp, optimizer = par.ddp, par.optimizer
-    name = f"{_DDP}={ddp}"
     if ddp.name == "ddp":
         return
+    # Experts: gradients would be summed over ranks with other experts.
     refused = {
         f"engine.megatron.ep={par.ep}": par.ep > 1,
         f"engine.megatron.etp={par.etp}": par.etp not in (0, par.tp),
@@ -156,6 +161,8 @@ def fsdp(config: Config, world_size: int) -> Iterator[str]:
     }
     if ddp.name == "megatron_fsdp":
         plain = ddp.fsdp_sharding == "optim"
+        # It waits for a gradient of every parameter, and on one rank adds gradients up wrongly. With "optim" overlap
+        # counts a rank's own gradients twice, and instances do not reduce between one another.
         refused[f"engine.megatron.pp={par.pp}"] = par.pp > 1
         refused["model.frozen"] = bool(config.model.frozen)
         refused["one data-parallel rank (dp*cp=1)"] = world_size == par.tp * par.pp
@@ -164,46 +171,4 @@ def fsdp(config: Config, world_size: int) -> Iterator[str]:
             plain and ddp.optimizer_instances > 1
         )
     for setting in (setting for setting, given in refused.items() if given):
-        yield f"{name} with {setting}: not supported; change that, or set {_DDP}=ddp"
-
-
-def data_parallel(config: Config, world_size: int) -> Iterator[str]:
-    """Ways of adding gradients up that do not go together."""
-    yield from fsdp(config, world_size)
-    par = config.engine.megatron
-    ddp, optimizer = par.ddp, par.optimizer
-    if optimizer.precision_aware and not optimizer.distributed:
-        yield f"{_OPTIMIZER}.precision_aware=true needs {_OPTIMIZER}.distributed=true"
-    if optimizer.precision_aware and optimizer.cpu_offload:
-        yield (
-            f"{_OPTIMIZER}.cpu_offload={optimizer.cpu_offload:g} with precision_aware=true: the host's Adam has FP32 "
-            "moments; use one of the two"
-        )
-    if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):
-        in_fp32 = str(ddp.grad_reduce_in_fp32).lower()
-        yield (
-            f"{_DDP}.reduce_scatter_fp32_accumulation=true with grad_reduce_in_fp32={in_fp32} and "
-            f"model.dtype={config.model.dtype}: it sends bf16 gradients; set grad_reduce_in_fp32=false, dtype=bf16"
-        )
-    if ddp.reduce_scatter_fp32_accumulation and not optimizer.distributed:
-        yield (
-            f"{_DDP}.reduce_scatter_fp32_accumulation=true needs {_OPTIMIZER}.distributed=true: nothing is scattered"
-        )
-    replicas = world_size // (par.tp * par.pp)
-    if ddp.optimizer_instances > 1 and replicas % ddp.optimizer_instances:
-        yield (
-            f"{_DDP}.optimizer_instances={ddp.optimizer_instances} does not divide the {replicas} ranks that hold the "
-            f"same part of the model (dp*cp); legal: {listed(divisors(replicas))}"
-        )
-
-
-def fsdp_engine(config: Config, world_size: int) -> Iterator[str]:
-    """List the settings that engine.backend=fsdp cannot follow."""
-    if config.engine.backend != "fsdp":
-        return
-    ranks = config.engine.fsdp.shard_ranks
-    if ranks and world_size % ranks:
-        legal = listed(divisors(world_size))
-        yield f"engine.fsdp.shard_ranks={ranks} does not divide the world size {world_size}; legal: {legal}"
-    if config.model.recompute == "selective":
-        yield "model.recompute=selective needs engine.backend=megatron; with engine.backend=fsdp legal: none, full"
+        yield f"{_DDP}={ddp} with {setting}: not supported; change that, or set {_DDP}=ddp"

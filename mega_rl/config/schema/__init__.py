@@ -11,7 +11,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.config.schema.data import ColumnCurriculum, MixtureConfig, SourceConfig, StreamConfig, SuccessCurriculum
+from mega_rl.config.schema.data import (
+    ColumnCurriculum,
+    MixtureConfig,
+    SourceConfig,
+    StreamConfig,
+    SuccessCurriculum,
+    ValidationConfig,
+)
 from mega_rl.config.schema.engine import (
     DataParallelConfig,
     DdpConfig,
@@ -24,24 +31,23 @@ from mega_rl.config.schema.engine import (
     ReferenceLayoutConfig,
     TorchFsdpConfig,
 )
-from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig, RecordsConfig
+from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
-    DynamicSamplingConfig,
-    EmbeddedConfig,
-    MismatchConfig,
+    LocalSandboxConfig,
     OverlongConfig,
+    RemoteSandboxConfig,
     RewardConfig,
     RewardFunctionConfig,
     RewardHttpConfig,
     RewardModelConfig,
+    RewardSandboxConfig,
     RolloutConfig,
     SglangConfig,
     SglangServerConfig,
     SglangSyncConfig,
 )
-from mega_rl.config.schema.sandbox import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.config.schema.training import (
     AlgorithmConfig,
     KlConfig,
@@ -50,63 +56,9 @@ from mega_rl.config.schema.training import (
     MicrobatchConfig,
     ModelConfig,
     OptimConfig,
-    ProfileConfig,
     TrainerConfig,
 )
-from mega_rl.config.schema.validation import ValidationConfig
 from mega_rl.config.setting import ATTENTION
-
-__all__ = [
-    "ATTENTION",
-    "AlgorithmConfig",
-    "ChatConfig",
-    "CheckpointConfig",
-    "ColumnCurriculum",
-    "Config",
-    "DataConfig",
-    "DataParallelConfig",
-    "DdpConfig",
-    "DynamicSamplingConfig",
-    "EmbeddedConfig",
-    "EngineConfig",
-    "FsdpConfig",
-    "KlConfig",
-    "KlInLoss",
-    "KlInReward",
-    "LocalSandboxConfig",
-    "MegatronConfig",
-    "MegatronFsdpConfig",
-    "MegatronOptimizerConfig",
-    "MemoryCheckpointConfig",
-    "MetricsConfig",
-    "MicrobatchConfig",
-    "MismatchConfig",
-    "MixtureConfig",
-    "ModelConfig",
-    "MoeConfig",
-    "OptimConfig",
-    "OverlongConfig",
-    "ProfileConfig",
-    "RecordsConfig",
-    "ReferenceLayoutConfig",
-    "RemoteSandboxConfig",
-    "RewardConfig",
-    "RewardFunctionConfig",
-    "RewardHttpConfig",
-    "RewardModelConfig",
-    "RewardSandboxConfig",
-    "RolloutConfig",
-    "SglangConfig",
-    "SglangServerConfig",
-    "SglangSyncConfig",
-    "SourceConfig",
-    "StreamConfig",
-    "SuccessCurriculum",
-    "TorchFsdpConfig",
-    "TrainerConfig",
-    "ValidationConfig",
-]
-
 
 Origin = str | list[str] | dict[str, object]  # pinned names in the form of their setting
 

@@ -21,14 +21,21 @@ class DataParallelConfig(Kind):
     optimizer_instances: int = 1
 
 
-_OVERLAP_REDUCE = "Overlap gradient reduction with the backward."
-_OVERLAP_GATHER = "Overlap the gathering of updated parameters with the forward."
 _REDUCE_IN_FP32 = "Accumulate and reduce gradients in FP32 whatever the model's dtype."
-_INSTANCES = "Copies of the sharded optimizer state over data parallel (hybrid sharding)."
 
 
 @dataclass(frozen=True)
-class DdpConfig(DataParallelConfig):
+class _OfMegatron(DataParallelConfig):
+    overlap_grad_reduce: bool = setting(False, "Overlap gradient reduction with the backward.")
+    overlap_param_gather: bool = setting(False, "Overlap the gathering of updated parameters with the forward.")
+    grad_reduce_in_fp32: bool = setting(True, _REDUCE_IN_FP32)
+    optimizer_instances: int = setting(
+        1, "Copies of the sharded optimizer state over data parallel (hybrid sharding).", unit="copies", min=1
+    )
+
+
+@dataclass(frozen=True)
+class DdpConfig(_OfMegatron):
     """Megatron-Core's DistributedDataParallel: every rank has whole gradients of its part of the model."""
 
     name = "ddp"
@@ -39,20 +46,12 @@ class DdpConfig(DataParallelConfig):
         unit="parameters",
         min=0,
     )
-    overlap_grad_reduce: bool = setting(False, _OVERLAP_REDUCE)
-    overlap_param_gather: bool = setting(False, _OVERLAP_GATHER)
-    grad_reduce_in_fp32: bool = setting(True, _REDUCE_IN_FP32)
-    reduce_scatter_fp32_accumulation: bool = setting(
-        False, "Send bf16 gradients and add them in FP32; needs grad_reduce_in_fp32=false."
-    )
-    average_in_collective: bool = setting(
-        False, "Let the collective average instead of adding; the result is the same up to rounding."
-    )
-    optimizer_instances: int = setting(1, _INSTANCES, unit="copies", min=1)
+    reduce_scatter_fp32_accumulation: bool = setting(False, "Send bf16 gradients and add them in FP32.")
+    average_in_collective: bool = setting(False, "Let the collective average instead of adding.")
 
 
 @dataclass(frozen=True)
-class MegatronFsdpConfig(DataParallelConfig):
+class MegatronFsdpConfig(_OfMegatron):
     """Megatron FSDP: optimizer state, gradients and parameters are sharded."""
 
     name = "megatron_fsdp"
@@ -62,10 +61,6 @@ class MegatronFsdpConfig(DataParallelConfig):
         "What is sharded: optimizer state, and gradients, and parameters.",
         choices=("optim", "optim_grads", "optim_grads_params"),
     )
-    overlap_grad_reduce: bool = setting(False, _OVERLAP_REDUCE)
-    overlap_param_gather: bool = setting(False, _OVERLAP_GATHER)
-    grad_reduce_in_fp32: bool = setting(True, _REDUCE_IN_FP32)
-    optimizer_instances: int = setting(1, _INSTANCES, unit="copies", min=1)
 
 
 @dataclass(frozen=True)
@@ -86,19 +81,12 @@ class MoeConfig:
         "How tokens reach experts: sent (alltoall, or deepep by package deep_ep), or gathered.",
         choices=("alltoall", "allgather", "deepep"),
     )
-    grouped_experts: bool = setting(
-        True, "Compute a rank's experts in one grouped matrix product, if the layers have one."
-    )
-    permute_fusion: bool = setting(
-        True,
-        "Rearrange tokens for experts in Transformer Engine's fused kernels, unless trainer.deterministic.",
-    )
+    grouped_experts: bool = setting(True, "Compute a rank's experts in one grouped product, if layers have one.")
+    permute_fusion: bool = setting(True, "Rearrange tokens in Transformer Engine's fused kernels if not deterministic.")
     router_fusion: bool = setting(False, "Choose and weigh experts in one kernel of Transformer Engine.")
     shared_expert_overlap: bool = setting(False, "Compute shared experts on another stream while tokens travel.")
     aux_loss_coef: float = setting(0.0, "Weight of the load-balancing loss; 0 leaves it out.", min=0.0)
-    expert_bias_update_rate: float = setting(
-        0.0, "Step of the router's bias against the load per update; 0 freezes it.", min=0.0
-    )
+    expert_bias_update_rate: float = setting(0.0, "Step of the router's bias against the load; 0 freezes it.", min=0.0)
     routing_replay: bool = setting(False, "Route tokens in updates as the pass for their old log-probs did.")
 
 
@@ -107,12 +95,8 @@ class MegatronOptimizerConfig:
     """Place and type of optimizer state; `optim` has Adam's settings."""
 
     distributed: bool = setting(True, "Shard optimizer state and FP32 main parameters over data parallel.")
-    cpu_offload: float = setting(
-        0.0, "Share of the optimizer state that stays and steps in host memory.", min=0.0, max=1.0
-    )
-    precision_aware: bool = setting(
-        False, "Transformer Engine's Adam with moments of moment_dtype and bf16 remainders."
-    )
+    cpu_offload: float = setting(0.0, "Share of the optimizer state that steps in host memory.", min=0.0, max=1.0)
+    precision_aware: bool = setting(False, "Transformer Engine's Adam with moments of moment_dtype, bf16 remainders.")
     moment_dtype: str = setting("fp32", "Type of Adam's moments (precision_aware only).", choices=("fp32", "bf16"))
 
 
@@ -125,9 +109,7 @@ class ReferenceLayoutConfig:
 
     tp: int = setting(0, "Tensor-parallel size of the reference.", unit="ranks", min=0)
     pp: int = setting(0, "Pipeline-parallel size of the reference.", unit="ranks", min=0)
-    pipeline: str = setting(
-        "", "Layers of each stage of the reference, as engine.megatron.pipeline; empty splits evenly."
-    )
+    pipeline: str = setting("", "Layers of each stage, as engine.megatron.pipeline; empty splits evenly.")
     cp: int = setting(0, "Context-parallel size of the reference.", unit="ranks", min=0)
     ep: int = setting(0, "Expert-parallel size of the reference.", unit="ranks", min=0)
     etp: int = setting(0, "Tensor-parallel size of each expert of the reference.", unit="ranks", min=0)
@@ -148,11 +130,7 @@ class MegatronConfig:
     pp: int = setting(1, "Pipeline-parallel size.", unit="ranks", min=1)
     vpp: int = setting(1, "Model chunks per pipeline rank (interleaved schedule when above 1).", unit="chunks", min=1)
     overlap_p2p: bool = setting(False, "Overlap pipeline sends with compute (interleaved schedule only).")
-    pipeline: str = setting(
-        "",
-        "Layers of each stage in Megatron-Core's notation, as Ett|ttt|ttL (E embedding, t layer, L loss); "
-        "empty splits evenly.",
-    )
+    pipeline: str = setting("", "Layers of each stage, as Ett|ttt|ttL (E embedding, L loss); empty: even.")
     cp: int = setting(1, "Context-parallel size: ranks that share every sequence.", unit="ranks", min=1)
     ep: int = setting(1, "Expert-parallel size: ranks that share the experts of a layer.", unit="ranks", min=1)
     etp: int = setting(0, "Tensor-parallel size of each expert; 0 takes tp.", unit="ranks", min=0)
@@ -195,16 +173,11 @@ class FsdpConfig:
     """PyTorch FSDP2: who holds what, and when it travels."""
 
     shard_ranks: int = setting(
-        0, "Ranks that share one copy of weights and optimizer state; 0: all.", unit="ranks", min=0
+        0, "Ranks that share a copy of weights and optimizer state; 0: all.", unit="ranks", min=0
     )
-    reshard_after_forward: bool = setting(
-        True, "Free a layer's weights after its forward and gather them again in the backward."
-    )
-    reduce_every_microbatch: bool = setting(
-        True,
-        "Reduce gradients after every micro-batch; false: once per optimizer step, keeping whole FP32 gradients.",
-    )
-    grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
+    reshard_after_forward: bool = setting(True, "Free a layer's weights between its forward and backward.")
+    reduce_every_microbatch: bool = setting(True, "Reduce gradients after every micro-batch, else once per update.")
+    grad_reduce_in_fp32: bool = setting(True, _REDUCE_IN_FP32)
     cpu_offload: bool = setting(False, "Keep weights, gradients and optimizer state in host memory; Adam steps there.")
 
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from mega_rl.config.schema.algorithms import Files, SingleTurn
-from mega_rl.config.schema.data import (
-    AllPrompts,
-    ColumnCurriculum,
-    MixtureConfig,
-    StreamConfig,
-    SuccessCurriculum,
-)
-from mega_rl.config.schema.sandbox import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
+from mega_rl.config.schema.data import AllPrompts, ColumnCurriculum, MixtureConfig, StreamConfig, SuccessCurriculum
 from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
+
+CODE_TESTS = "code_tests"  # the reward function that reads these settings
 
 
 @dataclass(frozen=True)
@@ -28,16 +22,9 @@ class ChatConfig:
         "lists are errors (false).",
         choices=("auto", "true", "false"),
     )
-    template_kwargs: dict[str, Any] = setting(
-        {},
-        "Variables of the chat template, such as {enable_thinking: false}, or tools: [...].",
-    )
+    template_kwargs: dict[str, Any] = setting({}, "Variables of the chat template, such as {enable_thinking: false}.")
     system_prompt: str = setting("", "System message of conversations that begin with none; empty adds none.")
-    date: str = setting(
-        "",
-        "Date that templates such as Llama's write, as 2026-01-31; empty: today's, so a run cannot resume on "
-        "another day.",
-    )
+    date: str = setting("", "Date that templates write, as 2026-01-31; empty: today's.")
 
     def __post_init__(self) -> None:
         """Take true and false of YAML and Python as the words."""
@@ -45,17 +32,28 @@ class ChatConfig:
 
 
 @dataclass(frozen=True)
+class Files(Kind):
+    """Rows of data.train_files, or of data.mixture."""
+
+    name = "files"
+    has_validation: ClassVar[bool] = False  # has held-out rows of its own, the split "validation"
+
+
+@dataclass(frozen=True)
+class SingleTurn(Kind):
+    """One response of the engine to each prompt."""
+
+    name = "single_turn"
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Prompts: files, formats, lengths."""
 
     source: Kind = tagged(
-        by_name(Files),
-        "files",
-        "Source of training prompts: train_files, or path/to/file.py:class that yields rows.",
+        by_name(Files), "files", "Source of training prompts: train_files, or path/to/file.py:class that yields rows."
     )
-    train_files: list[str] = setting(
-        [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
-    )
+    train_files: list[str] = setting([], "JSONL or Parquet files, or data sets of the Hub as org/name:split@revision.")
     val_files: list[str] = setting([], "Held-out prompts, named like train_files; empty splits off val_size rows.")
     val_size: int = setting(0, "Rows split off the training files if val_files is empty.", unit="rows", min=0)
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
@@ -66,9 +64,7 @@ class DataConfig:
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
     shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
     curriculum: Kind = tagged(
-        by_name(AllPrompts, ColumnCurriculum, SuccessCurriculum),
-        "none",
-        "Prompts that are drawn first or more often.",
+        by_name(AllPrompts, ColumnCurriculum, SuccessCurriculum), "none", "Prompts that are drawn first or more often."
     )
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
@@ -91,19 +87,10 @@ class EmbeddedConfig:
 class SglangServerConfig:
     """Servers that the run starts itself."""
 
-    count: int = setting(
-        0,
-        "Servers to start on each host or group of hosts; 0: as many as devices hold.",
-        unit="servers",
-        min=0,
-    )
+    count: int = setting(0, "Servers on each host or group of hosts; 0: as many as fit.", unit="servers", min=0)
     tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
     nodes: int = setting(1, "Hosts that each server spans, with equally many ranks on each.", unit="hosts", min=1)
-    host: str = setting(
-        "127.0.0.1",
-        "Address or network interface that servers bind to; loopback on several hosts: each host's address towards "
-        "MASTER_ADDR.",
-    )
+    host: str = setting("127.0.0.1", "Address or network interface that servers bind to.")
     args: dict[str, object] = setting(
         {},
         "Further ServerArgs of SGLang: {max_total_tokens: 20000, ep_size: 8}; true sets a flag. Without "
@@ -128,11 +115,6 @@ class SglangServerConfig:
 class SglangSyncConfig:
     """Weights to the servers, and the proof that they arrived."""
 
-    transport: str = setting(
-        "auto",
-        "Shared memory on one host (CUDA IPC on the same GPUs), or process groups; auto takes the first possible.",
-        choices=("auto", "shared_memory", "distributed"),
-    )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
 
@@ -142,9 +124,7 @@ class SglangConfig:
     """The SGLang servers of a run, and the requests to them."""
 
     urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers next to the trainer.")
-    keys_file: str = setting(
-        "", 'Keys of the servers that are joined, mode 0600: {"api_key": "...", "admin_key": "..."}.'
-    )
+    keys_file: str = setting("", 'Keys of joined servers, mode 0600: {"api_key": "...", "admin_key": "..."}.')
     placement: str = setting(
         "auto",
         "Servers take turns on the trainer's devices (colocated) or have their own; auto is colocated for started "
@@ -156,19 +136,9 @@ class SglangConfig:
     max_concurrency: int = setting(256, "Requests in flight at one server.", unit="requests", min=1)
     retries: int = setting(3, "Further tries of a sample after a failed one.", unit="tries", min=0)
     restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
-    max_failed_share: float = setting(
-        0.0,
-        "Share of a step's samples that may stay without an answer and out of the loss; more end the run.",
-        min=0.0,
-        max=1.0,
-    )
-    partial_rollout: bool = setting(
-        False, "Let a weight update interrupt responses, which continue under the new weights."
-    )
-    return_routing: bool = setting(
-        False,
-        "Route tokens in the trainer's passes as the servers did; needs engine.megatron.moe.routing_replay.",
-    )
+    max_failed_share: float = setting(0.0, "Share of a step's samples that may stay unanswered.", min=0.0, max=1.0)
+    partial_rollout: bool = setting(False, "Let weight updates interrupt responses, which then continue.")
+    return_routing: bool = setting(False, "Route tokens in the trainer's passes as the servers did.")
     server: SglangServerConfig = dataclasses.field(default_factory=SglangServerConfig)
     sync: SglangSyncConfig = dataclasses.field(default_factory=SglangSyncConfig)
 
@@ -178,18 +148,10 @@ class MismatchConfig:
     """Limits on the log-prob differences between trainer and rollout engine."""
 
     mean_limit: float = setting(
-        0.0,
-        "Largest mean |trainer - rollout| log-prob over a step's tokens; 0: 1e-3 if both are fp32, else 0.15.",
-        unit="nats",
-        min=0.0,
+        0.0, "Largest mean difference of a step; 0: 1e-3 if both are fp32, else 0.15.", unit="nats", min=0.0
     )
     share_limit: float = setting(0.01, "Largest share of tokens that differ by 1 nat or more.", min=0.0, max=1.0)
-    max_limit: float = setting(
-        0.0,
-        "Largest |trainer - rollout| log-prob of one token; 0 takes 1 if both are fp32, else none.",
-        unit="nats",
-        min=0.0,
-    )
+    max_limit: float = setting(0.0, "Largest of a token; 0: 1 if both are fp32, else none.", unit="nats", min=0.0)
 
 
 @dataclass(frozen=True)
@@ -226,15 +188,8 @@ class RolloutConfig:
     top_k: int = setting(0, "Keep the k most likely tokens, with the same warning; 0: all.", unit="tokens", min=0)
     max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
     stop_token_ids: list[int] = setting([], "Token ids that end a response besides the model's.")
-    dtype: str = setting(
-        "auto", "Weight type of the rollout model; auto takes model.dtype.", choices=("auto", "bf16", "fp32")
-    )
-    verify_interval: int = setting(
-        10,
-        "Verify checksums of all synced tensors at the first and every N-th publish.",
-        unit="publishes",
-        min=1,
-    )
+    dtype: str = setting("auto", "Type of its weights; auto takes model.dtype.", choices=("auto", "bf16", "fp32"))
+    verify_interval: int = setting(10, "Verify checksums at the first and every N-th publish.", unit="publishes", min=1)
     bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
     dynamic_sampling: DynamicSamplingConfig = dataclasses.field(default_factory=DynamicSamplingConfig)
     mismatch: MismatchConfig = dataclasses.field(default_factory=MismatchConfig)
@@ -250,9 +205,7 @@ class RewardModelConfig(Kind):
 
     path: str = setting("", "Hugging Face sequence-classification checkpoint with one label.")
     attn_implementation: str = setting(
-        "same",
-        "Attention kernel of the reward model; same takes model.attn_implementation.",
-        choices=("same", *ATTENTION),
+        "same", "Attention kernel; same takes the model section's.", choices=("same", *ATTENTION)
     )
 
 
@@ -279,19 +232,13 @@ class RewardFunctionConfig(Kind):
     workers: int = setting(
         -1,
         "Worker processes of each rank; 0: none, and no deadlines. -1: none for built-in functions except math_verify "
-        "and for functions of a Python program, else the rank's cores minus one, at most 8.",
+        "and for functions of a Python program, else the rank's cores minus one, 1 to 8.",
         unit="processes",
         min=-1,
     )
     timeout_s: float = setting(30.0, "Deadline of one response, or of one call for several.", unit="seconds", above=0.0)
     concurrency: int = setting(64, "Calls of an asynchronous function at a time in each worker.", min=1)
-    batch_size: int = setting(
-        64,
-        "Most responses of one call of a function that takes several.",
-        unit="responses",
-        min=1,
-        max=4096,
-    )
+    batch_size: int = setting(64, "Most responses of a call that takes several.", unit="responses", min=1, max=4096)
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
         "score",
@@ -300,12 +247,7 @@ class RewardFunctionConfig(Kind):
         choices=("score", "mask"),
     )
     failure_score: float = setting(0.0, "Reward of such a response: choose the lowest.")
-    max_failed_share: float = setting(
-        0.1,
-        "Share of a step's responses that may fail before the run ends.",
-        min=0.0,
-        max=1.0,
-    )
+    max_failed_share: float = setting(0.1, "Share of a step's responses that may fail.", min=0.0, max=1.0)
 
 
 @dataclass(frozen=True)
@@ -316,18 +258,44 @@ class NoRewards(Kind):
 
 
 @dataclass(frozen=True)
+class RewardSandboxConfig(Kind):
+    """Settings of every sandbox."""
+
+    timeout_s: float = setting(6.0, "Wall clock of one case, with the start of its sandbox.", unit="seconds", above=0.0)
+    total_s: float = setting(20.0, "Wall clock of all cases of a response.", unit="seconds", above=0.0)
+    memory_mib: int = setting(512, "Address space of each process, and resident memory of all.", unit="MiB", min=64)
+    output_kib: int = setting(256, "Longest output of a case, and longest error output.", unit="KiB", min=1)
+    score: str = setting("share", "The share of cases that pass, or 1 if all pass.", choices=("share", "all"))
+
+
+@dataclass(frozen=True)
+class LocalSandboxConfig(RewardSandboxConfig):
+    """Locked processes under bubblewrap on the rank's host."""
+
+    name = "local"
+
+    processes: int = setting(16, "Processes and threads of a case; asserts take three.", min=4, max=1024)
+    tmp_mib: int = setting(16, "Size of a case's temporary files, and of its shared memory.", unit="MiB", min=1)
+    interpreter: str = setting("", "Absolute path of the Python inside; empty: this environment's, without packages.")
+
+
+@dataclass(frozen=True)
+class RemoteSandboxConfig(RewardSandboxConfig):
+    """A service that speaks SandboxFusion's protocol."""
+
+    name = "remote"
+
+    url: str = setting("", "Address of the service, as http://127.0.0.1:8080/run_code.")
+    key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")
+
+
+@dataclass(frozen=True)
 class OverlongConfig:
     """Responses that reach rollout.max_new_tokens."""
 
-    filter: bool = setting(
-        False,
-        "Leave truncated responses out of every loss; their rewards still count in group statistics.",
-    )
+    filter: bool = setting(False, "Leave truncated responses out of every loss; their rewards still count.")
     buffer_tokens: int = setting(
-        0,
-        "Last tokens over which the reward falls by up to reward.overlong.penalty; 0 punishes none.",
-        unit="tokens",
-        min=0,
+        0, "Last tokens over which the reward falls by the penalty; 0: none.", unit="tokens", min=0
     )
     penalty: float = setting(1.0, "What a response of the full length loses.", unit="reward", above=0.0)
 
@@ -337,31 +305,17 @@ class RewardConfig:
     """Rewards: functions, services, reward models."""
 
     source: Kind = tagged(
-        by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, NoRewards),
-        "function",
-        "Who scores.",
+        by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, NoRewards), "function", "Who scores."
     )
     function: str = setting(
         "exact_match",
         "Built-in name (code_format, code_tests, exact_match, has_final_answer, math_verify, number_match) or "
         "path/to/file.py:function.",
     )
-    functions: dict[str, str] = setting(
-        {},
-        "Named parts of the reward, instead of reward.function: {correct: math_verify, format: rewards.py:has_boxes}.",
-    )
-    sources: dict[str, list[str]] = setting(
-        {},
-        "Functions that score each data source, as {gsm8k: [correct, format]}; empty: all score every row.",
-    )
-    weights: dict[str, float] = setting(
-        {},
-        "Weights of named parts of the reward, as {format: 0.2}; default 1; 0 only shows a part.",
-    )
-    skip_special_tokens: bool = setting(
-        True,
-        "Leave special tokens out of the scored text; false shows all but the final stop token.",
-    )
+    functions: dict[str, str] = setting({}, "Named parts instead: {correct: math_verify, format: r.py:f}.")
+    sources: dict[str, list[str]] = setting({}, "Functions of each data source, as {gsm8k: [correct]}; empty: all.")
+    weights: dict[str, float] = setting({}, "Weights of named parts, as {format: 0.2}; default 1; 0 only shows one.")
+    skip_special_tokens: bool = setting(True, "Leave special tokens out of the scored text.")
     sandbox: RewardSandboxConfig = tagged(
         by_name(LocalSandboxConfig, RemoteSandboxConfig),
         "local",
@@ -378,3 +332,9 @@ class RewardConfig:
     def calls(self) -> RewardFunctionConfig:
         """Return how functions are called; defaults for other sources."""
         return self.source if isinstance(self.source, RewardFunctionConfig) else RewardFunctionConfig()
+
+
+def runs_code(reward: RewardConfig) -> bool:
+    """Return whether a reward function of a run reads the settings of the sandbox."""
+    functions = reward.functions.values() if reward.functions else (reward.function,)
+    return reward.source.name == "function" and CODE_TESTS in functions

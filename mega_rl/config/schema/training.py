@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
-from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
 from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
+
+# Found by name, since these packages stand above config: it reads their settings, and they import no torch for it.
+_ALGORITHMS = "mega_rl.algorithms"
+ESTIMATORS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.advantages").ESTIMATORS
+LOSSES: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.policy_losses").LOSSES
+_corrections = import_module(f"{_ALGORITHMS}.corrections")
+CORRECTIONS = by_name(_corrections.AutoCorrection, _corrections.NoCorrection) | _corrections.CORRECTIONS
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Checkpoints of the roles, and how models are built."""
 
-    path: str = setting(
-        "",
-        "Checkpoint of the actor: a Hugging Face directory, or org/name or org/name@revision of the Hub.",
-    )
+    path: str = setting("", "Checkpoint of the actor: a Hugging Face directory, or org/name@revision of the Hub.")
     ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
     critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
     dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
-    fp32_head: bool = setting(
-        False,
-        "Compute logits in FP32, at twice their memory: bf16 rounds those above 16 by up to 1/16.",
-    )
-    attn_implementation: str = setting(
-        "auto",
-        "Attention kernel: plain (eager), torch's fused (sdpa), FlashAttention, or the best available.",
-        choices=ATTENTION,
-    )
-    critic_attn_implementation: str = setting(
-        "same", "Attention kernel of the critic; same takes model.attn_implementation.", choices=("same", *ATTENTION)
-    )
-    ref_attn_implementation: str = setting(
-        "same", "Attention kernel of the reference; same takes model.attn_implementation.", choices=("same", *ATTENTION)
-    )
+    fp32_head: bool = setting(False, "Compute logits in FP32, at twice their memory: bf16 rounds large ones.")
+    attn_implementation: str = setting("auto", "Attention kernel; auto: the best available.", choices=ATTENTION)
+    critic_attn_implementation: str = setting("same", "Attention kernel of the critic.", choices=("same", *ATTENTION))
+    ref_attn_implementation: str = setting("same", "Attention kernel of the reference.", choices=("same", *ATTENTION))
     recompute: str = setting(
         "none",
         "Activations recomputed in the backward: none, those of recompute_modules, or whole layers.",
@@ -42,10 +36,11 @@ class ModelConfig:
     )
     recompute_modules: list[str] = setting(
         ["core_attn"],
-        "What selective recompute runs again: core_attn, layernorm, mlp, moe, moe_act, mla_up_proj, shared_experts.",
+        "What selective recompute runs again.",
+        choices=("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"),
     )
     recompute_layers: int = setting(
-        0, "Layers of each chunk that full recompute runs again, from the first; 0: all.", unit="layers", min=0
+        0, "Layers of each chunk that full recompute runs again; 0: all.", unit="layers", min=0
     )
     frozen: list[str] = setting(
         [],
@@ -66,18 +61,8 @@ class OptimConfig:
     eps: float = setting(1e-8, "Denominator floor of Adam.", above=0.0)
     clip_grad: float = setting(1.0, "Global gradient-norm limit; 0 turns clipping off.", min=0.0)
     schedule: str = setting("constant", "Learning-rate shape after warm-up.", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = setting(
-        0,
-        "Linear warm-up from zero; the actor's begins after algorithm.critic_warmup_steps.",
-        unit="trainer steps",
-        min=0,
-    )
-    min_lr_ratio: float = setting(
-        0.1,
-        "Learning rate of the last step as a fraction of the peak.",
-        min=0.0,
-        max=1.0,
-    )
+    warmup_steps: int = setting(0, "Linear warm-up; the actor's follows the critic's.", unit="trainer steps", min=0)
+    min_lr_ratio: float = setting(0.1, "Learning rate of the last step as a fraction of the peak.", min=0.0, max=1.0)
     max_skipped_steps: int = setting(
         3,
         "Steps in a row that may be skipped for a gradient norm that is not finite; more end the run.",
@@ -111,15 +96,12 @@ class _Penalty(KlConfig):
     control: str = setting("fixed", "Fixed or adaptive KL coefficient.", choices=("fixed", "adaptive"))
     target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
     horizon: int = setting(10_000, "Horizon of the adaptive controller.", unit="sequences", min=1)
-    reference_interval: int = setting(
-        0, "The reference takes the policy's weights every N steps; 0: never.", unit="steps", min=0
-    )
-    reference_rate: float = setting(
-        1.0,
-        "Share of the policy in the reference's new weights; below 1 a moving average.",
-        above=0.0,
-        max=1.0,
-    )
+    reference_interval: int = setting(0, "The reference takes the policy's weights every N steps.", unit="steps", min=0)
+    reference_rate: float = setting(1.0, "Share of the policy in the reference's new weights.", above=0.0, max=1.0)
+
+    def problems(self) -> Iterator[str]:
+        if self.control == "adaptive" and not self.coef:
+            yield "coef=0 with control=adaptive: a product never leaves 0; legal: above 0"
 
 
 @dataclass(frozen=True)
@@ -146,7 +128,7 @@ class AlgorithmConfig:
     """Advantages and losses: docs/algorithms.md."""
 
     advantage: Kind = tagged(
-        ADVANTAGES,
+        ESTIMATORS,
         "grpo",
         "Advantage estimator, also path/to/file.py:class. gae needs a critic, gdpo named rewards, distillation a "
         "reference.",
@@ -158,11 +140,7 @@ class AlgorithmConfig:
         "Weights of token losses if other weights or another engine sampled, also path/to/file.py:class. auto: tis "
         "for SGLang in bf16 or with older weights, icepop for mixtures of experts, else none.",
     )
-    entropy_coef: float = setting(
-        0.0,
-        "Weight of the entropy bonus; 0 computes no entropy.",
-        min=0.0,
-    )
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus; 0 computes no entropy.", min=0.0)
     loss_aggregation: str = setting(
         "token-mean",
         "How the policy's token losses become one number.",
@@ -174,9 +152,7 @@ class AlgorithmConfig:
         "optimizer step (auto), or the sampler (rollout).",
         choices=("auto", "recompute", "rollout"),
     )
-    value_clip: float = setting(
-        0.5, "Largest distance of clipped value predictions from the old ones; 0 turns it off.", min=0.0
-    )
+    value_clip: float = setting(0.5, "Largest distance of value predictions from the old ones; 0: off.", min=0.0)
     epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
     critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
     kl: KlConfig = tagged(
@@ -193,10 +169,7 @@ class MicrobatchConfig:
     packing: bool = setting(True, "Pack sequences without padding (THD); false pads each micro-batch.")
     max_tokens: int = setting(8192, "Token budget of a packed micro-batch.", unit="tokens", min=1)
     size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
-    skip_zero_advantages: bool = setting(
-        False,
-        "Leave responses without advantages out of the policy's updates: equal gradient, metrics of the others.",
-    )
+    skip_zero_advantages: bool = setting(False, "Leave responses without advantages out of updates.")
 
 
 @dataclass(frozen=True)
@@ -206,9 +179,7 @@ class ProfileConfig:
     steps: list[int] = setting([], "Steps, from 1, that torch's profiler traces into profile/ of the run folder.")
     ranks: list[int] = setting([0], "Ranks that write traces.")
     memory: bool = setting(False, "Also write the GPU allocator's history of each traced step.")
-    peak_tflops: float = setting(
-        0.0, "Rate that perf/mfu is a share of; 0: the device's in bf16.", unit="TFLOP/s", min=0.0
-    )
+    peak_tflops: float = setting(0.0, "Rate of which perf/mfu is a share; 0: the device's.", unit="TFLOP/s", min=0.0)
 
 
 @dataclass(frozen=True)
@@ -217,25 +188,12 @@ class TrainerConfig:
 
     run_dir: str = setting("runs/default", "Folder of everything the run writes.")
     steps: int = setting(100, "Trainer steps.", unit="steps", min=1)
-    epochs: float = setting(
-        0.0,
-        "Length of the run in passes over the training prompts, instead of trainer.steps.",
-        unit="epochs",
-        min=0.0,
-    )
+    epochs: float = setting(0.0, "Passes over the training prompts, instead of steps.", unit="epochs", min=0.0)
     prompts_per_step: int = setting(64, "Prompts per step over all ranks.", unit="prompts", min=1)
     minibatch_size: int = setting(64, "Prompts per optimizer step over all ranks.", unit="prompts", min=1)
     seed: int = setting(0, "Seed of data order, sampling and fresh heads.", min=0, max=2**32 - 1)
-    val_interval: int = setting(
-        0, "Validate every N steps, before the first and after the last; 0 never.", unit="steps", min=0
-    )
-    async_steps: int = setting(
-        0,
-        "Steps that generation runs ahead of training.",
-        unit="steps",
-        min=0,
-        max=1,
-    )
+    val_interval: int = setting(0, "Validate every N steps and at both ends; 0: never.", unit="steps", min=0)
+    async_steps: int = setting(0, "Steps that generation runs ahead of training.", unit="steps", min=0, max=1)
     device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
     deterministic: bool = setting(False, "Use only algorithms that repeat their bits.")
     timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)

@@ -338,5 +338,4 @@ def facts_of(checkpoint: HFConfig) -> ModelFacts:
         num_experts=0 if moe is None else moe.num_experts,
         expert_ffn_hidden_size=0 if moe is None else moe.ffn_hidden_size,
         expert_biases=moe is not None and checkpoint.linear_bias,
-        shared_experts=moe is not None and moe.shared_ffn_hidden_size > 0,
     )

@@ -26,8 +26,7 @@ _WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")
 def attention_name(choice: str) -> str:
     """Return the `attn_implementation` with which a model must be built to run `choice`, "eager" and the like.
 
-    Raises:
-        KeyError: not one that Hugging Face's models run.
+    Raises KeyError: not one that Hugging Face's models run.
     """
     return {**{kernel: f"mega_rl_{kernel}" for kernel in KERNELS}, "flash_attention_2": "flash_attention_2"}[choice]
 
@@ -71,8 +70,7 @@ def _attention(
     What transformers calls for an attention `module`. `sequences` comes from `attention_arguments` through the model's
     forward and has no default: a model that lost it on the way would let packed sequences see each other.
 
-    Raises:
-        RunError: the module asks for something that changes the result and is not computed here.
+    Raises RunError: the module asks for something that changes the result and is not computed here.
     """
     asked = {
         "attention_mask": attention_mask is not None,

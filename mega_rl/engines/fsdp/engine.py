@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from mega_rl.config.schema import OptimConfig
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.reduce_scatter import Scratch
-from mega_rl.engines.base import EngineBase
+from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp.attention import attention_arguments
 from mega_rl.engines.fsdp.model import TokenClassifier, fsdp_modules, hidden_outputs, sharded_parameters
 from mega_rl.engines.fsdp.weights import WholeModel, disk_buffers, is_first_copy, rows_here, whole_tensor
@@ -43,7 +43,7 @@ from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metri
 
 
 @dataclass(kw_only=True)
-class FSDPEngine(EngineBase):
+class FSDPEngine(ModelEngine):
     """One model, sharded over all ranks, that evaluates tokens and (with an optimizer) learns. See `protocols.Engine`.
 
     Every rank is a data-parallel rank with rows of its own, and a replica by itself: weights meet only while a layer

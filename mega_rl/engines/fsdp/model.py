@@ -111,8 +111,7 @@ class TokenClassifier(nn.Module):
 def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreTrainedModel]:
     """Return (model of a checkpoint's config.json with its head, transformers' part of it), without memory, float32.
 
-    Raises:
-        UserError: transformers does not know the model.
+    Raises UserError: transformers does not know the model.
     """
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -137,8 +136,7 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Keep the parameters whose name matches a shell pattern from training.
 
-    Raises:
-        UserError: a pattern matches nothing, or everything is matched.
+    Raises UserError: a pattern matches nothing, or everything is matched.
     """
     names = [name for name, _ in model.named_parameters()]
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]

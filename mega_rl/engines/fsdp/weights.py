@@ -59,9 +59,8 @@ def load(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport:
 
     A head that the checkpoint does not have starts at zero.
 
-    Raises:
-        UserErrors: the same on every rank and before any weight is read, with every tensor that is missing, unexpected
-            or of another shape.
+    Raises UserErrors: the same on every rank and before any weight is read, with every tensor that is missing,
+    unexpected or of another shape.
     """
     family = sharding.hf.family
     start = perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +25,11 @@ from mega_rl.ddp.access import (
     parameter_tensors,
     unwrapped,
 )
-from mega_rl.ddp.bucket_groups import finish_param_sync, rounding_errors, scratches
+from mega_rl.ddp.bucket_groups import finish_param_sync, scratches
 from mega_rl.ddp.optimizer import clip, count_steps, create_state, set_steps, step, torch_optimizers
 from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
-from mega_rl.engines.base import EngineBase
+from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.megatron.schedule import Schedule
 from mega_rl.engines.models.heads import projection
 from mega_rl.engines.models.routing import Routing
@@ -54,7 +53,7 @@ UNKNOWN = 1 << 62  # more steps than any run makes
 
 
 @dataclass(kw_only=True)
-class MegatronEngine(EngineBase):
+class MegatronEngine(ModelEngine):
     """One model, cut over `groups`, that evaluates tokens and (with an optimizer) learns. See `protocols.Engine`.
 
     `chunks` are GPTModels, wrapped in DDP or FSDP when there is an optimizer.
@@ -124,9 +123,7 @@ class MegatronEngine(EngineBase):
         over_context = partial(sum_over_context, group=self.groups.cp)
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
         results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy, lesson=lesson)
-        metrics = _reduce(results, self._token_shares, self._pipeline) | _rounding_error(
-            self.chunks, ranks_of(self.groups.world), self.device
-        )
+        metrics = _reduce(results, self._token_shares, self._pipeline)
         if metrics.get(TRAINED_TOKENS) == 0.0:
             if self.routing is not None:
                 self.routing.finish_training()
@@ -232,16 +229,3 @@ def _steps(optimizer: MegatronOptimizer, world: Ranks) -> int:
     most, least = world.max(torch.tensor(counts)).tolist()
     assert most == -least, f"ranks have made between {-least} and {most} steps"
     return int(most)
-
-
-def _rounding_error(chunks: Sequence[object], world: Ranks, device: torch.device) -> Metrics:
-    """Return `grad_reduce_bf16_error` where gradients travel in bf16 and are added in FP32; else nothing; collective.
-
-    |g' - g| / |g| over the whole model's gradients g of this step, g' being what a reduce-scatter that rounds to
-    bf16 after every addition would have made of the same contributions.
-    """
-    metrics: Metrics = {}
-    for error in rounding_errors(chunks):
-        difference, reference = world.sum(error.take(device)).tolist()
-        metrics["grad_reduce_bf16_error"] = math.sqrt(difference / reference) if reference else 0.0
-    return metrics

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -13,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,6 +26,7 @@ from mega_rl.engines.models.attention_kernels import (
     sdpa_attention,
 )
 from mega_rl.engines.models.context_parallel import SharedSequences, attend_shared, shared_sequences
+from mega_rl.engines.models.layer import CutOverTensors
 from mega_rl.engines.models.rope import ONE_ROW, TokenPositions
 from mega_rl.parallel.accelerator.transfer import send
 
@@ -138,7 +138,7 @@ def attend_packed(
     return attend_by_length(attend, query, key, value, sequences.classes)
 
 
-class CoreAttention(MegatronModule):
+class CoreAttention(CutOverTensors, MegatronModule):
     """Causal grouped-query attention of one tensor-parallel rank's heads; no dropout, no bias.
 
     Takes the place of Transformer Engine's `DotProductAttention` in Megatron-Core's `SelfAttention` and
@@ -154,6 +154,8 @@ class CoreAttention(MegatronModule):
     With `config.context_parallel_size` above 1 the tensors are this rank's slices of sequences that `pg_collection.cp`
     shares (see `mega_rl.engines.models.context_parallel`).
     """
+
+    cut = "softmax_offset"
 
     def __init__(
         self,
@@ -240,17 +242,3 @@ class CoreAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The kernel with what is this layer's; shapes as in `mega_rl.engines.models.attention_kernels`."""
         return self.kernel(query, key, value, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The sinks for a distributed checkpoint, cut over tensor parallelism."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )

@@ -35,8 +35,7 @@ def choose_attention(requested: str, *, key: str, hf: HFConfig, impl: Spec, devi
     "auto" leaves the choice to Transformer Engine in its layers; elsewhere it is FlashAttention in Hugging Face's
     models where that can run, else sdpa. `dtype` is "bf16" or "fp32".
 
-    Raises:
-        UserError: the requested attention cannot run here; with the reasons and the available ones.
+    Raises UserError: the requested attention cannot run here; with the reasons and the available ones.
     """
     lacking = {word: _lacking(word, hf, impl, device_type, dtype) for word in ("flash_attention_2", "sdpa", "eager")}
     there = [word for word, reasons in lacking.items() if not reasons]
@@ -57,8 +56,7 @@ def check_one_backend(asked: Mapping[Role, RequestedAttention]) -> None:
     Megatron-Core passes the backend to Transformer Engine through the environment, which all models of a process share,
     and every value of the setting is another backend.
 
-    Raises:
-        UserError: two roles ask for different ones.
+    Raises UserError: two roles ask for different ones.
     """
     (first, its), *others = asked.items()
     for role, own in others:

@@ -69,9 +69,8 @@ def transformer_config(
     micro-batches or of data-parallel ranks, because every token's loss already carries its global weight. Only
     `engine.megatron.ddp.average_in_collective` needs it off, and the engine then scales the loss up by what is divided.
 
-    Raises:
-        UserError: experts or latent attention under tensor parallelism without sequence parallelism, experts with
-            biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
+    Raises UserError: experts or latent attention under tensor parallelism without sequence parallelism, experts with
+    biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
     """
     _check(hf, layout)
     kind = DTYPES[settings.model.dtype]

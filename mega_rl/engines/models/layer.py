@@ -20,6 +20,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import rms_norm
 
 from mega_rl.engines.models.rope import ONE_ROW, PackedRotary
@@ -56,11 +57,35 @@ class LatentRMSNorm(RMSNorm):
         super().__init__(config, hidden_size, latent_eps)
 
 
-class JointRMSNorm(torch.nn.Module):
+class CutOverTensors(torch.nn.Module):
+    """A module whose one parameter, named `cut`, is cut over tensor parallelism by its first dimension."""
+
+    cut: str
+    tp_group: ProcessGroup | None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The parameter for a distributed checkpoint."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {self.cut: 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class JointRMSNorm(CutOverTensors):
     """RMSNorm over all `heads` of a query or key together, which tensor parallelism cuts by heads.
 
     The weight is this rank's part, [heads / tp * D].
     """
+
+    cut = "weight"
+    tp_group: ProcessGroup
 
     def __init__(
         self,
@@ -87,20 +112,6 @@ class JointRMSNorm(torch.nn.Module):
             squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = heads * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed.to(x.dtype)).view_as(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The weight for a distributed checkpoint, cut over tensor parallelism."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]

@@ -67,8 +67,7 @@ class Routing:
         `routing` is the batch's, [B, width, mixtures, top_k] int16. `sequences` counts the rows of the mini-batch on
         all data-parallel ranks. `averaged`: gradients will be divided by the number of ranks that share the tokens.
 
-        Raises:
-            RunError: `routing` names experts that the model lacks, or has not one choice per mixture and expert.
+        Raises RunError: `routing` names experts that the model lacks, or has not one choice per mixture and expert.
         """
         self._micros, self._width, self._training = micros, width, training
         self._routing = None if routing is None or not self.record else routing.flatten(0, 1)

@@ -49,8 +49,7 @@ CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
     """Return "te" or "local" for `engine.megatron.transformer_impl`.
 
-    Raises:
-        UserError: `transformer_engine` requested without a CUDA device or without the package.
+    Raises UserError: `transformer_engine` requested without a CUDA device or without the package.
     """
     if requested == "local":
         return "local"
@@ -68,9 +67,8 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
 def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfig) -> None:
     """Check the settings of experts against the layers `impl`, "te" or "local".
 
-    Raises:
-        UserError: experts one after the other in Transformer Engine's layers; a fused router in local ones, or
-            recomputation of grouped experts' activation, for they compute their experts one after the other.
+    Raises UserError: experts one after the other in Transformer Engine's layers; a fused router in local ones, or
+    recomputation of grouped experts' activation, for they compute their experts one after the other.
     """
     if hf.moe is None:
         return
@@ -131,8 +129,7 @@ def decoder_spec(
 ) -> TransformerBlockSubmodules:
     """Spec of a stage's decoder, which holds `layers` of the model (global indices); `impl` is "te" or "local".
 
-    Raises:
-        UserError: the layers lack something that the architecture has, or something that they need themselves.
+    Raises UserError: the layers lack something that the architecture has, or something that they need themselves.
     """
     if impl == "local":
         if hf.mla is not None and not _has_latent_attention():

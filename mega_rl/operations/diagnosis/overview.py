@@ -17,10 +17,7 @@ GOOD_ENDS = ("done", "stopped")
 
 
 def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
-    """Return (lines, exit code): 1 if the run's last end was a hang or failure, else 0.
-
-    stacks: read also the stacks of this host's living ranks. Raises UserError for a folder without records and reports.
-    """
+    """Return (lines, exit code): 1 if the run's last end was a hang or failure, else 0."""
     report, host, seen = newest_report(run_dir), socket.gethostname(), observe(run_dir)
     if not seen.records and report is None:
         raise UserError(

@@ -38,10 +38,7 @@ class Stacks:
 
     @property
     def top(self) -> str:
-        """Return the main thread's innermost line in this package, else its innermost line; empty without stacks.
-
-        The words are py-spy's: "DecodingLoop.run (mega_rl/rollout/embedded/decoding.py:91)".
-        """
+        """Return the main thread's innermost line in this package, else its innermost line; empty without stacks."""
         lines = self.text.splitlines()
         threads = [i for i, line in enumerate(lines) if line.startswith("Thread ")]
         if not threads:
@@ -52,10 +49,7 @@ class Stacks:
 
 
 def collect(run_dir: Path, processes: Mapping[int, int]) -> None:
-    """Write state, memory and stacks of this host's ranks (rank -> pid), within `WITHIN_S`.
-
-    The launcher of every node calls it before it kills ranks after a failure. Ignores errors of the file system.
-    """
+    """Write state, memory and stacks of this host's ranks (rank -> pid), within `WITHIN_S`."""
     deadline = time.monotonic() + WITHIN_S
 
     def collect_one(rank: int) -> None:

@@ -164,9 +164,7 @@ class Channel:
 def connect(address: str, port: int, key: bytes, joining: Joining, *, silent_s: float = SILENT_S) -> Channel:
     """Join the launcher of node 0 and return the channel to it.
 
-    Raises:
-        OSError: nothing answers there yet.
-        ChannelLost: another program does, or a launcher with another key.
+    Raises OSError if nothing answers there yet, ChannelLost if another program or a launcher with another key does.
     """
     connection = socket.create_connection((address, port), timeout=HANDSHAKE_S)
     try:
@@ -196,12 +194,7 @@ def join(
     silent_s: float = SILENT_S,
     stopped: Callable[[], bool],
 ) -> Channel | None:
-    """Call the launcher of node 0 until it answers; return None when a signal came first.
-
-    Raises:
-        RunError: it did not answer within `join_s` seconds.
-        UserError: another program answers there, or a launcher with another key.
-    """
+    """Call the launcher of node 0 until it answers, at most `join_s` seconds; return None when a signal came first."""
     address, port = place
     deadline = time.monotonic() + join_s
     while not stopped():

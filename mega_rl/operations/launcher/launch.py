@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -99,20 +99,14 @@ def launch(
     settings: Launch,
     *,
     variables: Mapping[str, str] | None = None,
-    servers: AbstractContextManager[Mapping[str, str]] | None = None,
     newest: NewestCheckpoints = lambda run_dir: ("", ""),
 ) -> int:
-    """Run this node's ranks to their last end; return the first failed one's exit code.
+    """Run this node's ranks to their last end; return the exit code: the first failed one's, 128 + signal, or 0.
 
-    0 if all ended well; 128 + signal if a signal to a rank or to this process, which passes it on, ended them.
-
-    Args:
-        variables: environment variables of the ranks, in addition to this process's.
-        servers: keeps servers for later ranks while it is open; yields variables of the ranks.
-        newest: finds checkpoints to restart from.
+    variables: of the ranks, in addition to this process's. newest: finds checkpoints to restart from.
     """
-    with StopSignals() as stop, servers or nullcontext({}) as kept:
-        variables = {**os.environ, **kept, **(variables or {})}
+    with StopSignals() as stop:
+        variables = {**os.environ, **(variables or {})}
         os.environ.pop(KEY, None)  # store and reaper would inherit it
         try:
             with limits_as_errors():

@@ -110,10 +110,7 @@ class NodeRanks:
         return {rank: child.pid for rank, child in self._running.items()}
 
     def start(self, assignment: Assignment, *, lifeline: int | None = None) -> None:
-        """Start the ranks; those of the generation before have ended. lifeline: see `RankStore`.
-
-        Raises RunError when the machine allows no further process.
-        """
+        """Start the ranks; those of the generation before have ended. lifeline: see `RankStore`."""
         assert not self._running, "ranks of an earlier generation still run"
         self._kill_at = float("inf")
         resume = [f"checkpoint.resume={assignment.resume}"] if assignment.resume else []

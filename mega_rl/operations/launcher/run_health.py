@@ -16,7 +16,7 @@ from mega_rl.operations.diagnosis.cause import diagnose, kills_for_memory
 from mega_rl.operations.diagnosis.observations import in_words
 from mega_rl.operations.diagnosis.stacks import collect
 from mega_rl.operations.launcher.ranks import INNOCENT, RankEnd
-from mega_rl.threads import Running
+from mega_rl.processes import Running
 from mega_rl.tracking.health.records import RankRecord, clear, health_folder, read_records
 
 log = logging.getLogger(__name__)
@@ -58,10 +58,7 @@ class RunHealth:
         return max(steps, default=None)
 
     def overdue(self) -> str | None:
-        """Return why ranks count as stuck though none has ended, or None; on node 0.
-
-        A wait or phase is past its deadline, or no rank gives a sign of life.
-        """
+        """Return why ranks count as stuck though none has ended, or None; on node 0."""
         if self._look is None:
             self._look, self._look_began = Running(self.look, name="look for overdue waits"), self._clock()
         if self._look.wait(LOOK_S):
@@ -166,10 +163,7 @@ class RunProgress:
 
     @property
     def next_start(self) -> str:
-        """Return in words where restarted ranks resume, as far as this host can see.
-
-        A damaged checkpoint in memory, or one that lost a host's part, sends them to the disk.
-        """
+        """Return in words where restarted ranks resume, as far as this host can see."""
         if not self.is_saved and self._resume != "auto":
             return "the beginning" if self._resume == "never" else f"checkpoint.resume={self._resume}"
         on_disk, in_memory = map(_step, self._newest())

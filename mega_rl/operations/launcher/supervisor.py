@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from mega_rl.errors import RunError, UserError, name_of_signal
+from mega_rl.operations.diagnosis.observations import in_words
 from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, LocalNode, RunNode
 from mega_rl.operations.launcher.ranks import INNOCENT, Assignment, RankEnd
 from mega_rl.operations.launcher.reaper import SAVE_S
@@ -52,10 +53,7 @@ class RunFailure:
 
 
 def failure_of(ends: Sequence[RankEnd], *, world_size: int) -> RunFailure | None:
-    """Return why a run has failed, from its ranks' ends in their order; None without failure.
-
-    A user's mistake comes first, ranks that other ranks brought down last.
-    """
+    """Return why a run has failed, from its ranks' ends in their order; None without failure."""
     failures = [end for end in ends if end.code]
     mistakes = [end for end in failures if end.code == UserError.exit_code]
     own = [end for end in failures if end.code not in INNOCENT]
@@ -65,12 +63,10 @@ def failure_of(ends: Sequence[RankEnd], *, world_size: int) -> RunFailure | None
     who = f"rank {first.rank} (process {first.pid})"
     if first.code in INNOCENT:
         missing = sorted({*range(world_size)} - {end.rank for end in ends})
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        others = f"rank {', '.join(map(str, missing[:8]))}{more}" if missing else "another rank"
+        others = f"{in_words(missing)}, which had not ended" if missing else "another rank, which says no more"
         lost = first.code == LOST_PEER_CODE
         what = "lost the connection to" if lost else "waited trainer.timeout_s in a collective for"
-        tail = ", which had not ended" if missing else ", which says no more"
-        return RunFailure(f"{who} {what} {others}{tail}", RunError.exit_code)
+        return RunFailure(f"{who} {what} {others}", RunError.exit_code)
     said = 0 < first.code < UNSAID
     return RunFailure(f"{who} {ending(first.code)}", _exit_code(first), said=said)
 
@@ -86,10 +82,7 @@ def ending(exit_code: int) -> str:
 
 
 def stop_code(ends: Sequence[RankEnd], number: int) -> int:
-    """Return a stopped run's exit code: 128 + signal, unless a rank failed otherwise.
-
-    A run that had come to its end has ended well.
-    """
+    """Return a stopped run's exit code: 128 + signal, unless a rank failed otherwise."""
     codes = [_exit_code(end) for end in ends]
     others = [code for code in codes if code not in (0, 128 + number, 128 + signal.SIGKILL, *STOPPED, *INNOCENT)]
     return 0 if ends and not any(codes) else next(iter(others), 128 + number)
@@ -310,7 +303,7 @@ class Supervisor:
         if state.has_lost_node:
             refusal: str | None = "start the run again, on other nodes if this one is broken"
         elif state.left:
-            refusal = f"rank {', '.join(map(str, state.left))} does not end though it was killed; look at that node"
+            refusal = f"{in_words(state.left)} did not end when killed; look at that node"
         else:
             refusal = self._restarts.refusal(failure, step=self._progress.step, progressed=self._progress.is_made)
         if refusal == "" and diagnosis == "":

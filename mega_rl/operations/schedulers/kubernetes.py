@@ -25,7 +25,6 @@ from mega_rl.operations.schedulers.options import (
     RecipeFacts,
     Variables,
     is_below,
-    pairs,
     variables,
 )
 
@@ -67,10 +66,6 @@ class JobSetRun:
     secret: Annotated[
         list[str] | None, typer.Option("--secret", help="Secret whose entries are variables of the ranks.")
     ] = None
-    node_selector: Annotated[
-        list[str] | None, typer.Option("--node-selector", metavar="LABEL=VALUE", help="Label of the nodes to use.")
-    ] = None
-    queue: Annotated[str, typer.Option("--queue", help="Local queue of Kueue, which admits all pods at once.")] = ""
     max_restarts: MaxRestarts = DEFAULT_RESTARTS
     node_restarts: NodeRestarts = 3
 
@@ -86,6 +81,11 @@ def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
         problems.append(f"--name={run.name}: needs at most 42 lower-case letters, digits and dashes, a letter first")
     if not re.fullmatch(r"\S+[@:]\S+", run.image):
         problems.append(f"--image={run.image}: nodes and restarts may get different images; name a tag or a digest")
+    problems += [
+        f"--rdma={text}: needs a device and a number, as rdma/hca=8"
+        for text in run.rdma or ()
+        if not re.fullmatch("[^=]+=[1-9][0-9]*", text)
+    ]
     paths = [path for path, _ in map(parse_mount, run.mount or ())]
     if not is_below(facts.run_dir, paths):
         problems.append(
@@ -115,9 +115,6 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
     policy["spec"]["ingress"][0]["from"] = [{"podSelector": {"matchLabels": {LABEL: run.name}}}]
     job_set["spec"]["network"]["subdomain"] = run.name
     job_set["spec"]["failurePolicy"]["maxRestarts"] = run.node_restarts
-    if run.queue:
-        job_set["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = run.queue
-        job_set["spec"]["suspend"] = True  # until Kueue admits it
     job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
     job |= {"completions": run.nodes, "parallelism": run.nodes}
     job["template"]["metadata"] = {"labels": _labels(run)}
@@ -127,8 +124,6 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
     container |= _container(run, facts)
     if facts.device != "cpu":
         pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    if run.node_selector:
-        pod["nodeSelector"] = pairs("--node-selector", run.node_selector)
     if run.rdma:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # registers memory with the network card
     for number, (path, volume) in enumerate(map(parse_mount, run.mount or ())):
@@ -142,7 +137,7 @@ def _container(run: JobSetRun, facts: RecipeFacts) -> dict[str, object]:
     resources = {
         "cpu": str(run.cpus or 8 * run.nproc_per_node),
         "memory": run.memory or f"{64 * run.nproc_per_node}Gi",
-        **pairs("--rdma", run.rdma),
+        **{name: count for name, _, count in (text.partition("=") for text in run.rdma or ())},
     }
     resources |= {} if facts.device == "cpu" else {"nvidia.com/gpu": str(run.nproc_per_node)}
     key = {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}}

@@ -40,17 +40,6 @@ class RecipeFacts:
     saves: bool  # at intervals
 
 
-def pairs(option: str, given: Sequence[str] | None) -> dict[str, str]:
-    """Return the NAME=VALUE values of an option. Raises UserError for anything else."""
-    named = {}
-    for text in given or ():
-        name, sign, value = text.partition("=")
-        if not (name and sign and value):
-            raise UserError(f"{option}={text}: needs a name and a value, as {option} NAME=VALUE")
-        named[name] = value
-    return named
-
-
 def variables(given: Sequence[str] | None) -> dict[str, str]:
     """Return the variables that --env names. Raises UserError for a variable without a value here."""
     named = {}

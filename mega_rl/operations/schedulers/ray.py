@@ -95,10 +95,7 @@ class NodeLauncher:
         self._child: Child | None = None
 
     def prepare(self, address: str, run_dir: str) -> tuple[int, list[str]]:
-        """Return a free TCP port of this node, and a run's complete checkpoints, oldest first.
-
-        A checkpoint is its name and the time of its folder.
-        """
+        """Return a free TCP port of this node, and a run's complete checkpoints, oldest first."""
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as listener:
             listener.bind((address, 0))
             port = int(listener.getsockname()[1])
@@ -217,10 +214,7 @@ class RayCluster:
     def place(
         self, nodes: int, bundle: Mapping[str, float], *, wait_s: float, stop: StopSignals
     ) -> RayPlacement | None:
-        """Return nodes with a bundle of resources on each; None when a signal came first.
-
-        Raises RunError when the cluster has not had them within `wait_s` seconds.
-        """
+        """Return nodes with a bundle of resources on each; None when a signal came first."""
         util = self._ray.util
         group = util.placement_group([dict(bundle)] * nodes, strategy="STRICT_SPREAD")
         wanted = (
@@ -262,10 +256,7 @@ class RayPlacement:
         self._runs: dict[object, int] = {}  # node of each generator that has not ended
 
     def prepare(self, run_dir: str) -> tuple[int, Sequence[str]]:
-        """Return a free port of node 0, and a run's complete checkpoints as it sees them.
-
-        Raises NodeLost for an actor that is gone, RunError for an actor that cannot work.
-        """
+        """Return a free port of node 0, and a run's complete checkpoints as it sees them."""
         try:
             port, saved = self._ray.get(self._actors[0].prepare.remote(self.addresses[0], run_dir), timeout=CALL_S)
         except self._errors.RayError as error:
@@ -322,12 +313,7 @@ def drive(
     write: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Run until the ranks have ended, through losses of nodes; return the exit code.
-
-    place: returns nodes, None when a signal came first. write: gets each line of the nodes' output.
-
-    Raises RunError when a node is lost and no restarts are left.
-    """
+    """Run until the ranks have ended, through losses of nodes; return the exit code."""
     own = variables(run.env)
     earlier: Sequence[str] | None = None  # checkpoints from before the run
     with StopSignals(SIGNALS) as stop:

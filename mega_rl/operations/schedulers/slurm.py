@@ -183,10 +183,7 @@ def _train_command(run: SlurmRun, facts: RecipeFacts) -> list[str]:
 
 
 def _step_options(run: SlurmRun, names: Sequence[str], folder: str) -> list[str]:
-    """Return srun's options for a launcher on each node. names: variables of a container.
-
-    The first launcher to end does not have the others killed, which may be saving: launchers end one another.
-    """
+    """Return srun's options for a launcher on each node. names: variables of a container."""
     options = [f"--nodes={run.nodes}", f"--ntasks={run.nodes}", "--ntasks-per-node=1", "--export=ALL"]
     options += ["--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={run.warning_s}"]
     options += [f"--cpus-per-task={run.cpus_per_node}"] if run.cpus_per_node else []
@@ -204,10 +201,7 @@ def _words(words: Sequence[str]) -> str:
 
 
 def submit(script: str, *, program: Sequence[str] = SBATCH, wait_s: float = SUBMIT_S) -> int:
-    """Submit a batch script and return the job's number.
-
-    Raises UserError if sbatch is missing or refuses the job, RunError if it does not answer in `wait_s` seconds.
-    """
+    """Submit a batch script and return the job's number."""
     try:
         answer = subprocess.run(program, input=script, capture_output=True, text=True, timeout=wait_s, check=False)
     except FileNotFoundError:

@@ -33,10 +33,9 @@ def prepare(
     variables: environment of the run on a GPU (`mega_rl.environment`), which has to be there before CUDA starts.
     deepep: the run sends tokens to experts by DeepEP (`megatron_core.load`).
 
-    Raises:
-        UserError: "cuda" without a CUDA device, "cpu" on a machine whose CUDA devices are visible, an unknown name, or
-            a Megatron-Core that is not supported, or a package that the CPU or DeepEP needs and does not find.
-        UserErrors: releases of packages that are not allowed.
+    Raises UserError: "cuda" without a CUDA device, "cpu" on a machine whose CUDA devices are visible, an unknown name,
+    or a Megatron-Core that is not supported, or a package that the CPU or DeepEP needs and does not find; UserErrors:
+    releases of packages that are not allowed.
     """
     versions.require()
     if device not in ("auto", "cuda", "cpu"):

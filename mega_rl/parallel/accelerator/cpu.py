@@ -19,8 +19,6 @@ import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -29,8 +27,9 @@ import torch
 
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.accelerator import megatron_core, standin
+from mega_rl.parallel.accelerator.base import Accelerator
 from mega_rl.parallel.accelerator.megatron_core import Release
-from mega_rl.parallel.accelerator.patches import changed_sources, patches
+from mega_rl.parallel.accelerator.patches import patches
 from mega_rl.parallel.accelerator.rewrite import RewritingFinder, stand_in_for_triton
 
 log = logging.getLogger(__name__)
@@ -46,37 +45,8 @@ LITERALS = {
 }
 
 
-@dataclass(frozen=True)
-class CpuAccelerator:
+class CpuAccelerator(Accelerator):
     """The CPU as the device of every rank of a gloo world."""
-
-    device: torch.device = standin.CPU
-    name: str = "cpu"
-    backend: str = "gloo"
-    identity: str = ""
-    model: str = ""
-
-    def synchronize(self) -> None:
-        """Returns at once: CPU operators are synchronous."""
-
-    def memory_allocated(self) -> int:
-        """Return the resident set of the process, in bytes."""
-        return standin.resident_bytes()
-
-    def total_memory(self) -> int:
-        """Return 0: the memory is the host's, which needs no shares."""
-        return 0
-
-    def device_count(self) -> int:
-        """Return 0."""
-        return 0
-
-    def take_peak_memory(self) -> Mapping[str, int]:
-        """Return nothing: the process's largest size cannot be reset."""
-        return {}
-
-    def empty_cache(self) -> None:
-        """Do nothing: a CPU has no cache of blocks."""
 
     def transformer_config_overrides(self) -> dict[str, Any]:
         """Return settings that turn off CUDA kernels and features that are unsafe under gloo."""
@@ -102,27 +72,11 @@ def _apply_patches(release: Release, module: ModuleType) -> None:
 
 def _missing() -> list[str]:
     """Return what keeps Megatron-Core from running here, one message each."""
-    problem = megatron_core.problem() or _changed_since_compared()
+    problem = megatron_core.problem()
     problems = [problem] if problem else []
     if importlib.util.find_spec("psutil") is None:
         problems.append("psutil is not installed: saving a checkpoint would hang for ever; pip install psutil")
     return problems
-
-
-def _changed_since_compared() -> str | None:
-    """Return how a version that came after the compared ones differs from them where patches apply, or None."""
-    folder, version = megatron_core.megatron_folder(), megatron_core.installed_version()
-    release = megatron_core.installed_release()
-    if folder is None or version in release.compared:
-        return None
-    changed = changed_sources(folder, release)
-    if changed:
-        return (
-            f"megatron-core {version}: running on a CPU changes functions of it that are not what they were in "
-            f"{release.compared[-1]} ({', '.join(changed)}); pip install megatron-core=={release.compared[-1]}"
-        )
-    log.info("megatron-core %s is not among the compared versions, but all that is patched is as it was", version)
-    return None
 
 
 def _show_standin() -> None:
@@ -177,9 +131,8 @@ def _quiet() -> None:
 def prepare() -> CpuAccelerator:
     """Make Megatron-Core importable and runnable on this CPU.
 
-    Raises:
-        UserError: a megatron-core that is not supported, or not what the patches were written for; psutil missing;
-            megatron imported already.
+    Raises UserError: a megatron-core that is not supported, or not what the patches were written for; psutil missing;
+    megatron imported already.
     """
     assert not torch.cuda.is_available(), "the CPU stand-in must not be installed where CUDA is available"
     problems = _missing()
@@ -193,7 +146,11 @@ def prepare() -> CpuAccelerator:
     _show_standin()
     _quiet()
     extra = {} if importlib.util.find_spec("triton") else stand_in_for_triton()
-    apply = partial(_apply_patches, megatron_core.installed_release())
+    release = megatron_core.installed_release()
+    if megatron_core.installed_version() not in release.compared:
+        version = megatron_core.installed_version()
+        log.warning("megatron-core %s: what changes it for CPUs was written for %s", version, release.compared[-1])
+    apply = partial(_apply_patches, release)
     finder = RewritingFinder("megatron", names=NAMES, extra_names=extra, literals=LITERALS, after_exec=apply)
     sys.meta_path.insert(0, finder)
-    return CpuAccelerator()
+    return CpuAccelerator(standin.CPU, "cpu", "gloo")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -13,52 +12,32 @@ from typing import Any
 import torch
 
 from mega_rl.cores import bind_near
+from mega_rl.parallel.accelerator.base import Accelerator
 from mega_rl.parallel.accelerator.gpus import device_index
 
 
-@dataclass(frozen=True)
-class CudaAccelerator:
+class CudaAccelerator(Accelerator):
     """The GPU of this local rank."""
 
-    device: torch.device
-    name: str = "cuda"
-    backend: str = "nccl"
-
-    @property
-    def model(self) -> str:
-        """Return the device's name."""
-        return torch.cuda.get_device_name(self.device)
-
-    @property
-    def identity(self) -> str:
-        """Return the device's UUID."""
-        return str(torch.cuda.get_device_properties(self.device).uuid)
-
     def synchronize(self) -> None:
-        """Wait for every stream of the device."""
         torch.cuda.synchronize(self.device)
 
     def memory_allocated(self) -> int:
-        """Return the bytes in live tensors on the device."""
         return torch.cuda.memory_allocated(self.device)
 
     def total_memory(self) -> int:
-        """Return the bytes of the device, whoever holds them."""
         return int(torch.cuda.get_device_properties(self.device).total_memory)
 
     def device_count(self) -> int:
-        """Return the number of visible devices."""
         return torch.cuda.device_count()
 
     def take_peak_memory(self) -> Mapping[str, int]:
-        """Return the allocator's peaks since the last call."""
         allocated = torch.cuda.max_memory_allocated(self.device)
         peaks = {"allocated": allocated, "reserved": torch.cuda.max_memory_reserved(self.device)}
         torch.cuda.reset_peak_memory_stats(self.device)
         return peaks
 
     def empty_cache(self) -> None:
-        """Return cached blocks to the driver."""
         torch.cuda.empty_cache()
 
     def transformer_config_overrides(self) -> dict[str, Any]:
@@ -82,6 +61,7 @@ def prepare() -> CudaAccelerator:
     """Bind this process to its GPU (`device_index`) and the processors near it. Raises UserError without one."""
     device = torch.device("cuda", device_index(os.environ, count=torch.cuda.device_count()))
     torch.cuda.set_device(device)
-    address = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(torch.cuda.get_device_properties(device))
+    facts = torch.cuda.get_device_properties(device)
+    address = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(facts)
     bind_near("{:04x}:{:02x}:{:02x}.0".format(*address))
-    return CudaAccelerator(device=device)
+    return CudaAccelerator(device, "cuda", "nccl", facts.name, str(facts.uuid))

@@ -31,8 +31,7 @@ def device_index(environment: Mapping[str, str], *, count: int) -> int:
     for every local rank. It has set CUDA_VISIBLE_DEVICES to one device then, as a user may have who starts several
     ranks on that device; `claim` finds those when the ranks meet.
 
-    Raises:
-        UserError: more local ranks than visible GPUs.
+    Raises UserError: more local ranks than visible GPUs.
     """
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     if local_rank < count:
@@ -50,8 +49,7 @@ def claim(identity: str, *, store: Store, rank: int, timeout: timedelta) -> None
 
     identity: a name of the device that is unique among all machines; empty for a CPU, which ranks may share.
 
-    Raises:
-        UserError: another rank uses the same device.
+    Raises UserError: another rank uses the same device.
     """
     if not identity:
         return

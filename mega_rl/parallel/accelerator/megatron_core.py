@@ -103,9 +103,8 @@ def problem() -> str | None:
 
 def installed_release() -> Release:
     """The release of the installed Megatron-Core, which `problem` has accepted."""
-    version = installed_version()
-    release = None if version is None else release_of(version)
-    assert release is not None, f"megatron-core {version} is not supported, and prepare() should have said so"
+    release = release_of(installed_version() or "")
+    assert release is not None, "prepare() says so of a Megatron-Core that is not supported"
     return release
 
 
@@ -192,17 +191,12 @@ def load(*, deepep: bool = False) -> None:
             del modules[name]
 
 
+@functools.cache
 def silence_advice() -> None:
     """Filter what newer releases log of every model that is described as 0.16 wants it, and that runs as it should."""
     for name, start in _ADVICE.items():
-        logging.getLogger(f"megatron.core.{name}").addFilter(_Drop(start))
+        logging.getLogger(f"megatron.core.{name}").addFilter(functools.partial(_is_other, start))
 
 
-@dataclass(frozen=True)
-class _Drop:
-    """A log filter without messages that start so; adding an equal one twice changes nothing."""
-
-    start: str
-
-    def __call__(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self.start)
+def _is_other(start: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(start)

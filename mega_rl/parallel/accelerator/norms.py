@@ -34,6 +34,16 @@ def norm(tensor: Tensor) -> float:
     return math.sqrt(float(squared_norm([tensor])))
 
 
+def distance(actual: Tensor, expected: Tensor, *, floor: float) -> float:
+    """Return |actual - expected| / |expected| of two tensors; infinite for no number.
+
+    floor: size of an element; a smaller `expected` counts as a tensor of this size.
+    """
+    gap = norm(actual.double() - expected.double())
+    relative = gap / max(norm(expected.double()), floor * math.sqrt(expected.numel())) if gap else 0.0
+    return relative if math.isfinite(relative) else math.inf
+
+
 def _block_norms(flat: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the norm of each block of [N], and of the rest, [N // BLOCK + 1] of `dtype`."""
     end = len(flat) // BLOCK * BLOCK

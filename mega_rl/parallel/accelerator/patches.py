@@ -1,17 +1,13 @@
-"""The changes to Megatron-Core that make it run on a CPU, each with the releases and the upstream source it is for.
+"""The changes to Megatron-Core that make it run on a CPU, each with the releases it is for.
 
 `mega_rl.parallel.accelerator.cpu` applies them; nothing here runs where there is CUDA.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,14 +15,13 @@ from mega_rl.parallel.accelerator.megatron_core import RELEASES, Release
 from mega_rl.parallel.accelerator.norms import squared_norm
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One change of an upstream symbol."""
 
     name: str  # the function below that makes it
     symbol: str  # "module:qualified.name"
     reason: str
-    sources: Mapping[str, str]  # series of releases -> SHA-256 of the upstream symbol's source there, see `digest`
+    series: tuple[str, ...]  # of releases that it is for
     apply: Callable[[ModuleType], None]
 
     @property
@@ -40,69 +35,28 @@ _PATCHES: list[Patch] = []
 
 def patches(release: Release | None = None) -> tuple[Patch, ...]:
     """The patches of a release, or of all, in the order of this file."""
-    return tuple(patch for patch in _PATCHES if release is None or release.series in patch.sources)
+    return tuple(patch for patch in _PATCHES if release is None or release.series in patch.series)
 
 
-def changed_sources(folder: Path, release: Release) -> list[str]:
-    """The symbols below the folder "megatron" that are not what the patches of `release` were written for."""
-    return [p.symbol for p in patches(release) if digest(p.symbol, folder) != p.sources[release.series]]
-
-
-def digest(symbol: str, folder: Path) -> str | None:
-    """SHA-256 of the source text of "module:qualified.name" below the folder "megatron"; None where it is not."""
-    source = source_of(symbol, folder)
-    return None if source is None else hashlib.sha256(source.encode()).hexdigest()
-
-
-def source_of(symbol: str, folder: Path) -> str | None:
-    """Source text of the class or function "module:qualified.name", read without an import; None where it is not."""
-    module, _, qualified = symbol.partition(":")
-    path = folder.parent.joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if not path.is_file():
-        return None
-    text = path.read_text(encoding="utf-8")
-    node: ast.Module | ast.FunctionDef | ast.ClassDef = ast.parse(text)
-    for name in qualified.split("."):
-        definitions = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
-        if not definitions:
-            return None
-        node = definitions[-1]
-    return ast.get_source_segment(text, node)
-
-
-def _patch(symbol: str, **sources: str) -> Callable[[Callable[[ModuleType], None]], Callable[[ModuleType], None]]:
-    """Register a function as the patch of an upstream symbol; its docstring is the reason.
-
-    `sources`: SHA-256 of the symbol's source by release, "v0_16" standing for 0.16, "every" for each of `RELEASES`.
-    """
+def _patch(symbol: str, *series: str) -> Callable[[Callable[[ModuleType], None]], Callable[[ModuleType], None]]:
+    """Register a function as the patch of an upstream symbol; its docstring is the reason. series: all without any."""
 
     def register(apply: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         reason = " ".join((apply.__doc__ or "").split())
-        assert reason, f"{apply.__name__} does not say why"
-        every = (
-            dict.fromkeys([release.series for release in RELEASES], sources.pop("every")) if "every" in sources else {}
-        )
-        by_series = every | {key.removeprefix("v").replace("_", "."): value for key, value in sources.items()}
-        _PATCHES.append(Patch(apply.__name__.strip("_"), symbol, reason, by_series, apply))
+        of = series or tuple(release.series for release in RELEASES)
+        _PATCHES.append(Patch(apply.__name__.strip("_"), symbol, reason, of, apply))
         return apply
 
     return register
 
 
-@_patch(
-    "megatron.core.jit:enable_jit_fuser",
-    every="f50d820098b21568ac02b2dcfaed8724e0813f50f34ce947c132e7f3f7e17d31",
-)
+@_patch("megatron.core.jit:enable_jit_fuser")
 def _no_jit_fuser(module: ModuleType) -> None:
     """Fusing with torch.compile starts a C++ compiler in every process; upstream's own switch turns it off."""
     module.disable_jit_fuser()
 
 
-@_patch(
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-    every="8881ca2f563866d6107cadad13cf99060b40a1d816e024b4f3e0039e1658210e",
-)
+@_patch("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict")
 def _state_before_first_step(module: ModuleType) -> None:
     """torch's Adam has no state before its first step, and upstream asserts that it has: make its first zeros."""
     original = module.DistributedOptimizer.state_dict
@@ -120,12 +74,7 @@ def _state_before_first_step(module: ModuleType) -> None:
     module.DistributedOptimizer.state_dict = state_dict
 
 
-@_patch(
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
-    v0_16="0fb8c1343b9d75846dbdc8e318c8e92c12461ac34976151344ebc34e4d9fb95b",
-    v0_18="154c0e90d6c82e496d5b19e2f2d3c91ce36881ec8ffeed8a5b8548d404a0ad81",
-    v0_19="abb463384d3f18b57bdb6e9a4e27485612e5221c798460cc8f835da8505a6ea5",
-)
+@_patch("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states")
 def _load_torch_adam(module: ModuleType) -> None:
     """Upstream looks for torch Adam's step in a checkpoint that has none, and writes into views that require grad."""
     original = module.DistributedOptimizer._set_main_param_and_optimizer_states
@@ -139,20 +88,13 @@ def _load_torch_adam(module: ModuleType) -> None:
     module.DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
-@_patch(
-    "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
-    v0_16="4343caa42d460d4d9a8a9bbb37962a4454916db706e75b655d4e500924efbd2d",
-)
+@_patch("megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__", "0.16")
 def _no_transformer_engine_in_mla(module: ModuleType) -> None:
     """Upstream takes Transformer Engine for installed here and asks isinstance of a mock: tell it that it is not."""
     vars(module).update(HAVE_TE=False)
 
 
-@_patch(
-    "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
-    v0_18="0ea59ca2dfa2f1a960fdc3724f16e51c7cb659a4b285bb2d45d7f6544f90ab93",
-    v0_19="053da4ed0d50d9f84b7fbc05c54ea644697b0dd2b53e3788555d9b949b9a37f2",
-)
+@_patch("megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__", "0.18", "0.19")
 def _whole_down_projections(module: ModuleType) -> None:
     """Upstream offers its uncut linear layer only where Transformer Engine is, though it needs nothing of it."""
     from megatron.core.post_training.modelopt.layers import Linear
@@ -160,10 +102,7 @@ def _whole_down_projections(module: ModuleType) -> None:
     vars(module).update(Linear=Linear)
 
 
-@_patch(
-    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-    every="47a1092f05bae7bfc7a43150ad89f68533925dc9d5fecec689621212ba87886b",
-)
+@_patch("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu")
 def _split_sizes_as_numbers(module: ModuleType) -> None:
     """Upstream makes numbers of split sizes only while it moves them off a GPU; all_to_all_single takes no tensors."""
     original = module.maybe_move_tensor_to_cpu
@@ -175,10 +114,7 @@ def _split_sizes_as_numbers(module: ModuleType) -> None:
     vars(module).update(maybe_move_tensor_to_cpu=move)
 
 
-@_patch(
-    "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
-    every="abaaf454b5e0914995deade91cf37ccc5d2178d8f7debdaa73ce925a5d4c82b6",
-)
+@_patch("megatron.core.tensor_parallel.mappings:_gather_along_first_dim")
 def _uneven_gather(module: ModuleType) -> None:
     """gloo's all_gather refuses parts of different sizes (experts' tokens): every rank sends its part to all."""
     original = module._gather_along_first_dim
@@ -195,10 +131,7 @@ def _uneven_gather(module: ModuleType) -> None:
     vars(module).update(_gather_along_first_dim=gather)
 
 
-@_patch(
-    "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
-    every="09ac896729369d2d24a34ad36cdbb1d8841d21c21a9547a9536ce48d29d1a52f",
-)
+@_patch("megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim")
 def _uneven_reduce_scatter(module: ModuleType) -> None:
     """gloo's reduce_scatter refuses parts of different sizes: every rank takes its part of an all-reduced whole."""
     original = module._reduce_scatter_along_first_dim
@@ -213,10 +146,7 @@ def _uneven_reduce_scatter(module: ModuleType) -> None:
     vars(module).update(_reduce_scatter_along_first_dim=reduce_scatter)
 
 
-@_patch(
-    "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
-    every="51fa1b3c95a6e80f15284138519d7f239dd3364611305215a4e5c406cae24a8c",
-)
+@_patch("megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank")
 def _positions_unpinned(module: ModuleType) -> None:
     """Upstream pins the memory of two numbers to copy them to a GPU, which torch refuses where there is none."""
 
@@ -229,10 +159,7 @@ def _positions_unpinned(module: ModuleType) -> None:
     vars(module).update(get_pos_emb_on_this_cp_rank=positions)
 
 
-@_patch(
-    "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-    every="5726f63f0566bb09f2c5d7702d5181087bd3d730a4c08e432ff97b1d718210f3",
-)
+@_patch("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__")
 def _recompute_without_fp8(module: ModuleType) -> None:
     """Upstream takes `fp8=False` for fp8 and reaches for Transformer Engine, which is not here: it means no fp8."""
     original = module.CheckpointWithoutOutput.__init__
@@ -243,10 +170,7 @@ def _recompute_without_fp8(module: ModuleType) -> None:
     module.CheckpointWithoutOutput.__init__ = initialise
 
 
-@_patch(
-    "megatron.core.utils:local_multi_tensor_l2_norm",
-    every="128bb632d77616dc2b6d99bd0597f8ee85f4c9f707e263d9fe26dc428c0cf284",
-)
+@_patch("megatron.core.utils:local_multi_tensor_l2_norm")
 def _norms_of_long_tensors(module: ModuleType) -> None:
     """torch's float32 norm of a long tensor loses digits on a CPU, 0.3 % at 40 million elements: add it in blocks."""
 

@@ -10,65 +10,41 @@ Megatron-Core believes to have switched; streams and events do nothing, so nothi
 from __future__ import annotations
 
 import contextlib
-import resource
-import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from mega_rl.parallel.accelerator.base import resident_bytes
+
 CPU = torch.device("cpu")
 
 
-class Stream:
-    """A stream whose work is always complete."""
+class Done:
+    """A stream whose work is always complete, and an event that has happened."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = CPU
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait(self, *others: object) -> None:
         """Return at once: there is nothing to wait for."""
 
-    def wait_event(self, event: DoneEvent) -> None:
-        """Return at once: there is nothing to wait for."""
+    record = synchronize = wait_stream = wait_event = wait
 
-    def record_event(self, event: DoneEvent | None = None) -> DoneEvent:
+    def record_event(self, event: Done | None = None) -> Done:
         """An event that has happened."""
-        return event or DoneEvent()
-
-    def synchronize(self) -> None:
-        """Return at once: there is nothing to wait for."""
+        return event or Done()
 
     def query(self) -> bool:
         """Return True: no work is pending."""
         return True
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Done:
         return self
 
     def __exit__(self, *exception: object) -> None:
         return None
-
-
-class DoneEvent:
-    """An event that has happened."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        return None
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Return at once: there is nothing to wait for."""
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Return at once: there is nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Return at once: there is nothing to wait for."""
-
-    def query(self) -> bool:
-        """Return True: work on a CPU is done when its call returns."""
-        return True
 
 
 class Generators:
@@ -78,7 +54,7 @@ class Generators:
         return torch.default_generator
 
 
-_STREAM = Stream()
+_STREAM = Done()
 
 
 def _current_device() -> torch.device:
@@ -107,22 +83,12 @@ def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
-def _the_stream(*args: object, **kwargs: object) -> Stream:
+def _the_stream(*args: object, **kwargs: object) -> Done:
     return _STREAM
 
 
-def _stream_context(stream: Stream | None) -> contextlib.nullcontext[None]:
+def _stream_context(stream: Done | None) -> contextlib.nullcontext[None]:
     return contextlib.nullcontext()  # which may be entered again, as DDP does with several optimizer instances
-
-
-def resident_bytes() -> int:
-    """Resident set of this process, in bytes."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize()
-    except FileNotFoundError:  # no procfs: the peak is the best there is; macOS counts bytes, others KiB
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _memory_allocated(device: object = None) -> int:
@@ -149,8 +115,8 @@ NAMES: dict[str, Any] = {
     "random": SimpleNamespace(get_rng_state=_get_rng_state),
     "_lazy_call": _call_now,
     "_lazy_init": _nothing,
-    "Stream": Stream,
-    "Event": DoneEvent,
+    "Stream": Done,
+    "Event": Done,
     "stream": _stream_context,
     "current_stream": _the_stream,
     "default_stream": _the_stream,

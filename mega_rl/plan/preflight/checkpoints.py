@@ -12,7 +12,6 @@ from typing import Any
 from packaging.version import Version
 
 from mega_rl.config.choices import LOSS
-from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import ChatConfig, Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
@@ -22,7 +21,6 @@ from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.data.hub.resolve import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError
-from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
 ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.source.path"
 # Properties of a checkpoint that its forward does not depend on.
@@ -64,10 +62,7 @@ def untrained(hf: HFConfig) -> Iterator[str]:
 
 
 def known_bug(hf: HFConfig, *, transformers: str | None = None) -> KnownBug | None:
-    """Return why a release of transformers computes wrong logits for an architecture; None if no bug is known.
-
-    transformers: the installed version by default.
-    """
+    """Return why a release of transformers computes wrong logits for an architecture; None if no bug is known."""
     release = Version(transformers or version("transformers"))
     bugs = FAMILIES[hf.family].known_bugs
     return next((bug for bug in bugs if release < Version(bug.fixed_in) and bug.concerns(hf)), None)
@@ -88,35 +83,28 @@ def check_weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> I
 def _weight_files(directory: Path) -> Iterator[str]:
     """Yield the problems of the weight files, looked up as `mega_rl.converters.safetensors.reader` does."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        yield from _shard(single)
-    elif not index.is_file():
+    files = [single]
+    if not single.is_file() and not index.is_file():
         yield f"{directory}: holds neither {single.name} nor {index.name}; save the model again as safetensors"
-    else:
+        return
+    if not single.is_file():
         try:
-            names = set(read_json_object(index)["weight_map"].values())
+            names = sorted(set(read_json_object(index)["weight_map"].values()))
+            files = [
+                directory / name for name in names if not Path(name).is_absolute() and ".." not in Path(name).parts
+            ]
         except (UserError, KeyError, TypeError, AttributeError):
-            yield f"{index}: not an index of shards; it needs a 'weight_map' of tensor to file"
-            return
-        for name in sorted(names, key=str):
-            yield from _indexed_shard(directory, name)
-
-
-def _indexed_shard(directory: Path, name: object) -> Iterator[str]:
-    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-        yield f"{directory}: the index names {name!r}; legal: a file inside the checkpoint"
-    elif not (directory / name).is_file():
-        yield f"{directory / name}: missing, though the index names it; download or copy it again"
-    else:
-        yield from _shard(directory / name)
-
-
-def _shard(path: Path) -> Iterator[str]:
-    """Yield the problems of a file's header and size."""
-    try:
-        read_entries(path)
-    except UserError as error:
-        yield from str(error).splitlines()
+            names, files = [""], []
+        if len(files) < len(names):
+            yield f"{index}: not an index of shards; it needs a 'weight_map' of tensor to file inside the checkpoint"
+    for file in files:
+        if not file.is_file():
+            yield f"{file}: missing, though the index names it; download or copy it again"
+            continue
+        try:
+            read_entries(file)
+        except UserError as error:
+            yield from str(error).splitlines()
 
 
 def tensor_shape(directory: Path, name: str) -> list[int] | None:
@@ -124,64 +112,33 @@ def tensor_shape(directory: Path, name: str) -> list[int] | None:
     file = directory / "model.safetensors"
     try:
         if not file.is_file():
-            shard = read_json_object(directory / "model.safetensors.index.json")["weight_map"][name]
-            if any(_indexed_shard(directory, shard)):
-                return None
-            file = directory / shard
+            file = directory / read_json_object(directory / "model.safetensors.index.json")["weight_map"][name]
         return list(read_entries(file)[name].shape)
     except (UserError, OSError, KeyError, TypeError):
         return None
 
 
-def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Yield the problems of uneven stages: their notation, their number, or the sum of their layers."""
-    par, own = config.engine.megatron, has_own_layout(config)
-    reference = REFERENCE if config.model.ref_path else ACTOR
-    cut = [("engine.megatron", par, key) for key in checkpoints if not (own and key == REFERENCE)]
-    if own and reference in checkpoints:
-        cut.append(("engine.megatron.reference", par.of_reference, reference))
-    for section, sizes, key in cut:
-        if sizes.pp == 1 or not sizes.pipeline:
-            continue  # a rule of the config refuses the setting with one stage
-        try:
-            pipeline = parse_pipeline(sizes.pipeline)
-            layout = ParallelLayout(world_size=sizes.pp, pp=sizes.pp, vpp=sizes.vpp, pipeline=pipeline)
-            layout.layers_of(0, checkpoints[key].num_layers)
-        except ValueError as error:
-            yield f"{section}.pipeline: {key}: {error}"
-
-
 def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Yield a problem if the reference copies the weights of an actor of another architecture."""
-    interval, pair = config.algorithm.kl.reference_interval, (ACTOR, REFERENCE)
-    if not interval or not all(key in checkpoints for key in pair):
+    """Yield why a reference cannot take in the actor's weights, or cannot teach it."""
+    if not all(key in checkpoints for key in (ACTOR, REFERENCE)):
         return
-    actor, reference = (asdict(replace(checkpoints[key], raw={})) for key in pair)
+    actor, reference = (asdict(replace(checkpoints[key], raw={})) for key in (ACTOR, REFERENCE))
     different = [name for name, value in actor.items() if reference[name] != value and name not in _NOT_COMPUTED]
-    if different:
-        sides = "; ".join(f"{name} {actor[name]} and {reference[name]}" for name in different[:3])
+    if config.algorithm.kl.reference_interval and different:
         yield (
-            f"algorithm.kl.reference_interval={interval}: the reference takes in the actor's weights, but model.path "
-            f"and model.ref_path differ in {sides}; name a reference of the actor's architecture, or set it to 0"
+            f"algorithm.kl.reference_interval={config.algorithm.kl.reference_interval}: the reference takes in the "
+            f"actor's weights, but model.path and model.ref_path differ in {', '.join(different[:3])}; name a "
+            "reference of the actor's architecture, or set it to 0"
         )
-
-
-def check_teacher(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Yield a problem if student and teacher of a loss over the vocabulary differ in its size."""
-    sizes = [checkpoints[key].vocab_size for key in (ACTOR, REFERENCE) if key in checkpoints]
-    if LOSS.needs(config, "needs_teacher") and len(set(sizes)) == 2:
+    if LOSS.needs(config, "needs_teacher") and "vocab_size" in different:
         yield (
-            f"algorithm.loss={config.algorithm.loss}: a divergence goes over one vocabulary, but model.path has "
-            f"{sizes[0]} entries and model.ref_path {sizes[1]}; take a teacher of the same size, or another loss with "
-            "algorithm.advantage=distillation, which compares only the sampled tokens"
+            f"algorithm.loss={config.algorithm.loss}: a divergence goes over one vocabulary, but model.path and "
+            "model.ref_path differ in its size; take a teacher of the same size, or another loss"
         )
 
 
 def check_tokenizers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Yield the problems of the checkpoints' tokenizers.
-
-    Actor and reward model need one; reference and critic read the actor's tokens, so theirs must give the same ids.
-    """
+    """Yield the problems of the checkpoints' tokenizers."""
     paths = {key: Path(path) for key, path in checkpoint_paths(config).items() if key in checkpoints}
     tokenizers: dict[str, TokenizerIdentity | None] = {}
     for key, path in paths.items():
@@ -204,15 +161,15 @@ def check_tokenizers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Ite
     for key in (key for key in (REFERENCE, CRITIC) if actor is not None and key in tokenizers):
         tokenizer = tokenizers[key]
         difference = "" if tokenizer is None or actor is None else tokenizer.difference(actor)
-        size, actors = checkpoints[key].vocab_size, checkpoints[ACTOR].vocab_size
+        sizes = [checkpoints[each].vocab_size for each in (key, ACTOR)]
+        if not difference and sizes[0] != sizes[1] and (tokenizer is None or not tokenizer.tokens):
+            # Without a list of tokens the padding of a larger vocabulary is unknown.
+            difference = f"it has a vocabulary of {sizes[0]}, model.path one of {sizes[1]}"
         if difference:
             yield (
                 f"{key}: {paths[key]}: its tokenizer is not that of model.path ({paths[ACTOR]}): {difference}; it "
                 "reads the actor's tokens, so take a checkpoint with the same tokenizer"
             )
-        elif size != actors and (tokenizer is None or not tokenizer.tokens):
-            # Without a list of tokens the padding of a larger vocabulary is unknown.
-            yield (f"{key} has a vocabulary of {size}, model.path one of {actors}; they must share the tokenizer")
 
 
 def _settings(directory: Path, data: DataConfig | None) -> Iterator[str]:
@@ -228,10 +185,11 @@ def _settings(directory: Path, data: DataConfig | None) -> Iterator[str]:
     if template is None:
         yield f"{directory}: the tokenizer has no chat template; set data.chat.template=auto"
         return
-    yield from _variables(directory, template, data.chat)
+    sections = {"data.chat": data.chat}
     for name, source in data.mixture.named().items():
-        own = ChatConfig(template_kwargs=source.template_kwargs)
-        yield from _variables(directory, template, own, section=f"data.mixture.sources.{name}")
+        sections[f"data.mixture.sources.{name}"] = ChatConfig(template_kwargs=source.template_kwargs)
+    for section, chat in sections.items():
+        yield from _variables(directory, template, chat, section)
 
 
 def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> str | None:
@@ -246,26 +204,22 @@ def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> s
     return template if isinstance(template, str) else None
 
 
-def _variables(directory: Path, template: str, chat: ChatConfig, *, section: str = "data.chat") -> Iterator[str]:
-    """Yield the variables that the template does not read, or that the run sets itself, and an unusable date."""
+def _variables(directory: Path, template: str, chat: ChatConfig, section: str) -> Iterator[str]:
+    """Yield variables that the template does not read, and a date that it does not write."""
     import jinja2
 
-    from mega_rl.data.chat import OWN, template_variables, writes_date
+    from mega_rl.data.chat import template_variables, writes_date
 
-    try:
-        if chat.date:
-            date.fromisoformat(chat.date)
-    except ValueError:
-        yield f"data.chat.date={chat.date!r}: is not a date; write it as {date.today().isoformat()}"
     try:
         known, dated = template_variables(template), writes_date(template)
     except jinja2.TemplateSyntaxError:
         return  # the tokenizer's own reader has the last word, row by row
-    if chat.date and not dated:
-        yield f"data.chat.date={chat.date!r}: the chat template in {directory} writes no date; leave it out"
-    for name in chat.template_kwargs:
-        if name in OWN:
-            yield f"{section}.template_kwargs.{name}: is set by the run itself; remove it"
-        elif name not in known:
-            legal = ", ".join(sorted(known)) or "none"
-            yield f"{section}.template_kwargs.{name}: the chat template in {directory} reads no {name}; legal: {legal}"
+    try:
+        usable = not chat.date or (bool(date.fromisoformat(chat.date)) and dated)
+    except ValueError:
+        usable = False
+    if not usable:
+        yield f"data.chat.date={chat.date!r}: write it as 2026-01-31, for a chat template that writes the date"
+    for name in sorted(set(chat.template_kwargs) - known):
+        legal = ", ".join(sorted(known)) or "none"
+        yield f"{section}.template_kwargs.{name}: the chat template in {directory} reads no {name}; legal: {legal}"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 
 from mega_rl.config.choices import needs_critic
-from mega_rl.config.rules.servers import KEY
+from mega_rl.config.rules.rollout import KEY
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
@@ -21,6 +19,7 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.plan.memory import judge
 from mega_rl.plan.search import advice, cheapest
 from mega_rl.plan.setup import Machine, RunSetup
+from mega_rl.processes import DEVNULL, PIPE, Child, ChildDeadlineError, ChildStartError
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.installation import argument_names, missing_tools, require_sglang
 
@@ -40,75 +39,57 @@ def launched_world_size() -> int:
     return int(text)
 
 
-def ranks_of_this_host(world_size: int) -> int:
-    """Return the ranks on this host, by the launcher's LOCAL_WORLD_SIZE; without a launcher all, at most eight."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else min(world_size, 8)
-
-
 def refuse_tasks_of_srun(*, launchers: int = 1) -> None:
-    """Raise UserError in one of several tasks of a Slurm step that are not ranks.
+    """Raise UserError in one of several Slurm tasks that are not ranks of one run.
 
-    srun starts the same program in each task: N tasks that each start ranks would be N runs, all in one run folder.
-    A batch script has the variables of a task too, those of task 0, but no step. launchers: number of launchers of the
-    run; each may be a task.
+    launchers: number of launchers of the run; each may be a task.
     """
     variables = os.environ
     if "RANK" in variables or "SLURM_PROCID" not in variables:
         return
     if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
-        return  # the batch script itself
+        return  # the batch script has the variables of task 0, but no step
     tasks = variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1"))
     if tasks.isascii() and tasks.isdigit() and int(tasks) not in (1, launchers):
         raise UserError(
-            f"srun started {tasks} tasks, which would be {tasks} separate runs, not ranks of one; leave out "
-            "--nproc-per-node to train with each task as a rank ('srun --ntasks-per-node=GPUS mega-rl train ...'), "
-            "start one task ('srun --ntasks=1 mega-rl train --nproc-per-node GPUS ...'), or a launcher on each node "
-            "('mega-rl launch slurm', or --nnodes)"
+            f"srun started {tasks} tasks, which would be {tasks} separate runs; leave out --nproc-per-node to train "
+            "with each task as a rank, start one task, or a launcher on each node ('mega-rl launch slurm', or --nnodes)"
         )
-
-
-class _NvmlMemory(ctypes.Structure):
-    """`nvmlMemory_t` of NVIDIA's management library."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 def smallest_gpu() -> int | None:
     """Return the bytes of the smallest GPU of this machine, by NVIDIA's driver; None without a visible GPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        with Child("nvidia-smi", command, streams=(DEVNULL, PIPE, DEVNULL)) as child:
+            sizes = [int(line) << 20 for line in child.lines(within_s=60.0) if line.isdigit()]
+    except (ChildStartError, ChildDeadlineError):
         return None
-    if library.nvmlInit_v2():
-        return None
-    count, sizes = ctypes.c_uint(), []
-    try:
-        library.nvmlDeviceGetCount_v2(ctypes.byref(count))  # leaves 0 when it fails
-        for index in range(count.value):
-            handle, memory = ctypes.c_void_p(), _NvmlMemory()
-            failed = library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
-            if not failed and not library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
-                sizes.append(int(memory.total))
-    finally:
-        library.nvmlShutdown()
     return min(sizes, default=None)
 
 
 def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> Iterator[str]:
-    """Yield the change of (legal) settings that lets a run fit the GPUs of this machine.
+    """Yield why stages do not hold a run's layers, or the change that lets it fit.
 
-    Without GPUs or with trainer.device=cpu nothing is checked: only `mega-rl plan` reports host memory.
+    Without GPUs every run fits.
     """
-    memory = None if config.trainer.device == "cpu" else smallest_gpu()
-    if memory is None or "model.path" not in checkpoints:
+    if "model.path" not in checkpoints:
         return
-    machine = Machine(world_size, ranks_of_this_host(world_size), memory, not is_missing("transformer_engine"))
+    memory = None if config.trainer.device == "cpu" else smallest_gpu()
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")  # without a launcher hosts have eight GPUs
+    ranks = int(text) if text.isascii() and text.isdigit() and int(text) > 0 else min(world_size, 8)
+    machine = Machine(world_size, ranks, memory, not is_missing("transformer_engine"))
     setup = RunSetup(config, checkpoints, machine)
-    verdict = judge(setup)
-    if verdict.fits is False:
+    try:
+        for model in setup.models.values():
+            setup.for_model(model).layout.layers_of(0, model.hf.num_layers)
+    except ValueError as error:
+        yield f"engine.megatron.pipeline: {error}"
+        return
+    verdict = judge(setup) if memory is not None else None
+    if verdict is not None and verdict.fits is False:
         yield (
             f"{config.model.path} on {world_size} GPU{'s' * (world_size > 1)}: {verdict.sentence}; "
             f"{advice(setup, cheapest(setup))} (mega-rl plan shows all of it)"
@@ -118,29 +99,23 @@ def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> I
 def check_packages(config: Config) -> Iterator[str]:
     """Yield the packages that the settings need and that are not installed, and settings that a CPU cannot run."""
     par, on_cpu = config.engine.megatron, config.trainer.device == "cpu"
+    if is_missing("psutil"):
+        yield "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'"
+    for tracker in filter(is_missing, config.metrics.trackers):
+        yield (
+            f"metrics.trackers: the client of {tracker} is not installed; pip install 'mega_rl[{tracker}]', or leave "
+            f"{tracker} out"
+        )
     te, deepep = par.transformer_impl == "transformer_engine", par.moe.dispatcher == "deepep"
-    te_set, deepep_set = "engine.megatron.transformer_impl=transformer_engine", "engine.megatron.moe.dispatcher=deepep"
-    problems = {
-        "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'": (
-            is_missing("psutil")
-        ),
-        "engine.megatron.optimizer.precision_aware=true: needs Transformer Engine's FusedAdam, which is not "
-        "installed; pip install mega_rl[gpu] or set engine.megatron.optimizer.precision_aware=false": (
-            par.optimizer.precision_aware and is_missing("transformer_engine")
-        ),
-        f"{deepep_set}: the package deep_ep is not installed (github.com/deepseek-ai/DeepEP); set alltoall": (
-            deepep and is_missing("deep_ep")
-        ),
-        f"{deepep_set} cannot run with trainer.device=cpu; set alltoall": deepep and on_cpu,
-        **{
-            f"metrics.trackers: the client of {tracker} is not installed; pip install 'mega_rl[{tracker}]', or "
-            f"leave {tracker} out": is_missing(tracker)
-            for tracker in config.metrics.trackers
-        },
-        f"{te_set}: the package is not installed; set auto or local": te and is_missing("transformer_engine"),
-        f"{te_set} cannot run with trainer.device=cpu; set auto or local": te and on_cpu,
-    }
-    yield from (message for message, holds in problems.items() if holds)
+    for setting, chosen, package, fix in (
+        ("optimizer.precision_aware=true", par.optimizer.precision_aware, "transformer_engine", "set false"),
+        ("moe.dispatcher=deepep", deepep, "deep_ep", "set alltoall"),
+        ("transformer_impl=transformer_engine", te, "transformer_engine", "set auto or local"),
+    ):
+        if chosen and is_missing(package):
+            yield f"engine.megatron.{setting}: the package {package} is not installed; install it, or {fix}"
+        if chosen and on_cpu and "precision" not in setting:
+            yield f"engine.megatron.{setting} cannot run with trainer.device=cpu; {fix}"
 
 
 def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
@@ -165,9 +140,7 @@ def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
         installation = require_sglang(device="" if config.trainer.device == "auto" else config.trainer.device)
         names = argument_names(installation) if sglang.server.args else None
         for name in sglang.server.args.keys() - names if names else ():
-            close = get_close_matches(name, names or (), n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; its ServerArgs lists them"
-            yield f"{KEY}.{name}: SGLang {installation.version} has no such argument{hint}"
+            yield f"{KEY}.{name}: SGLang {installation.version} has no such argument; its ServerArgs lists them"
         if config.trainer.device != "cpu" and smallest_gpu() is not None:
             lacks = "rollout.backend=sglang: SGLang compiles kernels when it starts: "
             yield from (lacks + tool for tool in missing_tools())
@@ -204,25 +177,15 @@ def check_disk(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
 
 
 def _bytes_of_a_save(config: Config, checkpoints: Checkpoints) -> int:
-    """Return the bytes of one checkpoint, of the weights if the run saves only these, 0 without saves.
-
-    A lower bound for frozen weights, which have no optimizer state.
-    """
-    settings, kl, weight = config.checkpoint, config.algorithm.kl, 2 if config.model.dtype == "bf16" else 4
-    in_fp32 = weight == 4 or config.engine.backend == "fsdp"
-    actor = _num_parameters(checkpoints, "model.path")
+    """Return the bytes of one checkpoint, of the weights if the run saves only these, 0 without saves."""
+    settings, weight = config.checkpoint, 2 if config.model.dtype == "bf16" else 4
+    keys = ["model.path"]
     if not (settings.save_final or settings.save_interval):
-        return weight * actor * bool(settings.hf_final or settings.hf_interval)
-    if not config.model.frozen:
-        weight = 12 if in_fp32 else 14  # weights, FP32 main parameters unless weights are FP32, and two moments
-    total = weight * actor
-    if needs_critic(config):
-        total += weight * (_num_parameters(checkpoints, "model.critic_path") if config.model.critic_path else actor)
-    if kl.reference_interval:  # the reference has the actor's architecture
-        total += ((4 if in_fp32 else 2) + (0 if in_fp32 or kl.reference_rate == 1.0 else 4)) * actor
-    return total
-
-
-def _num_parameters(checkpoints: Checkpoints, key: str) -> int:
-    """Return the parameters of a checkpoint, 0 if it could not be read."""
-    return sum(prod(t.shape) for t in hf_tensors(checkpoints[key], head="lm").values()) if key in checkpoints else 0
+        weight *= settings.hf_final or settings.hf_interval > 0
+    else:
+        if needs_critic(config):
+            keys.append("model.critic_path" if config.model.critic_path else "model.path")
+        if not config.model.frozen:  # weights, FP32 main parameters unless weights are FP32, and two moments
+            weight = 12 if weight == 4 or config.engine.backend == "fsdp" else 14
+    read = [hf_tensors(checkpoints[key], head="lm").values() for key in keys if key in checkpoints]
+    return weight * sum(prod(tensor.shape) for tensors in read for tensor in tensors)

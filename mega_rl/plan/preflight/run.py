@@ -1,9 +1,9 @@
-"""All checks of a run, as tables, the checks of its data files, and the settings of an evaluation."""
+"""All checks of a run, of its data files and rewards; the settings of an evaluation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from mega_rl.config.choices import OWN_CHOICES
 from mega_rl.config.keys import value_of, with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.config.rules.validation import files_of
-from mega_rl.config.schema import Config, DataConfig, RemoteSandboxConfig, RewardHttpConfig, ValidationConfig
-from mega_rl.config.schema.sandbox import runs_code
+from mega_rl.config.rules.data import files_of
+from mega_rl.config.schema import Config, DataConfig, RewardHttpConfig, ValidationConfig
+from mega_rl.config.schema.rollout import runs_code
 from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of
@@ -23,9 +23,7 @@ from mega_rl.data.hub.names import dataset_name
 from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.plan.preflight.checkpoints import (
-    check_pipeline,
     check_reference,
-    check_teacher,
     check_tokenizers,
     check_weight_files,
     read_checkpoints,
@@ -62,16 +60,6 @@ _KEPT = (
     "metrics.progress_bar",
 )
 
-# Checks by the files that they read; every one takes the config and the architectures of checkpoints by config key.
-Check = Callable[[Config, Checkpoints], Iterable[str]]
-NO_FILES: tuple[Check, ...] = (lambda config, _: check_packages(config), lambda config, _: check_folders(config))
-DESCRIPTIONS: tuple[Check, ...] = (check_tokenizers, NO_FILES[0], check_servers, NO_FILES[1], check_disk)
-WEIGHTS_AND_DATA: tuple[Check, ...] = (
-    check_weight_files,
-    lambda config, _: check_validation(config.validation, config.data),
-    lambda config, _: (problem for choice in OWN_CHOICES for problem in choice.own_problems(config)),
-)
-
 
 def preflight(
     recipe: str | Path | None,
@@ -80,10 +68,7 @@ def preflight(
     world_size: int | None = None,
     launchers: int = 1,
 ) -> Config:
-    """Return the Config of a run that can start; arguments as of `mega_rl.config.loader.load` and `check_run`.
-
-    Raises UserErrors with every mistake, one line each.
-    """
+    """Return the config of a run that can start; arguments as of `load` and `check_run`."""
     return check_run(load(recipe, overrides), world_size=world_size, launchers=launchers)
 
 
@@ -95,13 +80,10 @@ def check_run(
     launchers: int = 1,
     trains: bool = True,
 ) -> Config:
-    """Check a config against the rules between settings, the files that the run reads, and this machine.
-
-    Return the config to run with, whose Hub names are replaced by downloaded folders and files.
+    """Return the config to run with, after all checks and downloads of Hub names.
 
     world_size: the launcher's WORLD_SIZE by default, else 1. reward_given: a function of the calling program scores
-    responses, so the config's function is not looked up. launchers: of the run, on as many nodes. trains: it reads
-    training prompts; an evaluation does not.
+    responses. launchers: of the run, on as many nodes. trains: it reads training prompts; an evaluation does not.
 
     Raises UserErrors with every mistake, one line each.
     """
@@ -111,39 +93,37 @@ def check_run(
         config = _downloaded(config, names, world_size)
     checkpoints, unread = read_checkpoints(config)
     problems = [*versions.problems(), *_of_models(config, checkpoints, world_size), *unread]
-    problems += [*check_data(config.data, trains=trains), *_problems(WEIGHTS_AND_DATA, config, checkpoints)]
+    problems += [*check_data(config.data, trains=trains), *check_weight_files(config, checkpoints)]
+    problems += check_validation(config.validation, config.data)
+    problems += [problem for choice in OWN_CHOICES for problem in choice.own_problems(config)]
     problems += [] if reward_given else [*check_rewards(config, checkpoints)]
+    if not problems and not reward_given:
+        problems += probe_rewards(config)
     if problems:
         raise UserErrors(problems)
     return config
 
 
-def _problems(checks: Iterable[Check], config: Config, checkpoints: Checkpoints) -> list[str]:
-    return [problem for check in checks for problem in check(config, checkpoints)]
-
-
 def _of_models(config: Config, checkpoints: Checkpoints, world_size: int) -> list[str]:
     """Return every problem that shows without weights and data."""
     models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
-    problems = [*check(config, world_size=world_size, models=models)]
-    problems += _problems((check_pipeline, check_reference, check_teacher), config, checkpoints)
+    problems = [*check(config, world_size=world_size, models=models), *check_reference(config, checkpoints)]
     if not problems:  # memory can be planned only for legal settings
         problems += check_memory(config, checkpoints, world_size)
-    return [*problems, *_problems(DESCRIPTIONS, config, checkpoints)]
+    problems += [*check_tokenizers(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]
+    return [*problems, *check_folders(config), *check_disk(config, checkpoints)]
 
 
 def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
-    """Return the config with downloaded folders and files for Hub names, the same on all ranks of a node.
-
-    Settings are checked before anything is downloaded, the models' descriptions before weights and data.
-    """
+    """Return the config with downloaded folders and files for Hub names, the same on all ranks of a node."""
 
     def admit(described: Config) -> None:
         checkpoints, unread = read_checkpoints(described)
         if problems := [*_of_models(described, checkpoints, world_size), *unread]:
             raise UserErrors(problems)
 
-    if problems := [*versions.problems(), *check(config, world_size=world_size), *_problems(NO_FILES, config, {})]:
+    problems = [*versions.problems(), *check(config, world_size=world_size)]
+    if problems := [*problems, *check_packages(config), *check_folders(config)]:
         raise UserErrors(problems)
     return fetch(config, names, admit=admit)
 
@@ -173,6 +153,8 @@ def _local(files: Sequence[str], data: DataConfig) -> list[str]:
 
 
 def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[str]:
+    from pyarrow import ArrowException
+
     for path in map(Path, files):
         if path.suffix not in DATA_SUFFIXES:
             legal = ", ".join(DATA_SUFFIXES)
@@ -181,34 +163,27 @@ def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[st
             yield f"{key}: {path}: " + ("is empty" if path.is_file() else no_such("file", path))
         else:
             try:
-                columns = _parquet_columns(path) if path.suffix == ".parquet" else _first_row_columns(path)
-            except UserError as error:
-                yield f"{key}: {error}"
+                columns = _columns(path)
+            except (ArrowException, OSError):
+                yield f"{key}: {path}: not a readable Parquet file; write it again"
                 continue
-            if columns is not None and data.prompt_key not in columns:
+            if columns and data.prompt_key not in columns:
                 there = ", ".join(sorted(columns))
                 yield f"{key}: {path}: has no column {data.prompt_key!r} (data.prompt_key); it has {there}"
 
 
-def _parquet_columns(path: Path) -> set[str]:
-    from pyarrow import ArrowException
+def _columns(path: Path) -> set[str]:
+    """Return the columns of a file; none for a malformed line, which the reader reports."""
     from pyarrow.parquet import read_schema
 
-    try:
+    if path.suffix == ".parquet":
         return set(read_schema(path).names)
-    except (ArrowException, OSError):
-        raise UserError(f"{path}: not a readable Parquet file; write it again") from None
-
-
-def _first_row_columns(path: Path) -> set[str] | None:
-    """Return the keys of the first row; None if it is malformed: the reader of the data reports it."""
-    with path.open("rb") as file:
-        line = file.readline()
     try:
-        row = json.loads(line)
+        with path.open("rb") as file:
+            row = json.loads(file.readline())
     except ValueError:
-        return None
-    return set(row) if isinstance(row, dict) else None
+        return set()
+    return set(row) if isinstance(row, dict) else set()
 
 
 def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
@@ -222,75 +197,55 @@ def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
         for key, function in (named or {"reward.function": reward.function}).items():
             if problem := missing_function(function, builtin=sorted(BUILTINS)):  # parses a user's file, does not run it
                 yield f"{key}={function!r}: {problem}"
-        yield from _sandbox(config)
-    elif reward.source.name == "http":
-        yield from _service(config)
+    elif isinstance(reward.source, RewardHttpConfig):
+        if reward.source.timeout_s >= config.trainer.timeout_s:
+            yield (
+                f"reward.source.timeout_s={reward.source.timeout_s:g} must be below "
+                f"trainer.timeout_s={config.trainer.timeout_s:g}, the time that other ranks wait for the scores"
+            )
     elif "reward.source.path" in checkpoints:
         yield from _head(Path(reward.model_path), checkpoints["reward.source.path"])
         yield from _room(config)
 
 
-def _sandbox(config: Config) -> Iterator[str]:
-    """Yield why programs cannot run in the sandbox of the settings; one is tried."""
-    if not runs_code(config.reward):
-        return
-    sandbox = config.reward.sandbox
-    if isinstance(sandbox, RemoteSandboxConfig) and not sandbox.url.startswith(("http://", "https://")):
-        return  # a rule between settings refuses it
+def probe_rewards(config: Config) -> Iterator[str]:
+    """Yield why the sandbox cannot run programs, or the service cannot score; settings are legal."""
+    source = config.reward.source
     try:
-        check_sandbox(sandbox)
+        if source.name == "function" and runs_code(config.reward):
+            check_sandbox(config.reward.sandbox)
+        elif isinstance(source, RewardHttpConfig):
+            find_service(source.url, source.key_file)
     except UserError as error:
         yield str(error)
-
-
-def _service(config: Config) -> Iterator[str]:
-    http = config.reward.source
-    assert isinstance(http, RewardHttpConfig)
-    try:
-        if http.url.startswith(("http://", "https://")):  # a rule between settings refuses others
-            find_service(http.url, http.key_file)
-    except UserError as error:
-        yield str(error)
-    if http.timeout_s >= config.trainer.timeout_s:
-        yield (
-            f"reward.source.timeout_s={http.timeout_s:g} must be below "
-            f"trainer.timeout_s={config.trainer.timeout_s:g}, the time that other ranks wait for the scores"
-        )
 
 
 def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
-    """Yield the problems of a reward model's labels, in its config and its weights."""
-    fix = "a reward model is a sequence-classification checkpoint with one label"
-    names = hf.raw.get("id2label")
-    labels = len(names) if isinstance(names, dict) else hf.raw.get("num_labels", 1)
-    if labels != 1:
-        yield f"reward.source.path: {directory / 'config.json'}: has {labels} labels; {fix}"
-    expected, shape = [1, hf.hidden_size], tensor_shape(directory, hf.value_head)
-    if shape is None:
-        yield f"reward.source.path: {directory}: has no {hf.value_head}; {fix}"
-    elif shape != expected:
-        yield f"reward.source.path: {directory}: {hf.value_head} has shape {shape}, not {expected}; {fix}"
+    """Yield a problem if a reward model's head has not one label."""
+    shape = tensor_shape(directory, hf.value_head)
+    if shape != [1, hf.hidden_size]:
+        yield (
+            f"reward.source.path: {directory}: {hf.value_head} has shape {shape}, not {[1, hf.hidden_size]}; a reward "
+            "model is a sequence-classification checkpoint with one label"
+        )
 
 
 def _room(config: Config) -> Iterator[str]:
     """Yield a problem if the longest row, with the one token at which its score is read, exceeds a micro-batch."""
-    trainer, cp = config.trainer, config.engine.megatron.cp
+    micro, cp = config.trainer.microbatch, config.engine.megatron.cp
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     multiple = 2 * cp if cp > 1 else 1
     without, needed = (-(-length // multiple) * multiple for length in (longest, longest + 1))
-    if trainer.microbatch.packing and without <= trainer.microbatch.max_tokens < needed:
+    if micro.packing and without <= micro.max_tokens < needed:
         yield (
-            f"trainer.microbatch.max_tokens={trainer.microbatch.max_tokens} cannot hold one sequence of "
+            f"trainer.microbatch.max_tokens={micro.max_tokens} cannot hold one sequence of "
             f"data.max_prompt_tokens+rollout.max_new_tokens={longest} and one more token for the reward model; make it "
             f"at least {needed}"
         )
 
 
 def checked(config: Config, *, world_size: int | None, out: str, launchers: int = 1) -> Config:
-    """Return `evaluation_config` of a config, with which an evaluation can start; arguments as of `check_run`.
-
-    Raises UserErrors with every mistake, one line each; UserError for a folder that holds another's samples.
-    """
+    """Return `evaluation_config` of a config that can start; arguments and errors as of `check_run`."""
     size = launched_world_size() if world_size is None else world_size
     earlier = [name for name in (SAMPLES, RESULTS) if (Path(out) / name).exists()]
     if earlier:
@@ -300,16 +255,12 @@ def checked(config: Config, *, world_size: int | None, out: str, launchers: int 
         )
     own = evaluation_config(config, world_size=size, out=out)
     if not (own.data.val_files or own.validation.sets):
-        raise UserError("there are no prompts to evaluate on; name a file, as --data gsm8k=gsm8k_test.jsonl")
+        raise UserError("there are no prompts to evaluate on; name a file, as validation.sets.gsm8k=gsm8k_test.jsonl")
     return check_run(own, world_size=size, launchers=launchers, trains=False)
 
 
 def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
-    """Return the config that evaluates `model.path` on the held-out prompts of `config` and writes into `out`.
-
-    Model, layout, rollouts, rewards and data stay. Several samples of a prompt are drawn at the temperature of rollouts
-    unless validation has its own.
-    """
+    """Return the config that evaluates `model.path` on the held-out prompts of `config` and writes into `out`."""
     val, micro, defaults = config.validation, config.trainer.microbatch, Config()
     length = val.max_new_tokens or config.rollout.max_new_tokens
     longest = config.data.max_prompt_tokens + length

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, SandboxError, Status
@@ -58,31 +57,22 @@ class RemoteSandbox:
 
     def _outcome(self, answer: object) -> Execution:
         """Return a run's end from the service's answer. Raises SandboxError for the service's failures."""
-        if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed", "SandboxError"):
-            raise self._failure(f'no status "Success", "Failed" or "SandboxError": {shortened(answer)}')
-        run = answer.get("run_result")
-        if answer["status"] == "SandboxError" or not isinstance(run, dict):
-            raise self._failure(f"{answer['status']}: {shortened(answer.get('message'))}")
-        stdout, stderr = (_text(run, name) for name in ("stdout", "stderr"))
-        status: Status = "finished" if run.get("status") == "Finished" else "timeout"
-        if run.get("status") not in ("Finished", "TimeLimitExceeded"):
-            raise self._failure(f"run_result.status {shortened(run.get('status'))}")
+        run = answer.get("run_result") if isinstance(answer, dict) else None
+        status: object = run.get("status") if isinstance(run, dict) else None
+        code = run.get("return_code") if isinstance(run, dict) else None
+        is_late = status == "TimeLimitExceeded"
+        if not isinstance(run, dict) or not (is_late or (status == "Finished" and type(code) is int)):
+            raise self._failure(f"no run_result that finished with a return_code or was late: {shortened(answer)}")
+        stdout, stderr = (str(run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
+        end: Status = "timeout" if is_late else "finished"
         if max(len(stdout), len(stderr)) > self.limits.output_bytes:
-            status = "output"
-        code = run.get("return_code")
-        if status == "finished" and type(code) is not int:
-            raise self._failure(f"a run that finished with return_code {shortened(code)}")
+            end = "output"
         seconds = run.get("execution_time")
         seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
-        return Execution(status, code if status == "finished" else None, stdout, stderr, seconds)
+        return Execution(end, code if end == "finished" else None, stdout, stderr, seconds)
 
     def _where(self) -> str:
         return f"sandbox service {self.poster.address}"
 
     def _failure(self, what: str) -> SandboxError:
         return SandboxError(f"{self._where()} answered {what}")
-
-
-def _text(run: Mapping[str, object], name: str) -> bytes:
-    text = run.get(name)
-    return text.encode(errors="replace") if isinstance(text, str) else b""

@@ -12,7 +12,6 @@ import symtable
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.rewards.sandbox.limits import Execution, Sandbox
@@ -41,30 +40,26 @@ def _text(name: str) -> str:
     return (Path(__file__).parent / "inside" / f"{name}.py").read_text("utf-8")
 
 
-@dataclass(frozen=True)
-class Order:
-    """One order: the standard input of the harness, and the token that its verdict carries."""
+def judge(sandbox: Sandbox, timeout_s: float, mode: str, **content: object) -> tuple[dict[str, object], Execution]:
+    """Give the harness an order; return its verdict {"value"}, {"passed"} or {"error"}, and what became of its run.
 
-    stdin: bytes
-    token: str
-
-    @classmethod
-    def to(cls, mode: str, **content: object) -> Order:
-        """Return an order, with what `inside.harness` says that its mode needs."""
-        token = secrets.token_hex(16)
-        return cls(json.dumps({"token": token, "mode": mode, **content}).encode(), token)
-
-    def verdict(self, outcome: Execution) -> dict[str, object]:
-        """Return the harness's verdict: {"value"}, {"passed"}, or {"error"}, also without one."""
-        if not outcome.succeeded:
-            return {"error": outcome.status if outcome.status != "finished" else f"exit code {outcome.return_code}"}
-        last = outcome.stdout.rstrip(b"\n").rpartition(b"\n")[2]
-        token, _, text = last.partition(b" ")
-        try:
-            verdict = json.loads(text) if token.decode("ascii", "replace") == self.token else None
-        except (ValueError, RecursionError):
-            verdict = None
-        return verdict if isinstance(verdict, dict) else {"error": "no verdict"}
+    content: what `inside.harness` says that the mode needs. The verdict is the last line behind the order's token, of a
+    run that succeeded; without it the verdict is an error.
+    """
+    token = secrets.token_hex(16)
+    order = json.dumps({"token": token, "mode": mode, **content}).encode()
+    outcome = sandbox.run(harness_text(), order, timeout_s=timeout_s)
+    if not outcome.succeeded:
+        return {
+            "error": outcome.status if outcome.status != "finished" else f"exit code {outcome.return_code}"
+        }, outcome
+    last = outcome.stdout.rstrip(b"\n").rpartition(b"\n")[2]
+    given, _, text = last.partition(b" ")
+    try:
+        verdict = json.loads(text) if given.decode("ascii", "replace") == token else None
+    except (ValueError, RecursionError):
+        verdict = None
+    return verdict if isinstance(verdict, dict) else {"error": "no verdict"}, outcome
 
 
 MODULES = sys.stdlib_module_names | {"np", "numpy", "pd", "pandas", "scipy", "sympy", "torch"}
@@ -112,6 +107,8 @@ def suite_of(tests: str, entry: str) -> Mapping[str, object]:
         names = called & read
         if len(names) != 1:
             raise UnknownTestsError("the tests call no function of the program; name it in entry_point")
+    if classes := [name for name in sorted(names) if name[:1].isupper() and not name.isupper()]:
+        raise UnknownTestsError(f"the tests use {classes[0]}, a class of the program, whose objects are no data")
     return {"tests": tests, "entry": entry, "names": sorted(names), "modules": sorted(modules)}
 
 
@@ -125,8 +122,7 @@ def unfit(sandbox: Sandbox, suites: Sequence[Mapping[str, object]], timeout_s: f
 
 
 def _tried(sandbox: Sandbox, suites: Sequence[Mapping[str, object]], timeout_s: float) -> Iterator[str]:
-    order = Order.to("stub", suites=suites)
-    verdicts = order.verdict(sandbox.run(harness_text(), order.stdin, timeout_s=timeout_s)).get("value")
+    verdicts = judge(sandbox, timeout_s, "stub", suites=suites)[0].get("value")
     if isinstance(verdicts, list):
         yield from map(_reason, verdicts)
     elif len(suites) == 1:  # it takes all of the sandbox's time or memory, so it does not pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +36,8 @@ class Decoded:
 class DecodingLoop:
     """Decoding of one batch: each prompt is read once, then the rows that continue it are sampled.
 
-    Of transformers it needs the forward of a model and the cache that the caller made (`make_cache`): tokens, mask and
-    positions are its own, because `generate` changes with the releases. That loop also draws V random numbers per row
-    and token from the global generator, which costs more than the model on a CPU and ties a sample to the other rows of
+    Of transformers it needs a model's forward and a cache (`make_cache`). transformers' own `generate` draws V random
+    numbers per row and token from the global generator, which costs more than the model on a CPU and ties a sample to
     its batch, and it computes finished rows to the end.
     """
 
@@ -52,18 +50,13 @@ class DecodingLoop:
         greedy: bool,
         max_new_tokens: int,
         stop_token_ids: Tensor,  # [number of stop ids] int64
-        cache: Mapping[str, Cache],  # an empty one by its name in the model's forward
+        cache: Cache,  # an empty one
         hidden: IdRanges = (),  # tokens that are never chosen
     ) -> None:
-        self._prompt_of_row = prompt_of_row
-        self._keys = keys
-        self._sampler = sampler
-        self._greedy = greedy
-        self._max_new_tokens = max_new_tokens
-        self._stop_token_ids = stop_token_ids
-        self._named_cache = cache
-        (self._cache,) = cache.values()
-        self._hidden = hidden
+        self._prompt_of_row, self._keys = prompt_of_row, keys
+        self._sampler, self._greedy, self._hidden = sampler, greedy, hidden
+        self._max_new_tokens, self._stop_token_ids = max_new_tokens, stop_token_ids
+        self._cache = cache
 
     def run(self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Decoded:
         """Return the responses of all rows; a loop runs once, since it fills its cache.
@@ -117,6 +110,6 @@ class DecodingLoop:
             position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
-            **self._named_cache,
+            past_key_values=self._cache,
         )
         return hide(output.logits[:, -1], self._hidden)

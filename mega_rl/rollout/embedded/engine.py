@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -17,9 +19,10 @@ from mega_rl.converters.live.transformers_names import weights_on_disk
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.embedded.decoding import Decoded, DecodingLoop
-from mega_rl.rollout.embedded.kv_cache import ATTENTION, cache_argument, make_cache
+from mega_rl.rollout.embedded.kv_cache import ATTENTION, make_cache
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
+from mega_rl.rollout.limits import is_greedy, response_limits
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.tracking import progress
 from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, response_mask
@@ -56,11 +59,8 @@ class HFRolloutEngine:
         hidden_tokens: IdRanges = (),
     ) -> None:
         """Raises UserError for a directory without a config.json that transformers knows."""
-        self._sampler = sampler
-        self._device = torch.device(device)
-        self._max_new_tokens = max_new_tokens
-        self._batch_size = batch_size
-        self._hidden_tokens = hidden_tokens
+        self._sampler, self._device = sampler, torch.device(device)
+        self._max_new_tokens, self._batch_size, self._hidden_tokens = max_new_tokens, batch_size, hidden_tokens
         config = read_model_config(Path(model_path))
         # Weights stay unset; buffers are true, since rotary frequencies are computed from the config.
         with no_init_weights(), self._device:
@@ -69,7 +69,6 @@ class HFRolloutEngine:
             )
         model.tie_weights()
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
-        self._cache_argument = cache_argument(self._model)
         self._max_positions: int = config.max_position_embeddings
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
@@ -103,22 +102,20 @@ class HFRolloutEngine:
         """
         if self._weight_version is None:
             raise RuntimeError("generate was called before any weights were published to the rollout engine")
-        if len(prompts) != len(prompt_index) or n < 1:
-            raise ValueError(
-                f"{len(prompts)} prompts, {len(prompt_index)} indices, n={n}: one index per prompt, n >= 1"
-            )
-        most = self._max_new_tokens if draws is None else draws.max_new_tokens or self._max_new_tokens
-        limits = [most] * len(prompts) if limits is None else limits
-        self._check_lengths(prompts, limits, most)
+        limits = response_limits(
+            prompts, limits, draws, max_new_tokens=self._max_new_tokens, max_positions=self._max_positions
+        )
         rows = [
-            _Row(number=p * n + s, prompt=p, sample=s, limit=limit) for p, limit in enumerate(limits) for s in range(n)
+            _Row(number=p * n + s, prompt=p, sample=s, limit=limit)
+            for p, (_, limit) in enumerate(zip(prompt_index, limits, strict=True))
+            for s in range(n)
         ]
         # Neighbours of like length share a batch: little is padded.
         rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
         batches = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
         decoded = []
         sampler = self._sampler
-        greedy = greedy or (draws is not None and not draws.temperature)
+        greedy = is_greedy(greedy, draws)
         if draws is not None and not greedy:
             sampler = Sampler(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
         for number, batch in enumerate(batches):
@@ -140,21 +137,6 @@ class HFRolloutEngine:
     def metrics(self) -> Metrics:
         """Return nothing: the trainer's own phases time this engine."""
         return {}
-
-    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int], most: int) -> None:
-        if len(limits) != len(prompts) or not all(1 <= limit <= most for limit in limits):
-            raise ValueError(f"limits={limits}: one for each prompt, 1 to the longest response, {most} tokens")
-        lengths = ((len(prompt.token_ids), limit) for prompt, limit in zip(prompts, limits, strict=True))
-        longest, limit = max(lengths, key=sum, default=(0, 0))
-        if longest + limit > self._max_positions:
-            raise UserError(
-                f"the longest prompt has {longest} tokens and its response up to {limit}: together "
-                f"more than the model's max_position_embeddings={self._max_positions}; lower data.max_prompt_tokens or "
-                "the length of responses, rollout.max_new_tokens or validation.max_new_tokens"
-            )
-        empty = [prompt.index for prompt in prompts if not prompt.token_ids]
-        if empty:
-            raise UserError(f"prompts without tokens, data set rows {empty[:8]}: a prompt needs one token; remove them")
 
     @torch.inference_mode()
     def _generate_batch(
@@ -182,7 +164,7 @@ class HFRolloutEngine:
             greedy=sampler is None,
             max_new_tokens=new_tokens,
             stop_token_ids=self._stop_token_ids,
-            cache={self._cache_argument: make_cache(self._model.config, max_tokens=longest)},
+            cache=make_cache(self._model.config, max_tokens=longest),
             hidden=self._hidden_tokens,
         )
         input_ids, attention_mask = _left_padded(token_ids, self._device)
@@ -273,10 +255,9 @@ def read_model_config(model_path: Path) -> PreTrainedConfig:
 
 def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (tokens [P, L] int64, mask [P, L] int64), both 0 on padding, padded on the left to the longest."""
-    longest = max(len(sequence) for sequence in sequences)
-    padded = [[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
-    mask = [[0] * (longest - len(sequence)) + [1] * len(sequence) for sequence in sequences]
-    return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
+    rows = [torch.tensor(sequence, device=device) for sequence in sequences]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    return padded(rows), padded([torch.ones_like(row) for row in rows])
 
 
 def _joined(parts: Sequence[Decoded]) -> Decoded:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -78,11 +77,6 @@ def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
     if all(layer_type == "full_attention" for layer_type in layer_types):
         return Cache(layers=[GrowingLayer(max_tokens) for _ in layer_types])
     return DynamicCache(config=config)
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name by which a model's forward takes its cache: past_key_values until transformers 5.40."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def grouped_attention(

@@ -22,14 +22,6 @@ class Sampler:
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps all
 
-    def __post_init__(self) -> None:
-        if not self.temperature > 0.0:
-            raise ValueError(f"temperature={self.temperature}: must be above 0; for the most likely token use greedy")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]; 1 keeps all tokens")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: must be at least 0; 0 keeps all tokens")
-
     def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens [B] int64, log-probs [B] float32) of one draw per row.
 
@@ -97,8 +89,7 @@ def _fixed_point(weights: Tensor) -> tuple[Tensor, Tensor]:
     """(weights [B, N] int64 in multiples of a unit, the unit [B, 1] float64) of `weights`, [B, N] floating, at least 0.
 
     The largest of a row has 53 bits, or as many as keep the row's sum below 2**62. Running sums of integers are the
-    same in every order and on every device. Those of floating-point numbers are not, and CUDA has none under
-    `torch.use_deterministic_algorithms`.
+    same in every order and on every device, unlike those of floating-point numbers.
     """
     largest = weights.amax(-1, keepdim=True).double()
     unit = largest * 2.0 ** -min(53, 62 - weights.shape[1].bit_length())

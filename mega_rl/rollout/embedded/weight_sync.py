@@ -59,12 +59,8 @@ class EmbeddedWeightSync:
         bucket_bytes: int,
         verify_interval: int,
     ) -> None:
-        if bucket_bytes < 1 or verify_interval < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes}, verify_interval={verify_interval}: both are at least 1")
-        self._export = export
-        self._engine = engine
-        self._bucket_bytes = bucket_bytes
-        self._verify_interval = verify_interval
+        self._export, self._engine = export, engine
+        self._bucket_bytes, self._verify_interval = bucket_bytes, verify_interval
         self._num_publishes = 0
         self._num_bytes = 0  # in the last publish
         self._weight_version = 0

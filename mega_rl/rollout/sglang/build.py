@@ -7,10 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -20,24 +18,24 @@ from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
-from mega_rl.errors import PeerError, RunError, UserError
+from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
-from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
+from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_shapes
 from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
-from mega_rl.rollout.sglang.weights.transport import RanksLost, Server, TrainerWeights, Transport
-from mega_rl.rollout.sglang.weights.transports.choose import Placement, choose_transport, hosts_of, servers_of
+from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
+from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
+from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
 from mega_rl.types import IdRanges
 
 log = logging.getLogger(__name__)
@@ -56,19 +54,11 @@ def start_servers(
 ) -> ServerPool | None:
     """Return the servers of a run over SGLang, which `resources` ends; None with another backend; collective.
 
-    Where the launcher keeps servers, healthy ones are adopted from the ranks before these, and left to the next ones.
+    Servers with their own devices are starting. Those that share the trainer's devices are ready and have released
+    their memory: a server sizes its KV cache by the memory that is free when it starts, so the trainer's models must
+    come after it. settings, hf: of the policy.
 
-    Servers with their own devices are starting, and `wait_ready` waits for them. Those that share the trainer's devices
-    are ready and have released their memory: a server sizes its KV cache by the memory that is free when it starts, so
-    the trainer's models must come after it, and into an empty device.
-
-    Args:
-        settings, hf: of the policy.
-        process: makes the process of a server, given its settings, number and folder.
-
-    Raises:
-        UserError: servers do not fit the host's devices or their memory.
-        RunError: a start failed.
+    Raises UserError where servers do not fit the host's devices or their memory, RunError for a failed start.
     """
     sglang, server = rollout.sglang, rollout.sglang.server
     if rollout.backend != "sglang":
@@ -77,47 +67,53 @@ def start_servers(
     hosts = world.size // per_host
     if sglang.urls:
         check_urls(sglang.urls, hosts=hosts)
-        return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
+        return JoinedServers(world, sglang.urls, Path(sglang.keys_file), timeout_s=sglang.start_timeout_s)
     on_gpus = accelerator.device.type == "cuda"  # a CPU's memory is the host's, which needs no turns
     colocated = sglang.placement == "colocated" or (sglang.placement == "auto" and on_gpus and not trainer.async_steps)
     count = servers_per_host(server, accelerator, ranks_per_host=per_host, colocated=colocated)
     if world.rank == 0:
         log.info("%d SGLang server(s) of %d rank(s) on each %d host(s) of the trainer", count, server.tp, server.nodes)
-    common = replace(
-        server_settings(rollout, trainer, settings, accelerator),
-        host=listening_address(server.host, world, hosts=hosts),
-        base_gpu=0 if colocated else per_host,  # servers with their own devices have those after the trainer's
-        memory_saver=colocated,
-    )
+    fraction = server.mem_fraction
     if colocated and on_gpus:
         smallest = -int(world.max(torch.tensor(-accelerator.total_memory())))
         policy, weights = colocated_bytes(rollout, settings, hf, world_size=world.size)
-        fraction = memory_fraction(server.mem_fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
-        common = replace(common, mem_fraction=fraction)
-        if not server.mem_fraction and world.rank == 0:
+        fraction = memory_fraction(fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
+        if world.rank == 0:
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
+    common = replace(
+        _server_settings(rollout, trainer, settings),
+        host=listening_address(server.host, world, hosts=hosts),
+        device=accelerator.device.type,
+        mem_fraction=fraction,
+        memory_saver=colocated,
+        base_gpu=0 if colocated else per_host,  # servers with their own devices have those after the trainer's
+    )
     folder = Path(trainer.run_dir) / "sglang"
     pool = StartedServers(world, common, count=count, ranks_per_host=per_host, folder=folder, process=process)
-    resources.push(partial(_close, pool))
+    resources.callback(pool.close)
     if colocated:
         pool.wait_ready()
         release_at_start(pool, world, timeout_s=sglang.sync.timeout_s)
     return pool
 
 
-def _close(
-    pool: ServerPool, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-) -> None:
-    """Leave servers that later ranks may adopt, or end them.
-
-    A failure that the run found by itself ends them: they may have a part in it. After a user's mistake, or when the
-    run was stopped, no later rank adopts them.
-    """
-    is_theirs = isinstance(error, (RunError, UserError)) and not isinstance(error, PeerError | RanksLost)
-    if isinstance(error, Exception) and not is_theirs:
-        pool.leave()
-    else:
-        pool.close()
+def _server_settings(rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings) -> ServerSettings:
+    """Return the settings of a run's servers, without their place."""
+    server = rollout.sglang.server
+    placed = ("max_total_tokens", "mem_fraction_static")  # arguments that are settings
+    args = {name: value for name, value in server.args.items() if name not in placed}
+    return ServerSettings(
+        model_path=Path(settings.model.path),
+        tp=server.tp,
+        nodes=server.nodes,
+        dtype=_name_of(_dtype(rollout, settings)),
+        max_total_tokens=server.max_total_tokens,
+        deterministic=trainer.deterministic,
+        seed=trainer.seed,
+        start_timeout_s=rollout.sglang.start_timeout_s,
+        return_routing=rollout.sglang.return_routing,
+        args=args | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
+    )
 
 
 def servers_per_host(
@@ -146,32 +142,6 @@ def servers_per_host(
     if idle := devices - count * tp_here:
         log.warning("%s leave %d of %d devices of each host idle while responses are generated", given, idle, devices)
     return count
-
-
-def server_settings(
-    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, accelerator: Accelerator
-) -> ServerSettings:
-    """Return the settings of a run's servers, without the host's address and devices."""
-    sglang, server = rollout.sglang, rollout.sglang.server
-    return ServerSettings(
-        model_path=Path(settings.model.path),
-        tp=server.tp,
-        nodes=server.nodes,
-        dtype=_name_of(_dtype(rollout, settings)),
-        device=accelerator.device.type,
-        max_total_tokens=server.max_total_tokens,
-        mem_fraction=server.mem_fraction,
-        deterministic=trainer.deterministic,
-        seed=trainer.seed,
-        start_timeout_s=sglang.start_timeout_s,
-        return_routing=sglang.return_routing,
-        args={
-            name: value
-            for name, value in server.args.items()
-            if name not in ("max_total_tokens", "mem_fraction_static")
-        }
-        | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
-    )
 
 
 def colocated_bytes(
@@ -204,32 +174,25 @@ def _name_of(dtype: torch.dtype) -> str:
 
 @dataclass
 class Connection:
-    """Connection of a run with its servers; a context whose end closes the clients.
-
-    The pool ends servers. Unless an error ends the context, for then ranks or servers may be gone, servers release the
-    memory through which weights travelled.
-    """
+    """Connection of a run with its servers, which the pool ends."""
 
     router: ServerRouter
     sync: SglangWeightSync
     memory: ServersMemory
     concurrency: int  # requests in flight of one rank at the servers that it asks, together
-    max_positions: int
-    _servers: ServerPool
+    _pool: ServerPool
     _controls: Sequence[Control]
     _actor: ModelEngine
-    _transport: Transport
-    _resources: ExitStack
 
     def bring_back(self, lost: Sequence[int]) -> None:
         """Restart lost servers where the run started them, and send them the current weights; collective.
 
         Raises RunError on all ranks when one does not come back.
         """
-        self._servers.bring_back(lost)
+        self._pool.bring_back(lost)
         for index in lost:
-            self._controls[index].endpoint = self._servers.endpoints[index]
-            self.router.move(index, self._servers.endpoints[index])
+            self._controls[index].endpoint = self._pool.endpoints[index]
+            self.router.move(index, self._pool.endpoints[index])
         self.memory.started_anew(lost)
         # Between generation and training the policy may be on the host.
         offloaded = self._actor.is_offloaded("parameters")
@@ -241,46 +204,32 @@ class Connection:
             if offloaded:
                 self._actor.offload(gradients=False, optimizer=False)
 
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._resources:
-            if error is None:
-                self._transport.close()
-
 
 def connect(
     rollout: RolloutConfig,
     dtype: torch.dtype,
     pool: ServerPool,
+    resources: ExitStack,
     *,
     actor: ModelEngine,
     world: Ranks,
     hidden_tokens: IdRanges,
 ) -> Connection:
-    """Return the connection with servers that are ready; collective.
-
-    dtype: of the servers' weights. hidden_tokens: no response may hold them. Raises UserError when no transport, or not
-    the requested one, reaches the servers.
-    """
-    sglang, hf, resources = rollout.sglang, actor.sharding.hf, ExitStack()
-    placement = Placement(hosts=hosts_of(world), colocated=pool.colocated)
+    """Return the connection with servers that are ready; `resources` closes it. hidden_tokens: never in a response."""
+    sglang, hf = rollout.sglang, actor.sharding.hf
     # Every rank has a control of every server; only the one that leads a server uses it.
     controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
-    servers = servers_of(pool, controls, placement)
-    transport = choose_transport(
-        sglang.sync.transport,
-        TrainerWeights(actor, dtype),
-        servers,
-        placement,
-        bucket_bytes=rollout.bucket_mib << 20,
-        timeout_s=sglang.sync.timeout_s,
-    )
-    per_rank = math.ceil(sglang.max_concurrency / world.size)
-    near = _near_servers(pool, servers, placement.hosts, host=placement.hosts[world.rank], most=sglang.max_concurrency)
+    servers = [Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)]
+    transport = _transport(rollout, dtype, pool, servers, actor, world)
+    # After an error ranks or servers may be gone.
+    resources.push(lambda kind, *_: transport.close() if kind is None else None)
+    per_rank, host = math.ceil(sglang.max_concurrency / world.size), world.rank // pool.ranks_per_host
+    # A rank asks the servers of its own host; the ranks of a server's hosts have equal shares of what it takes.
+    near = {
+        one.index: math.ceil(sglang.max_concurrency / (len(one.hosts) * pool.ranks_per_host))
+        for one in servers
+        if host in one.hosts
+    }
     router = ServerRouter(
         pool.endpoints,
         vocab_size=hf.vocab_size,
@@ -289,48 +238,31 @@ def connect(
         request_timeout_s=sglang.request_timeout_s,
         allow_mixed_versions=sglang.partial_rollout,
     )
+    resources.callback(router.close)
     own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}
     return Connection(
-        router=resources.enter_context(router),
+        router=router,
         sync=SglangWeightSync(
             transport,
             router,
             world,
             controls=own,
             num_servers=len(servers),
-            expected=_expected(rollout, dtype, actor),
+            expected=ExpectedServer(
+                hf,
+                sent_shapes(actor.sharding),
+                _name_of(dtype),
+                tp=None if sglang.urls else sglang.server.tp,
+                routing=sglang.return_routing,
+            ),
             probe=_probe(rollout, dtype, actor, world, ids_of(hidden_tokens, hf.vocab_size)),
             verify_interval=rollout.verify_interval,
         ),
         memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
         concurrency=sum(near.values()) or per_rank * len(controls),
-        max_positions=hf.max_position_embeddings,
-        _servers=pool,
+        _pool=pool,
         _controls=controls,
         _actor=actor,
-        _transport=transport,
-        _resources=resources,
-    )
-
-
-def _near_servers(
-    pool: ServerPool, servers: Sequence[Server], hosts: Sequence[str], *, host: str, most: int
-) -> dict[int, int]:
-    """Return this rank's requests in flight for each server that the run started on its host.
-
-    The ranks of a server's hosts have equal shares of the `most` requests that it takes.
-    """
-    here = [server for server in servers if pool.nodes(server.index) and host in server.hosts]
-    return {server.index: math.ceil(most / sum(map(hosts.count, set(server.hosts)))) for server in here}
-
-
-def _expected(rollout: RolloutConfig, dtype: torch.dtype, actor: ModelEngine) -> ExpectedServer:
-    return ExpectedServer(
-        hf=actor.sharding.hf,
-        sent=sent_tensors(actor.sharding, dtype),
-        dtype=_name_of(dtype),
-        tp=None if rollout.sglang.urls else rollout.sglang.server.tp,
-        routing=rollout.sglang.return_routing,
     )
 
 
@@ -341,3 +273,20 @@ def _probe(
     return (
         Probe(actor.forward, world, vocab_size, rollout.temperature, tokens, limits, tuple(hidden)) if tokens else None
     )
+
+
+def _transport(
+    rollout: RolloutConfig,
+    dtype: torch.dtype,
+    pool: ServerPool,
+    servers: Sequence[Server],
+    actor: ModelEngine,
+    world: Ranks,
+) -> Transport:
+    """Return CUDA IPC to servers on the trainer's GPUs, else process groups."""
+    weights, bucket_bytes = TrainerWeights(actor, dtype), rollout.bucket_mib << 20
+    timeout_s = rollout.sglang.sync.timeout_s
+    if pool.colocated and actor.device.type == "cuda":
+        hosts = [rank // pool.ranks_per_host for rank in range(world.size)]
+        return CudaIpcTransport(weights, servers, hosts=hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return DistributedTransport(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)

@@ -24,15 +24,10 @@ GROUPS: Mapping[str, str] = {
     "MODEL_PARALLEL_GROUP": "tp-pp",
     "DATA_PARALLEL_GROUP": "dp",
     "DATA_PARALLEL_GROUP_WITH_CP": "dp-cp",
-    "DATA_PARALLEL_GROUP_WITH_CP_AG": "dp-cp gather",
-    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "dp-cp of an optimizer instance",
-    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer instance",
     "CONTEXT_PARALLEL_GROUP": "cp",
     "TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp-cp",
     "TENSOR_AND_DATA_PARALLEL_GROUP": "tp-dp",
     "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp-dp-cp",
-    "EMBEDDING_GROUP": "embedding",
-    "POSITION_EMBEDDING_GROUP": "position embedding",
     "EXPERT_MODEL_PARALLEL_GROUP": "ep",
     "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "ep-etp",
@@ -79,10 +74,7 @@ class FlightRecorder:
         )
 
     def _ages(self, open_entries: Sequence[Flight]) -> list[float]:
-        """Return the seconds since each call, also after jumps of the wall clock.
-
-        An entry that was not open at the last look was called since then.
-        """
+        """Return the seconds since each call, also after jumps of the wall clock."""
         now = time.monotonic()
         keys = [(entry["process_group"][0], entry["time_created_ns"]) for entry in open_entries]
         since = now - self._looked
@@ -111,7 +103,7 @@ def _collective(entry: Flight, age_s: float, *, ranks: bool = True) -> Collectiv
     on_host, described = ("host ", description[5:]) if description.startswith("host ") else ("", description)
     return Collective(
         operation=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
-        group=on_host + GROUPS.get(described, described.lower()),
+        group=on_host + GROUPS.get(described, described.removesuffix("_GROUP").lower()),
         ranks=_members(name) if ranks else (),
         sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
         age_s=age_s,

@@ -132,10 +132,7 @@ class Heartbeat:
                     folder.parent.rmdir()
 
     def end(self, kind: str, message: str, *, error: BaseException | None = None) -> LastWords:
-        """Write the last words and return them; later ones do not replace the first.
-
-        kind: one of `records.ENDS`. error: the error that ended the rank.
-        """
+        """Write the last words and return them; later ones do not replace the first."""
         with self._lock:
             if self._last is None or self._last.ended is None:
                 record = self._record(error)

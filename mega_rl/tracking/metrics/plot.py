@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -87,9 +86,7 @@ def _panels(there: Collection[str], names: Sequence[str]) -> list[tuple[str, lis
     """Return (title, metrics) of each panel. Raises UserError for an unknown name."""
     unknown = [name for name in names if name not in there]
     if unknown:
-        near = get_close_matches(unknown[0], there, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(there)[:10])}, ..."
-        raise UserError(f"--metrics: no run has {', '.join(unknown)}; {hint}")
+        raise UserError(f"--metrics: no run has {', '.join(unknown)}; there are {', '.join(sorted(there)[:10])}, ...")
     if names:
         return [(name, [name]) for name in names]
     usual = [

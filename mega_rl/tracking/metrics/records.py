@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -34,11 +33,6 @@ class Series:
 
     steps: array[int]
     values: array[float]  # may be NaN or infinite
-
-    def until(self, step: int) -> Series:
-        """Return the part of the series up to a step."""
-        end = bisect_right(self.steps, step)
-        return Series(self.steps[:end], self.values[:end])
 
 
 def to_json_value(value: float) -> float | str:

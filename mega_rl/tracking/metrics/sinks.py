@@ -67,10 +67,7 @@ class JsonlSink(NullSink):
     def log(self, step: int, metrics: Metrics) -> None:
         line = encode_step(step, metrics).encode() + b"\n"
         try:
-            if self._num_bytes is not None and not self._path.exists():
-                logger.error("%s is gone with the metrics before step %d: a new one begins", self._path, step)
-                self._num_bytes = None
-            if self._num_bytes is None:
+            if self._num_bytes is None or not self._path.exists():
                 self._num_bytes = _drop_steps_from(self._path, _first_stale_step(self._resume_step))
             with self._path.open("r+b") as file:
                 file.truncate(self._num_bytes)  # drops the rest of a failed write
@@ -135,10 +132,7 @@ class TensorBoardSink(NullSink):
         """Append summaries to the file, which may be new. Raises OSError."""
         event = self._events.Event
         events = [event(step=step, summary=one) for one in summaries]
-        if self._file is not None and not self._file.exists():
-            logger.error("%s is gone with the events before step %d: new ones begin", self._directory, step)
-            self._file = None
-        if self._file is None:
+        if self._file is None or not self._file.exists():
             # TensorBoard hides the steps of earlier event files from the first event's step on.
             purge_step, start = _first_stale_step(self._resume_step), self._events.SessionLog.START
             first = [event(file_version="brain.Event:2"), event(session_log=self._events.SessionLog(status=start))]

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from mega_rl.errors import UserError
 from mega_rl.tracking.metrics.records import held_out_reward, read_series
@@ -22,7 +19,7 @@ BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 36
 MOST_VALIDATIONS = 6  # in a row; earlier ones are left out
 _NUMBER = "parameters"  # the column that is aligned to the right
-_TITLES = ("role", "model", "family", _NUMBER, "engine", "layout", "attention", "dtype", "trains")
+_TITLES = ("role", "family", _NUMBER, "engine", "layout", "attention", "dtype", "trains", "model")
 _UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K"))
 
 
@@ -44,48 +41,19 @@ class RoleFacts:
 def show_startup(
     roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "", console: Console | None = None
 ) -> None:
-    """Print a table of the run's roles: a frame, or a line for each.
+    """Print a line for each of the run's roles; empty columns are left out.
 
-    For one rank only. Empty columns are left out. On a narrow terminal facts that all models share go into a line
-    below, and paths get their own lines. prompts, stop_tokens: texts of the last lines, about how prompts are written
-    and where a response ends. console: standard error unless given.
+    For one rank only. prompts, stop_tokens: texts of the last lines, about how prompts are written and where a response
+    ends. console: standard error unless given.
     """
-    console = console or standard_error()
     rows = [_TITLES]
     for role in roles:
         parameters = "" if role.parameters is None else short_count(role.parameters)
-        model = (role.role, role.model, role.family, parameters, role.engine, role.layout, role.attention, role.dtype)
-        rows.append((*model, "yes" if role.trains else "no"))
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    lines: list[str] = []
-    if not console.is_terminal:
-        lines = _aligned(columns)
-    elif 1 + sum(max(map(cell_len, column)) + 3 for column in columns) > console.width:
-        lines = _narrow(columns)
-    else:
-        table = Table(*(Column(title, justify="right" if title == _NUMBER else "left") for title, *_ in columns))
-        for row in list(zip(*columns, strict=True))[1:]:
-            table.add_row(*(Text(cell or "-", overflow="fold") for cell in row))
-        console.print(table)
+        model = (role.role, role.family, parameters, role.engine, role.layout, role.attention, role.dtype)
+        rows.append((*model, "yes" if role.trains else "no", role.model))
+    lines = _aligned([column for column in zip(*rows, strict=True) if any(column[1:])])
     lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
-    _print_lines(console, lines)
-
-
-def _narrow(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the table as lines for a narrow terminal."""
-    by_title = {title: cells for title, *cells in columns}
-    models = [number for number, family in enumerate(by_title.get("family", ())) if family]
-    shared = {
-        title: cells[models[0]]
-        for title, cells in by_title.items()
-        if title not in ("role", "model") and len(models) > 1 and len({cells[number] for number in models}) == 1
-    }
-    head, *lines = _aligned([column for column in columns if column[0] != "model" and column[0] not in shared])
-    pairs = zip(lines, by_title["model"], strict=True)
-    result = [head, *itertools.chain.from_iterable((line, f"  {model}") for line, model in pairs)]
-    if shared:
-        result.append("all models: " + ", ".join(f"{title} {text}" for title, text in shared.items() if text))
-    return result
+    _print_lines(console or standard_error(), lines)
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
@@ -108,20 +76,10 @@ def short_count(number: int) -> str:
 
 
 def show_summary(run_dir: Path, *, console: Console | None = None) -> None:
-    """Print the summary of a run with metrics: a frame on a terminal, else plain lines.
-
-    console: standard error unless given.
-    """
-    console = console or standard_error()
+    """Print the summary of a run with metrics. console: standard error unless given."""
     rows = summary_rows(run_dir)
-    if rows and console.is_terminal:
-        table = Table(show_header=False)
-        for name, text in rows:
-            table.add_row(name, Text(text, overflow="fold"))
-        console.print(table)
-    else:
-        width = max((len(name) for name, _ in rows), default=0)
-        _print_lines(console, [f"{name:<{width}}  {text}" for name, text in rows])
+    width = max((len(name) for name, _ in rows), default=0)
+    _print_lines(console or standard_error(), [f"{name:<{width}}  {text}" for name, text in rows])
 
 
 def _print_lines(console: Console, lines: Sequence[str]) -> None:

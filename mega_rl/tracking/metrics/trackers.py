@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from urllib.parse import urlsplit, urlunsplit
 
 import yaml
 
+from mega_rl import disk
 from mega_rl.config.keys import flattened
 from mega_rl.types import Metrics
 
@@ -42,34 +43,16 @@ class TrackedRun:
     config: dict[str, Any]  # {"optim": {"lr": 1e-6}, "engine": "megatron"}
 
 
-class TrackerClient(Protocol):
-    """One run of one tracker. Errors are the client's own, of any type."""
+class WandbClient:
+    """Weights & Biases: rollouts as a table, the status in the summary.
 
-    offline: str  # how to record without a network
+    As of every client, errors of its methods are of any type.
+    """
+
+    offline = "WANDB_MODE=offline"  # how to record without a network
 
     def start(self, run: TrackedRun) -> tuple[str, str]:
         """Begin or continue a run; return its id and its address or folder."""
-        ...
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Record the metrics of a step; values may be NaN or infinite."""
-        ...
-
-    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
-        """Record sampled rollouts, all with the same keys. name: "rollouts", or "val_rollouts" of a validation."""
-        ...
-
-    def finish(self, status: str) -> None:
-        """End the run as "finished", "failed" or "stopped", and wait until everything is written or sent."""
-        ...
-
-
-class WandbClient:
-    """Weights & Biases: rollouts as a table, the status in the summary."""
-
-    offline = "WANDB_MODE=offline"
-
-    def start(self, run: TrackedRun) -> tuple[str, str]:
         import wandb
 
         self._wandb = wandb
@@ -174,7 +157,7 @@ class SwanlabClient:
         self._swanlab.finish(state=self.STATUS[status], error="the run failed" if status == "failed" else None)
 
 
-CLIENTS: dict[str, Callable[[], TrackerClient]] = {
+CLIENTS: dict[str, type[WandbClient | MlflowClient | SwanlabClient]] = {
     "mlflow": MlflowClient,
     "swanlab": SwanlabClient,
     "wandb": WandbClient,
@@ -249,12 +232,10 @@ class TrackerSink:
         """Start the client and keep the id of the tracker's run for a resume."""
         run_id, place = self._client.start(run)
         logger.info("%s: %s", self._tracker, place)
-        part = self._state.with_suffix(".tmp")
         try:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"run_id": run_id, "place": place}) + "\n", encoding="utf-8")
-            os.replace(part, self._state)
-        except OSError as error:
+            disk.make_folder(self._state.parent)
+            disk.replace_text(self._state, json.dumps({"run_id": run_id, "place": place}) + "\n")
+        except disk.SaveError as error:
             logger.warning("%s: a resumed run will begin a new one there: %s", self._tracker, error)
 
     def _earlier_run(self) -> str:

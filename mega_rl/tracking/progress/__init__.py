@@ -11,7 +11,6 @@ import logging
 import sys
 import threading
 import time
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -133,15 +132,14 @@ def begin(
     name: str,
     *,
     total: float | None = None,
+    done: float = 0.0,
     unit: str = "",
     deadline_s: float | None = None,
+    rounds: bool = False,
     announce: bool = False,
 ) -> Phase:
     """Begin a phase that its owner ends. announce: also log its name."""
-    return _begun(Phase(name, total=total, unit=unit, deadline_s=deadline_s), announce=announce)
-
-
-def _begun(begun: Phase, *, announce: bool = False) -> Phase:
+    begun = Phase(name, total=total, done=done, unit=unit, deadline_s=deadline_s, rounds=rounds)
     if announce:
         log.info("%s", begun.name)
     with _lock:
@@ -162,7 +160,7 @@ def phase(
 @contextmanager
 def rounds(name: str, total: int, *, done: int = 0) -> Iterator[Phase]:
     """Show the block as `total` rounds; it advances the phase after each."""
-    with _ending(_begun(Phase(name, total=total, done=done, rounds=True))) as begun:
+    with _ending(begin(name, total=total, done=done, rounds=True)) as begun:
         yield begun
 
 
@@ -228,12 +226,4 @@ def printable(text: str) -> str:
 
     Texts of policies, files and programs could otherwise move the cursor, or look like lines of the log.
     """
-    if text.isprintable():
-        return text
-    kept = (c if c.isprintable() or c == "\t" or unicodedata.category(c) == "Zs" else _escaped(c) for c in text)
-    return "".join(kept)
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    return f"\\u{code:04x}" if code >= 0x7F else character.encode("unicode_escape").decode()
+    return "".join(c if c.isprintable() or c in "\t\u00a0\u3000" else repr(c)[1:-1] for c in text)

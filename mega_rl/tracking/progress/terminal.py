@@ -16,11 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rich.cells import cell_len
-from rich.columns import Columns
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from mega_rl.tracking.progress import Phase, close, listen, printable
@@ -28,7 +25,6 @@ from mega_rl.tracking.progress import Phase, close, listen, printable
 REFRESHES_PER_SECOND = 8
 REMINDER_S = 60.0  # without a live line, a log that is silent for this long names the work in progress
 SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "-\\|/"
-BAR_WIDTH = 20
 TIME_WIDTH = len("08:04:33 ")  # in front of each line of the log
 ERASE_LINE = "\r\x1b[2K"
 LOGGERS = ("", "mega_rl", "mega_rl.config")  # commands set the levels of these
@@ -95,15 +91,11 @@ class Display:
         self.written = time.monotonic()
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _line(self) -> RenderableType:
-        """Return the live line: a bar, if there is room for one, and the words."""
+    def _line(self) -> Text:
+        """Return the live line, cut to the terminal."""
         words = Text(live_line(self._phases, ascii_only=self.console.options.ascii_only), no_wrap=True)
-        width = self.console.width - 1  # the last column would wrap on some terminals
-        counted = next((phase for phase in self._phases if phase.total), None)
-        if counted is None or cell_len(words.plain) + BAR_WIDTH + 1 > width:
-            words.truncate(width, overflow="ellipsis")
-            return words
-        return Columns([ProgressBar(total=counted.total, completed=counted.done, width=BAR_WIDTH), words])
+        words.truncate(self.console.width - 1, overflow="ellipsis")  # the last column would wrap on some terminals
+        return words
 
     def _remind(self) -> None:
         """Log the work in progress whenever the log was silent for REMINDER_S."""

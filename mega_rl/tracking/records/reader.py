@@ -138,32 +138,20 @@ def parse(text: bytes, path: Path) -> tuple[RecordDescription, list[Shard], dict
             f"{path}: format={raw.get('format')!r}, this version reads {FORMAT}; use the version that wrote it"
         )
     try:
-        names = ("reward_parts", "reward_weights", "weights")
         kept = {field.name: raw[field.name] for field in fields(RecordDescription)}
-        description = RecordDescription(**{**kept, **{name: tuple(kept[name]) for name in names}})
+        tuples = {name: tuple(kept[name]) for name in ("reward_parts", "reward_weights", "weights")}
+        description = RecordDescription(**{**kept, **tuples})
         shards = [Shard(**entry) for entry in raw["files"]]
         tensors = {str(name): str(dtype) for name, dtype in raw["tensors"].items()}
-        _check(description, shards, tensors)
+        if description.step < 1 or not shards or not set(description.weights) <= {"actor", "critic", "reference"}:
+            raise ValueError("step, files or weights are out of range")
+        if unknown := set(tensors) - set(TENSORS):
+            raise ValueError(f"unknown tensors {sorted(unknown)}")
+        if foreign := [shard.file for shard in shards if not _SHARD.fullmatch(shard.file)]:
+            raise ValueError(f"file {foreign[0]!r} does not belong to a record")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path}: is not a record ({type(error).__name__}: {error}); it is damaged") from error
     return description, shards, tensors
-
-
-def _check(description: RecordDescription, shards: list[Shard], tensors: Mapping[str, str]) -> None:
-    """Raise ValueError for wrong types, foreign file names and unknown tensors."""
-    of_type = {int: ("step", "prompts", "world_size"), dict: ("config", "model"), str: ("layout", "device", "dtype")}
-    for kind, names in of_type.items():
-        for name in names:
-            if not isinstance(getattr(description, name), kind):
-                raise ValueError(f"{name} must be {kind.__name__}")
-    if description.step < 1 or not set(description.weights) <= {"actor", "critic", "reference"}:
-        raise ValueError("step or weights are out of range")
-    for shard in shards:
-        if not _SHARD.fullmatch(shard.file) or not isinstance(shard.nbytes, int) or not isinstance(shard.rows, int):
-            raise ValueError(f"file {shard.file!r} does not belong to a record")
-    unknown = set(tensors) - set(TENSORS)
-    if unknown or not shards:
-        raise ValueError(f"unknown tensors {sorted(unknown)}" if unknown else "no files")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mega_rl import __version__
 from mega_rl.config.origins import as_record
-from mega_rl.config.recipe import parse_yaml
+from mega_rl.config.packaged import parse_yaml
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.tracking.health.records import read_records
@@ -23,7 +23,7 @@ from mega_rl.tracking.metrics.records import Series, read_series
 from mega_rl.tracking.report.page import OVERVIEW, THEMES, explain, render, reward_parts, shorten, theme_of
 from mega_rl.tracking.report.samples import MAX_CHARACTERS, read_samples
 from mega_rl.tracking.report.symptoms import RULES, symptoms_of
-from mega_rl.untrusted import JsonFields
+from mega_rl.untrusted import JsonFields, read_file
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 MAX_CONFIG_BYTES = 4 << 20
@@ -76,9 +76,7 @@ def _read_run(folder: Path, label: str) -> Run:
 def _read_config(file: Path) -> dict[str, str]:
     """Return the settings as dotted keys and texts. Raises UserError."""
     try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise UserError(f"{file}: is larger than {MAX_CONFIG_BYTES >> 20} MiB; this is not the config of a run")
-        content = parse_yaml(file.read_text(encoding="utf-8"))
+        content = parse_yaml(read_file(file, MAX_CONFIG_BYTES).decode())
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

@@ -72,22 +72,18 @@ def _table() -> tuple[dict[str, dict[str, str]], list[tuple[re.Pattern[str], dic
     return exact, patterns
 
 
-def render(content: JsonFields, *, refresh_s: int | None = None) -> str:
-    """Return the page that shows the content.
-
-    refresh_s: seconds after which a page that a viewer serves asks for new data; None for a file.
-    """
+def render(content: JsonFields) -> str:
+    """Return the page that shows the content."""
     style, program = _file("report.css"), '"use strict";\n' + _file("charts.js") + "\n" + _file("report.js")
-    connect = "'none'" if refresh_s is None else "'self'"
     policy = (
         f"default-src 'none'; script-src 'sha256-{_hash(program)}'; style-src 'sha256-{_hash(style)}'; "
-        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+        f"img-src data:; connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
     parts = {
         "POLICY": html.escape(policy),
         "TITLE": html.escape("mega_rl: " + ", ".join(run["label"] for run in content["runs"])),
         "STYLE": style,
-        "DATA": to_script_data({**content, "refresh_s": refresh_s}),
+        "DATA": to_script_data(content),
         "PROGRAM": program,
     }
     pieces = _file("report.html").split("@@")

@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from itertools import chain
-from statistics import median
+from statistics import correlation, median
 from typing import Any
 
 from mega_rl.tracking.metrics.records import Series
 from mega_rl.tracking.report.page import reward_parts
 
 MIN_STEPS = 10  # shorter histories say nothing of a trend
-LOOKS_BACK = 24  # points of a run at which the rules look for symptoms that went away
 Sign = tuple[str, int, str]  # metric, step since which it is so, what was seen
 
 
@@ -135,7 +134,8 @@ def gamed(histories: Histories) -> Iterator[Sign]:
 def length_with_reward(histories: Histories) -> Iterator[Sign]:
     reward = histories.get("reward/mean")
     for name, length in _of(histories, ("rollout/response_tokens_mean",)):
-        if reward and length.steps == reward.steps and length.grows(2.0, above=0.0):
+        moves = reward is not None and len(set(reward.values)) > 1
+        if reward and moves and length.steps == reward.steps and length.grows(2.0, above=0.0):
             together = correlation(length.values, reward.values)
             seen = f"{length.end:.3g} from {length.beginning:.3g} tokens, correlation with reward/mean {together:.2f}"
             if together > 0.9:
@@ -202,15 +202,6 @@ LIMITS: dict[str, Callable[..., Iterator[Sign]]] = {
 }
 
 
-def correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return Pearson's correlation of two sequences of one length, 0 if either is constant."""
-    n = len(one)
-    mean_one, mean_other = math.fsum(one) / n, math.fsum(other) / n
-    covariance = math.fsum((a - mean_one) * (b - mean_other) for a, b in zip(one, other, strict=True))
-    scale = math.sqrt(math.fsum((a - mean_one) ** 2 for a in one) * math.fsum((b - mean_other) ** 2 for b in other))
-    return covariance / scale if scale > 0.0 else 0.0
-
-
 @dataclass(frozen=True)
 class Symptom:
     """A symptom that a rule saw in a run."""
@@ -221,7 +212,6 @@ class Symptom:
     seen: str
     meaning: str
     action: str
-    until: int | None = None  # the last step at which it was seen, if it went away
     page: str = "docs/debugging.md, It diverges"
 
 
@@ -238,21 +228,10 @@ NOT_FINITE = {
 
 
 def symptoms_of(series: Mapping[str, Series]) -> list[Symptom]:
-    """Return the warnings of a run in the order of the rules; past symptoms come last."""
-    now = [*_not_finite(series), *_seen_at_end(series)]
-    shown = {symptom.rule for symptom in now}
-    past: dict[str, Symptom] = {}
-    last = max((one.steps[-1] for one in series.values() if one.steps), default=0)
-    for step in sorted({last * part // LOOKS_BACK for part in range(1, LOOKS_BACK)}):
-        for symptom in _seen_at_end({name: one.until(step) for name, one in series.items()}):
-            past[symptom.rule] = replace(symptom, until=step)
-    return [*now, *(symptom for rule, symptom in past.items() if rule not in shown)]
-
-
-def _seen_at_end(series: Mapping[str, Series]) -> list[Symptom]:
+    """Return the warnings of a run in the order of the rules."""
     histories = {name: History(one) for name, one in series.items()}
     there = {name: history for name, history in histories.items() if history.values}
-    symptoms = []
+    symptoms = [*_not_finite(series)]
     for key, rule in RULES.items():
         looks = [partial(look, there, *entry) for limit, look in LIMITS.items() for entry in rule.get(limit, ())]
         for look in looks or [partial(globals()[key], there)]:

@@ -8,19 +8,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mega_rl.algorithms.advantages import ESTIMATORS
-from mega_rl.algorithms.advantages.base import AdvantageEstimator
-from mega_rl.algorithms.corrections import CORRECTIONS, Correction
-from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController, RewardKL
+from mega_rl.algorithms.inputs import AdvantageEstimator
+from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
-from mega_rl.algorithms.losses.tokens import PolicyObjective
-from mega_rl.algorithms.policy_losses import LOSSES
+from mega_rl.algorithms.losses.tokens import Correction, PolicyObjective
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.schema import Config, KlConfig, SuccessCurriculum
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.protocols import ModelPasses
-from mega_rl.trainer.assemble.choices import build_choice
 from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
 from mega_rl.trainer.filters import Overlong
@@ -40,20 +36,22 @@ log = logging.getLogger(__name__)
 
 
 def build_estimator(config: Config) -> AdvantageEstimator:
-    """Return the advantage estimator that the recipe chooses. Raises UserError as `build_choice` does."""
-    return build_choice(config, ADVANTAGE, ESTIMATORS)
+    """Return the advantage estimator that the recipe chooses. Raises UserError as `Choice.build` does."""
+    estimator: AdvantageEstimator = ADVANTAGE.build(config)
+    return estimator
 
 
 def build_objective(config: Config) -> PolicyObjective:
-    """Return the policy loss that the recipe chooses. Raises UserError as `build_choice` does."""
-    return build_choice(config, LOSS, LOSSES)
+    """Return the policy loss that the recipe chooses. Raises UserError as `Choice.build` does."""
+    objective: PolicyObjective = LOSS.build(config)
+    return objective
 
 
 def build_correction(config: Config) -> Correction | None:
-    """Return the correction that the recipe chooses, None for none. Raises UserError as `build_choice` does."""
+    """Return the correction that the recipe chooses, None for none. Raises UserError as `Choice.build` does."""
     if config.algorithm.correction.name == "auto":
         log.info("algorithm.correction=auto takes %s", chosen(config, CORRECTION))
-    return build_choice(config, CORRECTION, CORRECTIONS) if corrects(config) else None
+    return CORRECTION.build(config) if corrects(config) else None
 
 
 def build_reward_kl(kl: KlConfig, controller: KLController) -> RewardKL | None:
@@ -63,9 +61,7 @@ def build_reward_kl(kl: KlConfig, controller: KLController) -> RewardKL | None:
 
 def build_kl(kl: KlConfig) -> KLController:
     """Return the controller of the KL coefficient."""
-    if kl.control == "adaptive":
-        return AdaptiveKL(kl.coef, target=kl.target, horizon=kl.horizon)
-    return FixedKL(kl.coef)
+    return KLController(kl.coef, kl.target if kl.control == "adaptive" else None, kl.horizon)
 
 
 def build_actor_role(

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mega_rl.config.choices import DATA, chosen
 from mega_rl.config.keys import with_settings
 from mega_rl.config.rules import check
-from mega_rl.config.rules.validation import files_of
+from mega_rl.config.rules.data import files_of
 from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order, chat_template
@@ -37,7 +37,6 @@ from mega_rl.rewards.build import RunRewards, check_tests
 from mega_rl.rewards.score import ResponseReader
 from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.tracking import progress
-from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.types import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
@@ -94,8 +93,11 @@ ReadSource = Callable[[Tokens, Split], RowSource]
 
 
 def load_data_source(config: Config) -> ReadSource | None:
-    """Return the function that gives the user's rows of a split; None without a source."""
-    make = source_maker(config, DATA)
+    """Return the function that gives the user's rows of a split; None without a source.
+
+    Raises UserError as `Choice.own` does; when rows are read, for code that raises.
+    """
+    make = DATA.maker(config)
     if make is None:
         return None
     setting = f"data.source={chosen(config, DATA)!r}"

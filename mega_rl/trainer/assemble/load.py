@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mega_rl.config.choices import ADVANTAGE, ROLLOUT
@@ -18,10 +19,9 @@ from mega_rl.protocols import Ranks, Scorer
 from mega_rl.rewards.build import RunRewards, build_rewards
 from mega_rl.rewards.builtin import RewardFunction, final_answer
 from mega_rl.rewards.model import ModelScorer, RowLimits, TokenRows, token_rows
-from mega_rl.rewards.role import UsersAnswers
+from mega_rl.rewards.role import answers_together
 from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.tracking import progress
-from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.trainer.assemble.data import ReadSource, Tokens, load_data_source, load_tokenizer, read_tokens
 from mega_rl.trainer.assemble.plan import Roles, RunPlan, build_roles, plan_run
 from mega_rl.trainer.assemble.rollouts import Rollouts, build_rollouts
@@ -62,7 +62,7 @@ def read_inputs(
     if not trains:
         plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
     tokens = read_tokens(config, is_writer=world.rank == 0)
-    own = source_maker(config, ROLLOUT) if trains else None
+    own = ROLLOUT.maker(config) if trains else None
     rows = load_data_source(config) if trains else None
     rewards = build_rewards(config.reward, reward_function, resources=resources)
     return Inputs(plan, world, tokens, rewards, load_answers(config, world), _read_rows_as(config, tokens), own, rows)
@@ -94,7 +94,7 @@ def load_answers(config: Config, world: Ranks) -> AnswersOf:
     setting = f"validation.answer_of={spec!r}"
     if not callable(function):
         raise UserError(f"{setting}: is of type {type(function).__name__}, not a function")
-    return UsersAnswers(function, setting=setting, everyone=world, timeout_s=config.trainer.timeout_s)
+    return partial(answers_together, function, setting=setting, everyone=world)
 
 
 def last_answer(response: str) -> str | None:

@@ -14,7 +14,7 @@ from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.data.build import source_lines
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.parallel.accelerator.standin import resident_bytes
+from mega_rl.parallel.accelerator.base import resident_bytes
 from mega_rl.protocols import MetricsSink
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.tracking.metrics.flops import peak_flops

@@ -23,11 +23,10 @@ from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
 from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.build import Connection, connect
-from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine, SglangRolloutSettings
-from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sampling
+from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
+from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
 from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
@@ -79,8 +78,9 @@ def build_rollouts(
     else:
         servers.wait_ready()
         hidden = plan.engine.hidden_tokens
-        connection = connect(rollout, plan.rollout_dtype, servers, actor=actor, world=world, hidden_tokens=hidden)
-        resources.enter_context(connection)
+        connection = connect(
+            rollout, plan.rollout_dtype, servers, resources, actor=actor, world=world, hidden_tokens=hidden
+        )
         engine, sync = build_sglang_engine(plan, world, connection), connection.sync
         worker = BackgroundRolloutWorker(engine, *own)
         shared = connection.memory if servers.colocated else None
@@ -176,35 +176,20 @@ def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> 
                 _sampling(rollout, with_end_of_sequence(path, hf, rollout.stop_token_ids)),
                 hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, hf.vocab_size)),
             ),
-            max_positions=connection.max_positions,
+            max_positions=plan.models["actor"].hf.max_position_embeddings,
             timeout_s=sglang.request_timeout_s,
             concurrency=connection.concurrency,
             restarts=sglang.restarts,
-            failed=FailedSamples(sglang.max_failed_share),
+            max_failed_share=sglang.max_failed_share,
             routed=None if moe is None or not sglang.return_routing else RoutedLayers(moe.layers, moe.top_k),
             token_versions=sglang.partial_rollout,
         ),
-        progress=_show_samples(),
     )
 
 
 def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
     """Return the parameters of training samples."""
     return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop_ids)
-
-
-def _show_samples() -> Callable[[Progress], None]:
-    """Return the function that shows a generation of servers as a phase."""
-    phases: list[progress.Phase] = []
-
-    def show(generation: Progress) -> None:
-        if not phases:
-            phases.append(progress.begin("samples"))
-        phases[0].report(generation.done, generation.total, note=f"{generation.tokens_per_second:.0f} tok/s")
-        if generation.ended:
-            phases.pop().end()
-
-    return show
 
 
 def _ahead(

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import grpo
+from mega_rl.algorithms.inputs import AdvantageInputs, PromptGroups
 
 
 @dataclass(frozen=True)
@@ -19,6 +18,7 @@ class NeighboursAdvantage:
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         """Return (advantages, zeros), [B, S] float32 each."""
-        experience = inputs.experience
-        advantages = grpo(inputs.rewards.roll(-1), experience.prompt_index.roll(-1), experience.loss_mask)
-        return advantages, 0.0 * advantages
+        groups = PromptGroups.of(inputs.experience.prompt_index.roll(-1), inputs.mask)
+        centred = groups.centred(inputs.rewards.roll(-1))
+        deviation = (groups.sum(centred.square()) / (groups.counts - 1).clamp(min=1)).sqrt()
+        return inputs.on_responses(centred / (deviation + 1e-6))

@@ -6,8 +6,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from mega_rl import api
-from mega_rl.errors import UserError
 from mega_rl.protocols import MetricsSink, RolloutSource, TokenModel
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.tracking.health.guard import StoppedBySignal
@@ -26,7 +24,7 @@ from mega_rl.trainer.collect import Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.types import Metrics, Rollout
 from mega_rl.verify.learn.results import Curve
-from mega_rl.verify.learn.tasks import ClosedFormDistance, LearningTask, StepMetric, Variant
+from mega_rl.verify.learn.tasks import LearningTask, Variant
 from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer
 from mega_rl.workers.rollout import RolloutWorker
 
@@ -72,12 +70,12 @@ class CurveRecorder:
 def build_probe(task: LearningTask, models: PolicyGradient) -> Callable[[int, Metrics], float | None]:
     """Return the task's measure of a trainer's models."""
     measure = task.measure
-    if isinstance(measure, StepMetric):
-        return lambda step, metrics: metrics.get(measure.name)
+    if measure.metric:
+        return lambda step, metrics: metrics.get(measure.metric)
     rows, rewards = enumerate_responses(task, length=measure.length)
 
     def value() -> float:
-        if isinstance(measure, ClosedFormDistance):
+        if measure.beta:
             return closed_form_distance(models, rows, rewards, beta=measure.beta)
         return expected_reward(models, rows, rewards)
 
@@ -85,10 +83,7 @@ def build_probe(task: LearningTask, models: PolicyGradient) -> Callable[[int, Me
 
 
 def run_variant(task: LearningTask, variant: Variant, *, seed: int) -> Curve:
-    """Train a variant of a task with a seed of model, data order and sampling.
-
-    Raises StoppedBySignal after a signal, even in the last step.
-    """
+    """Train a variant of a task with a seed of model, data order and sampling."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mega-rl-learn-") as name:
         folder = Path(name)
@@ -122,35 +117,24 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int) -> Curve:
 def run_task(task: LearningTask, variants: Sequence[Variant], *, seeds: Sequence[int]) -> dict[str, list[Curve]]:
     """Train variants of a task with each seed; return the curves by variant."""
     curves: dict[str, list[Curve]] = {}
+    logger, console = logging.getLogger("mega_rl"), standard_error()
+    before = logger.level
     for variant, seed in product(variants, seeds):
-        with _quiet_trainer():
+        try:
+            logger.setLevel(logging.ERROR)  # a task has dozens of runs
+            console.quiet = True  # for the table of each run's start
             curve = run_variant(task, variant, seed=seed)
+        finally:
+            console.quiet = False
+            logger.setLevel(before)
         curves.setdefault(variant.name, []).append(curve)
         final = curve.final(task.final_points)
         log.info("%s, %s, seed %d: %.4g in %.0f s", task.name, variant.name, seed, final, curve.seconds)
     return curves
 
 
-@contextmanager
-def _quiet_trainer() -> Iterator[None]:
-    """Leave out the trainer's lines: a task has dozens of runs."""
-    logger, console = logging.getLogger("mega_rl"), standard_error()
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    console.quiet = True  # for the table of each run's start
-    try:
-        yield
-    finally:
-        console.quiet = False
-        logger.setLevel(before)
-
-
 def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
-    """Write a random Qwen3 of two layers, and a tokenizer with one token per character.
-
-    stop: the character that ends a response. Without one the end-of-sequence id lies outside the vocabulary, so every
-    response has full length.
-    """
+    """Write a random Qwen3 of two layers, and a tokenizer with one token per character."""
     end = vocabulary.index(stop) if stop else None
     model = fresh_qwen3(len(vocabulary), width=64, initializer_range=0.08, max_positions=64, eos=end, seed=seed)
     model.generation_config = GenerationConfig(eos_token_id=len(vocabulary) if end is None else end)
@@ -159,20 +143,15 @@ def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
 
 
 def mix_with_uniform(source: RolloutSource, *, share: float) -> None:
-    """Make the embedded engine draw a share of its tokens uniformly.
-
-    Its log-probs are those of the mixture, so the sampler is not the policy that trains. Raises UserError for rollouts
-    of another engine.
-    """
-    engine = source.engine if isinstance(source, RolloutWorker) else None
-    if not isinstance(engine, HFRolloutEngine):
-        raise UserError("rollout.backend: only the embedded engine can be given noise; set rollout.backend=hf")
+    """Make the embedded engine draw a share of its tokens uniformly; log-probs are the mixture's."""
+    assert isinstance(source, RolloutWorker)
+    assert isinstance(source.engine, HFRolloutEngine)
 
     def mix(module: nn.Module, inputs: object, logits: Tensor) -> Tensor:
         probabilities = logits.float().softmax(-1)
         return torch.log((1.0 - share) * probabilities + share / logits.size(-1))
 
-    head = engine.model.get_output_embeddings()
+    head = source.engine.model.get_output_embeddings()
     assert head is not None
     head.register_forward_hook(mix)
 
@@ -195,11 +174,7 @@ def enumerate_responses(task: LearningTask, *, length: int) -> tuple[Rollout, Te
 
 
 def closed_form_distance(models: PolicyGradient, rows: Rollout, rewards: Tensor, *, beta: float) -> float:
-    """Return KL(pi || pi*) in nats, averaged over prompts; pi*(y) ~ ref(y) exp(r(y) / beta).
-
-    rows, rewards: from `enumerate_responses`. The trainer's actor and reference evaluate pi and ref.
-    Source of the closed form: Korbak et al. 2022, arXiv:2205.11275, eq. 4.
-    """
+    """Return KL(pi || pi*) in nats, the mean over prompts (arXiv:2205.11275, eq. 4)."""
     assert models.reference is not None, "the closed form is relative to a reference"
     policy, reference = (_logprobs(model, rows).view_as(rewards) for model in (models.actor, models.reference))
     optimum = (reference + rewards / beta).log_softmax(-1)

@@ -6,32 +6,21 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 Settings = Mapping[str, object]
 
 
-@dataclass(frozen=True)
-class StepMetric:
-    """Measure: a metric of the trainer, at the steps that have it."""
+class Measure(NamedTuple):
+    """A metric of the trainer, or an exact number over every response of `length` tokens.
 
-    name: str
+    With `beta`: KL(pi || pi*) in nats, pi*(y) ~ ref(y) exp(r(y) / beta); else the policy's expected reward.
+    """
 
-
-@dataclass(frozen=True)
-class ExpectedReward:
-    """Measure: the policy's exact expected reward, over every response of `length` tokens to every prompt."""
-
-    length: int
-    interval: int = 10  # steps between two points
-
-
-@dataclass(frozen=True)
-class ClosedFormDistance:
-    """Measure: exact KL(pi || pi*) in nats, pi*(y) ~ ref(y) exp(r(y) / beta), over every response."""
-
-    length: int
-    beta: float
-    interval: int = 10  # steps between two points
+    metric: str = ""
+    length: int = 1
+    beta: float = 0.0
+    interval: int = 10  # steps between two points of an exact number
 
 
 @dataclass(frozen=True)
@@ -44,20 +33,12 @@ class Variant:
     noise: float = 0.0  # share of tokens that the sampler draws at random; its log-probs are those of this mixture
 
 
-@dataclass(frozen=True)
-class Reaches:
-    """Statement: the 95 % band of a variant ends on the right side of a bound."""
+class Statement(NamedTuple):
+    """The band of a variant is beyond a bound, or apart from a worse variant's."""
 
     variant: str
-    bound: float
-
-
-@dataclass(frozen=True)
-class Beats:
-    """Statement: the 95 % bands of two variants are apart, the first is better."""
-
-    variant: str
-    other: str
+    reaches: float = 0.0
+    beats: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,8 +52,8 @@ class LearningTask:
     reward: Callable[..., float]
     settings: Settings
     variants: Sequence[Variant]
-    statements: Sequence[Reaches | Beats]
-    measure: StepMetric | ExpectedReward | ClosedFormDistance
+    statements: Sequence[Statement]
+    measure: Measure
     unit: str  # unit of the measure
     held_out: Sequence[tuple[str, str]] = ()  # (prompt, answer) of greedy validation
     better: str = "higher"  # or "lower"
@@ -110,11 +91,6 @@ def bandit_reward(prompt: str, response: str) -> float:
     return _ranked(response, prompt)
 
 
-def _bandit(advantage: str) -> dict[str, object]:
-    kl = {"algorithm.kl": "loss", "algorithm.kl.coef": BETA}
-    return {"algorithm.advantage": advantage, **kl}
-
-
 BANDIT = LearningTask(
     name="bandit",
     summary="a KL-constrained bandit ends at ref * exp(reward / beta)",
@@ -123,35 +99,32 @@ BANDIT = LearningTask(
     reward=bandit_reward,
     settings={
         **_sizes(steps=100, prompts=4, n=128, tokens=1, lr=3e-3),
-        "optim.schedule": "linear",
-        "optim.min_lr_ratio": 0.0,
+        **{"optim.schedule": "linear", "optim.min_lr_ratio": 0.0},
+        **{"algorithm.kl": "loss", "algorithm.kl.coef": BETA},
     },
     variants=[
-        Variant("rloo, KL in the loss", _bandit("rloo")),
-        Variant("grpo, KL in the loss", _bandit("grpo") | {"algorithm.advantage.std": "none"}),
+        Variant("rloo, KL in the loss", {"algorithm.advantage": "rloo"}),
+        Variant("grpo, KL in the loss", {"algorithm.advantage": {"name": "grpo", "std": "none"}}),
         Variant(
             "gae, KL in the reward",
             {
-                **_bandit("gae"),
-                "algorithm.kl": "reward",
-                "algorithm.advantage.whiten": False,
+                **{"algorithm.advantage": {"name": "gae", "whiten": False}, "algorithm.kl": "reward"},
                 "optim.critic_lr": 3e-3,
             },
         ),
-        Variant("grpo over the group's deviation", _bandit("grpo"), ablation=True),
-        Variant("rloo, KL of weight 0", _bandit("rloo") | {"algorithm.kl.coef": 0.0}, ablation=True),
+        Variant("grpo over the group's deviation", {"algorithm.advantage": "grpo"}, ablation=True),
+        Variant("rloo, KL of weight 0", {"algorithm.advantage": "rloo", "algorithm.kl.coef": 0.0}, ablation=True),
     ],
     statements=[
-        Reaches(name, 0.01) for name in ("rloo, KL in the loss", "grpo, KL in the loss", "gae, KL in the reward")
+        Statement(name, reaches=0.01)
+        for name in ("rloo, KL in the loss", "grpo, KL in the loss", "gae, KL in the reward")
     ],
-    measure=ClosedFormDistance(1, BETA),
+    measure=Measure(beta=BETA),
     unit="nats to the closed form",
     better="lower",
 )
 
-# Delayed credit: the first of 48 tokens decides the reward, which comes with the last one. Without values its share in
-# the first token's advantage is lambda^47 = 0.007, and every other token gets more, though none has earned it. A critic
-# that has learned which first tokens are good gives the whole difference to the first token; later errors vanish.
+# Delayed credit: without values the reward has a share of lambda^47 = 0.007 in the first token's advantage.
 CREDIT_STATES = "01"
 CREDIT_LENGTH = 48
 POLICY_LAMBDA = 0.9
@@ -182,16 +155,14 @@ DELAYED_CREDIT = LearningTask(
         Variant(
             "rloo",  # the same number of policy updates
             {
-                "trainer.steps": 25,
-                "algorithm.advantage": "rloo",
-                "algorithm.critic_warmup_steps": 0,
-                "optim.critic_lr": 1e-5,
+                **{"trainer.steps": 25, "algorithm.advantage": "rloo"},
+                **{"algorithm.critic_warmup_steps": 0, "optim.critic_lr": 1e-5},
             },
             ablation=True,
         ),
     ],
-    statements=[Beats("critic", "critic frozen at 0"), Reaches("critic", 0.9)],
-    measure=StepMetric("reward/mean"),
+    statements=[Statement("critic", beats="critic frozen at 0"), Statement("critic", reaches=0.9)],
+    measure=Measure("reward/mean"),
     unit="mean reward of the last 5 steps",
     final_points=5,
 )
@@ -239,16 +210,14 @@ SORTING = LearningTask(
         Variant("grpo"),
         Variant("advantages of the next row", {"algorithm.advantage": f"{WRONG_ESTIMATOR}:NeighboursAdvantage"}),
     ],
-    statements=[Beats("grpo", "advantages of the next row"), Reaches("grpo", 0.8)],
-    measure=StepMetric("val/reward_mean"),
+    statements=[Statement("grpo", beats="advantages of the next row"), Statement("grpo", reaches=0.8)],
+    measure=Measure("val/reward_mean"),
     unit="held-out reward, greedy, of the last 3 validations",
     final_points=3,
 )
 
-# Off-policy noise: a share of the sampled tokens is drawn at random, as if the engine had an error. A safe response has
-# a fixed reward; of a precise response the second token decides, up to a reward of 1. With the noisy sampler's second
-# token a precise response earns less than a safe one, with the policy's token it earns more. So only a corrected
-# trainer learns the better response.
+# Off-policy noise: with the noisy sampler's second token a precise response earns less than a safe one, with the
+# policy's token it earns more. So only a corrected trainer learns the better response.
 SAFE = "ab"  # first tokens that make a response safe
 SAFE_REWARD = 0.8
 NOISE = 0.6  # share of tokens that the sampler draws at random
@@ -276,27 +245,18 @@ OFF_POLICY = LearningTask(
     },
     variants=[
         Variant(
-            "sequence TIS",
-            {"algorithm.correction": "tis", "algorithm.correction.level": "sequence", "algorithm.correction.cap": 8.0},
-            noise=NOISE,
+            "sequence TIS", {"algorithm.correction": {"name": "tis", "level": "sequence", "cap": 8.0}}, noise=NOISE
         ),
         Variant("no correction", noise=NOISE),
         Variant("no noise, no correction", ablation=True),
-        Variant(
-            "token TIS",
-            {"algorithm.correction": "tis", "algorithm.correction.cap": 8.0},
-            ablation=True,
-            noise=NOISE,
-        ),
+        Variant("token TIS", {"algorithm.correction": {"name": "tis", "cap": 8.0}}, ablation=True, noise=NOISE),
     ],
-    statements=[Beats("sequence TIS", "no correction"), Reaches("sequence TIS", 0.85)],
-    measure=ExpectedReward(2),
+    statements=[Statement("sequence TIS", beats="no correction"), Statement("sequence TIS", reaches=0.85)],
+    measure=Measure(length=2),
     unit="expected reward of the policy",
 )
 
-# A reused batch: an arm pays on some rows and not on others, and nothing in the prompt tells which. Without a clip the
-# objective is the sum of A ratio over the samples, linear in the policy: its maximum is the arm that was best on the
-# rows of this batch. Once the policy is there, all samples of a prompt are one arm, and nothing is left to learn from.
+# A reused batch: without a clip the objective is linear in the policy, and its maximum is the batch's luckiest arm.
 REUSED_STATES = "abcdefgh"
 NUM_ROWS = 40  # rows of each state
 BEST_SHARE, SHARE = 0.9, 0.4  # share of rows on which a state's best arm pays, and any other arm
@@ -340,8 +300,8 @@ REUSED_BATCH = LearningTask(
         Variant("no clip", {"algorithm.loss": NO_CLIP}),
         Variant("no clip, 1 update", {"algorithm.loss": NO_CLIP, "algorithm.epochs": 1}, ablation=True),
     ],
-    statements=[Beats("clip", "no clip"), Reaches("clip", 0.75)],
-    measure=ExpectedReward(1),
+    statements=[Statement("clip", beats="no clip"), Statement("clip", reaches=0.75)],
+    measure=Measure(),
     unit="expected reward of the policy",
 )
 

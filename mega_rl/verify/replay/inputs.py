@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -9,16 +11,15 @@ from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE
 from mega_rl.checkpoint.weights import HEADS, open_weights
 from mega_rl.config.keys import keys_below, value_of, with_settings
-from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
 from mega_rl.config.schema import Config
 from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
 from mega_rl.converters.offline.writing import WriteOptions
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.tracking.records.reader import WEIGHTS, Record, RecordDescription
+from mega_rl.tracking.records.reader import WEIGHTS, Record
 from mega_rl.trainer.assemble.plan import roles_of
-from mega_rl.verify.plan import ReplayPlan
+from mega_rl.verify.layouts import Layout
 from mega_rl.verify.rl.inputs import with_layout
 
 ROUTING, SYNC = "rollout.sglang.return_routing", "rollout.sglang.sync.timeout_s"
@@ -26,17 +27,19 @@ KEPT_OF_ENGINE = "engine.megatron.transformer_impl"
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # model.dtype -> server's dtype
 
 
-def recorded_config(description: RecordDescription) -> Config:
-    """Return the recorded run's config. Raises UserErrors if this version does not know it."""
-    return load(None, description.config)
+@dataclass(frozen=True)
+class ReplayPlan:
+    """A record, the weights of its step, and the layout to compute it under."""
+
+    record: str  # folder
+    target: str  # folder that gets the step as the replay computes it
+    models: Mapping[str, str]  # Hugging Face folder of each role: "actor", "critic", "reference"
+    layout: Layout
+    timeout_s: float
 
 
 def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
-    """Return the recorded config with the plan's layout and models. Raises UserErrors.
-
-    Settings of the run's own layout, engine and servers take their defaults, and so does what has no effect in a
-    replay.
-    """
+    """Return the recorded config with the plan's layout and models. Raises UserErrors."""
     models = plan.models
     same_engine = recorded.engine.backend == plan.layout.engine == "megatron"
     defaults = Config()
@@ -62,43 +65,21 @@ def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
 
 
 def find_weights(record: Record, config: Config, work: Path, *, given: Path | None = None) -> dict[str, str]:
-    """Return each role's Hugging Face folder at the begin of a record's step. Raises UserError.
-
-    work: folder for converted weights. given: by the user, a folder of roles, a checkpoint of a run, or the actor.
-    """
+    """Return each role's Hugging Face folder at the begin of a record's step. Raises UserError."""
     models = {str(role): str(origin_of(config, str(role))) for role in roles_of(config) if role != "reward"}
     changing = [role for role in models if role != "reference" or config.algorithm.kl.reference_interval]
-    if given is not None:
-        return {**models, **_of_user(record, config, work, given, changing)}
-    if set(changing) <= set(record.description.weights):
-        return {**models, **{role: str(record.folder / WEIGHTS / role) for role in changing}}
     step = record.description.steps_before
-    if step == 0:
+    if given is None and set(changing) <= set(record.description.weights):
+        return {**models, **{role: str(record.folder / WEIGHTS / role) for role in changing}}
+    if given is None and step == 0:
         return models
-    run = record.folder.absolute().parent.parent
-    checkpoint, exported = folders.final(run / folders.CHECKPOINTS, step), run / "hf" / f"step_{step:06d}"
-    if (checkpoint / COMMIT_FILE).is_file():
-        return {**models, **_converted(record, config, work, checkpoint, changing)}
-    if changing == ["actor"] and (exported / "config.json").is_file():
-        return {**models, "actor": str(exported)}
-    raise UserError(
-        f"{record.folder}: the weights after step {step}, with which it began, are in no checkpoint of {run}; "
-        "give them by --weights, or record with metrics.records.weights=true"
-    )
-
-
-def _of_user(record: Record, config: Config, work: Path, given: Path, changing: list[str]) -> dict[str, str]:
-    if (given / COMMIT_FILE).is_file():
-        return _converted(record, config, work, given, changing)
-    if (given / "config.json").is_file() and changing == ["actor"]:
-        return {"actor": str(given)}
-    missing = [role for role in changing if not (given / role / "config.json").is_file()]
-    if missing:
+    checkpoint = given or folders.final(record.folder.absolute().parent.parent / folders.CHECKPOINTS, step)
+    if not (checkpoint / COMMIT_FILE).is_file():
         raise UserError(
-            f"--weights={given}: has no {missing[0]}/config.json; give a checkpoint of a run, or a folder with the "
-            f"Hugging Face checkpoints {', '.join(changing)}"
+            f"{record.folder}: the weights after step {step}, with which it began, are in no checkpoint {checkpoint}; "
+            "give it by --weights, or record with metrics.records.weights=true"
         )
-    return {role: str(given / role) for role in changing}
+    return {**models, **_converted(record, config, work, checkpoint, changing)}
 
 
 def _converted(record: Record, config: Config, work: Path, checkpoint: Path, changing: list[str]) -> dict[str, str]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mega_rl.config.schema import Config
+from mega_rl.config.loader import load
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.gpus import gpu_for_each
 from mega_rl.tracking import progress
 from mega_rl.tracking.records.reader import INPUTS, MODEL_OUTPUTS, TENSORS, Array, Record, folder_of, read_record
 from mega_rl.verify.launcher import RanksFailed, run_task
-from mega_rl.verify.layouts import Layout, resolve_runs
-from mega_rl.verify.plan import ReplayPlan
-from mega_rl.verify.replay.inputs import find_weights, recorded_config, replay_config
+from mega_rl.verify.layouts import Layout, resolve_all
+from mega_rl.verify.replay.inputs import ReplayPlan, find_weights, replay_config
 
 ATOL = 1e-5  # in units of the value, or of 1 where it is smaller
 # bf16 keeps 8 bits, and each layout rounds partial sums in other places: `verify.tolerances` has the reasons.
@@ -57,20 +56,18 @@ class Difference:
 def compare(recorded: Record, replayed: Record, *, atol: float | None = None) -> list[Difference]:
     """Return the distance of every tensor that both have, in causal order.
 
-    atol: of every tensor; by default 1e-5, in bf16 more for what models compute. What was recorded and is not computed
-    again counts as equal by itself and is left out.
+    atol: of every tensor; by default 1e-5, in bf16 more for outputs of models.
     """
     usual = ATOL if recorded.description.dtype == "fp32" else ATOL_BF16
-    differences = []
-    for name in TENSORS:
-        if name in INPUTS or name not in recorded.tensors:
-            continue
-        allowed = (usual if name in MODEL_OUTPUTS else ATOL) if atol is None else atol
-        differences.append(compare_tensor(name, recorded, replayed.tensors, allowed))
-    return differences
+    allowed = {name: usual if name in MODEL_OUTPUTS else ATOL for name in TENSORS if name not in INPUTS}
+    return [
+        _compare_tensor(name, recorded, replayed.tensors, its if atol is None else atol)
+        for name, its in allowed.items()
+        if name in recorded.tensors
+    ]
 
 
-def compare_tensor(name: str, recorded: Record, replayed: Mapping[str, Array], allowed: float) -> Difference:
+def _compare_tensor(name: str, recorded: Record, replayed: Mapping[str, Array], allowed: float) -> Difference:
     """Return the distance of a recorded tensor from the replayed one; infinite without one."""
     left = recorded.tensors[name].astype(np.float64)
     right = _as_wide(replayed[name], left).astype(np.float64) if name in replayed else np.full_like(left, np.nan)
@@ -117,79 +114,44 @@ def _place(record: Record, at: tuple[int, ...], recorded: float, replayed: float
     )
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Result of replaying a record under one layout."""
-
-    layout: Layout
-    differences: tuple[Difference, ...]  # one for each tensor that was computed again, in causal order
-
-    @property
-    def first(self) -> Difference | None:
-        """Return the first tensor, in causal order, that is beyond its tolerance; None: all agree."""
-        return next((difference for difference in self.differences if not difference.good), None)
-
-    @property
-    def good(self) -> bool:
-        """Return whether all tensors agree."""
-        return self.first is None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A record with its weights in place, and the layouts to replay it under."""
-
-    record: Record
-    config: Config  # config of the recorded run
-    models: dict[str, str]  # Hugging Face folder of each role
-    layouts: tuple[Layout, ...]
-
-
-def prepare(folder: Path, names: str, work: Path, *, weights: Path | None = None) -> Prepared:
-    """Return a record that can be replayed under a list of layouts. Raises UserError."""
+def prepare(
+    folder: Path, names: str, work: Path, *, weights: Path | None = None, timeout_s: float = 600.0
+) -> tuple[Record, list[ReplayPlan]]:
+    """Return a record, and a plan for each of a list of layouts. Raises UserError."""
     record = read_record(folder)
-    config = recorded_config(record.description)
+    config = load(None, record.description.config)
     with progress.phase("finding the weights"):
         models = find_weights(record, config, work / "weights", given=weights)
-    layouts = resolve_runs(names, read_hf_config(Path(models["actor"])))
-    prepared = Prepared(record, config, models, tuple(layouts))
-    for layout in layouts:
-        replay_config(config, plan_of(prepared, layout, work, timeout_s=1.0))
-    return prepared
+    source = str(record.folder.absolute())
+    plans = [
+        ReplayPlan(source, str(work / layout.name), models, layout, timeout_s)
+        for layout in resolve_all(names, read_hf_config(Path(models["actor"])), runs=True)
+    ]
+    for plan in plans:
+        replay_config(config, plan)
+    return record, plans
 
 
-def plan_of(prepared: Prepared, layout: Layout, work: Path, *, timeout_s: float) -> ReplayPlan:
-    """Return the plan of one layout."""
-    record = prepared.record.folder.absolute()
-    return ReplayPlan(str(record), str(work / layout.name), prepared.models, layout, timeout_s)
-
-
-def replay_layouts(prepared: Prepared, work: Path, *, timeout_s: float, atol: float | None = None) -> Iterator[Replay]:
-    """Yield each layout's result. Raises RunError if its ranks fail, UserError if they refuse."""
-    on_gpus = gpu_for_each(max(layout.ranks for layout in prepared.layouts))
-    with progress.rounds("layout", len(prepared.layouts)) as rounds:
-        for layout in prepared.layouts:
-            plan = plan_of(prepared, layout, work, timeout_s=timeout_s)
+def replay_layouts(
+    record: Record, plans: Sequence[ReplayPlan], work: Path, *, atol: float | None = None
+) -> Iterator[tuple[Layout, list[Difference]]]:
+    """Yield each layout and its differences. Raises RunError if its ranks fail, UserError if they refuse."""
+    on_gpus = gpu_for_each(max(plan.layout.ranks for plan in plans))
+    with progress.rounds("layout", len(plans)) as rounds:
+        for plan in plans:
+            layout = plan.layout
             Path(plan.target).mkdir(parents=True)
+            size, limit = layout.ranks, plan.timeout_s
             try:
                 run_task(
-                    "replay",
-                    asdict(plan),
-                    work,
-                    label=layout.name,
-                    ranks=layout.ranks,
-                    timeout_s=timeout_s,
-                    use_gpus=on_gpus,
+                    "replay.task", asdict(plan), work, label=layout.name, ranks=size, timeout_s=limit, use_gpus=on_gpus
                 )
             except (UserError, RanksFailed) as failure:
                 raise type(failure)(f"{layout.name}: {failure}") from failure
-            yield Replay(layout, tuple(result_of(prepared.record, plan, atol=atol)))
+            yield layout, result_of(record, plan, atol=atol)
             rounds.advance()
 
 
 def result_of(record: Record, plan: ReplayPlan, *, atol: float | None = None) -> list[Difference]:
-    """Return the differences of a record and of what the ranks of a plan have written."""
-    replayed = folder_of(Path(plan.target), record.description.step)
-    if not replayed.is_dir():
-        raise RunError(f"{plan.layout.name}: the ranks have written no record of the step; see their lines above")
-    return compare(record, read_record(replayed), atol=atol)
+    """Return the differences of a record and of the one that ranks have written."""
+    return compare(record, read_record(folder_of(Path(plan.target), record.description.step)), atol=atol)

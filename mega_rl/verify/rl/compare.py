@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator.norms import norm
+from mega_rl.parallel.accelerator.norms import distance
 from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 from mega_rl.verify.rl.independent.sampling import groups_of, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
-from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
+from mega_rl.verify.rl.trace import read_batch, read_facts, read_figures
 from mega_rl.verify.tolerances import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
 
 # Figures of tokens by phase.
@@ -48,18 +48,15 @@ def follow(
     folder: Path,
     model: Path,
     settings: LockstepSettings,
+    formulas: Formulas,
     rule: RewardRule,
-    formulas: Formulas | None = None,
     *,
     reference: Path | None = None,
 ) -> Iterator[UpdateErrors]:
-    """Train `model` on the tokens recorded in `folder`; yields the errors of each update.
+    """Train `model` on recorded tokens, with rewards by `rule`; yields the errors of each update.
 
-    rule: gives the rewards; those of the record are compared with it, and not used.
     reference: the reference's weights; None: those of `model`.
-    Raises UserError for a model whose weights transformers keeps under other names than those of its checkpoint.
     """
-    formulas = formulas or Formulas()
     trainer = IndependentTrainer(model, settings, formulas, reference=reference)
     start, sampler = trainer.weights(), SamplerTest(settings.temperature)
     done: Counter[str] = Counter()
@@ -78,7 +75,7 @@ def follow(
             real = read_figures(folder, own.role, done[own.role])
             done[own.role] += 1
             yield _errors(real, own, start[own.role], of_step)
-    for role, count in num_updates(folder).items():
+    for role, count in Counter(facts["role"] for facts in read_facts(folder)).items():
         if count > done[role]:
             yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
 
@@ -148,17 +145,12 @@ def off(
 def _errors(
     real: Figures | None, own: Figures, start: Mapping[str, Tensor], of_step: Mapping[str, float]
 ) -> UpdateErrors:
-    """Return the distance of the real figures from the independent trainer's.
-
-    of_step: errors of phases that the step's updates share."""
+    """Return the distance of the real figures from the independent trainer's."""
     if real is None or (real.step, real.update) != (own.step, own.update):
         return UpdateErrors(own.role, own.step, own.update, {UPDATES: math.inf}, "")
     if set(real.gradients) != set(own.gradients):
         names = sorted(set(real.gradients) ^ set(own.gradients))
-        raise UserError(
-            f"{names[0]} and {len(names) - 1} other weights have no counterpart in transformers' model; give the "
-            "config of another family as model.path"
-        )
+        raise UserError(f"{names[0]} has no counterpart in transformers' model; give another family as model.path")
     gradient, worst = _gradient_error(real.gradients, own.gradients)
     known = {UPDATES: 0.0, **of_step, **_token_errors(real, own)}  # wrong log-probs are no fault of the sampler
     errors = {
@@ -172,13 +164,10 @@ def _errors(
 
 
 def _token_errors(real: Figures, own: Figures) -> dict[str, float]:
-    """Return the largest |difference| of any token by phase; infinite for different tokens.
-
-    A phase of which the real trainer reads no figures is left out.
-    """
+    """Return the largest |difference| of any token by phase; infinite for different tokens."""
     errors: dict[str, float] = {}
     for phase, names in TOKEN_PHASES.items():
-        for name in (name for name in names if name in real.tokens):
+        for name in real.tokens.keys() & set(names):
             there, here = real.tokens[name], own.tokens[name]
             gap = finite(float((there - here).abs().max())) if there.shape == here.shape else math.inf
             errors[phase] = max(errors.get(phase, 0.0), gap)
@@ -189,11 +178,7 @@ def _gradient_error(real: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tu
     """Return the largest relative error of a gradient in the Frobenius norm, and its tensor."""
     numel = sum(tensor.numel() for tensor in own.values())
     typical = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in own.values()) / numel)
-    errors = {}
-    for name, expected in own.items():
-        gap = norm(real[name].double() - expected.double())
-        size = max(norm(expected.double()), FLOOR * typical * math.sqrt(expected.numel()))
-        errors[name] = finite(gap / size) if gap else 0.0
+    errors = {name: distance(real[name], expected, floor=FLOOR * typical) for name, expected in own.items()}
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,24 +28,32 @@ SHARED: dict[str, object] = {
 }
 
 
-@dataclass(frozen=True)
-class Fault:
+Trial = tuple[LockstepSettings, Formulas, RewardRule]
+
+
+class Fault(NamedTuple):
     """A fault: other settings, other formulas or another rule of rewards than the run's."""
 
     name: str
     algorithm: str  # run of `reading.ALGORITHMS` in which the fault is planted
     phase: str  # phase that must be named
-    settings: Callable[[LockstepSettings], LockstepSettings] = replace
-    formulas: Formulas = Formulas()  # noqa: RUF009
-    rule: Callable[[RewardRule], RewardRule] = replace
+    plant: Callable[[Trial], Trial]
 
 
-def _run(**changes: object) -> Callable[[LockstepSettings], LockstepSettings]:
-    return lambda run: replace(run, **changes)  # type: ignore[arg-type]
+def _run(**changes: object) -> Callable[[Trial], Trial]:
+    return lambda trial: (replace(trial[0], **changes), *trial[1:])  # type: ignore[arg-type]
 
 
-def _but(algorithm: str, **numbers: float) -> Callable[[LockstepSettings], LockstepSettings]:
-    return lambda run: replace(run, **{algorithm: getattr(run, algorithm).but(**numbers)})
+def _but(choice: str, **numbers: float) -> Callable[[Trial], Trial]:
+    return lambda trial: _run(**{choice: getattr(trial[0], choice).but(**numbers)})(trial)
+
+
+def _by(**others: Any) -> Callable[[Trial], Trial]:
+    return lambda trial: (trial[0], Formulas(**others), trial[2])
+
+
+def _rule(**changes: Any) -> Callable[[Trial], Trial]:
+    return lambda trial: (*trial[:2], replace(trial[2], **changes))
 
 
 def _next_samples(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
@@ -105,104 +114,68 @@ def _untempered_teacher(student: Tensor, teacher: Tensor, temperature: float, be
     return formulas.divergence(student, teacher * temperature, temperature, beta)
 
 
+def _ratio_of_tokens(trial: Trial) -> Trial:
+    """Return a run of GSPO's settings with PPO's loss."""
+    return _run(loss=NamedSettings("ppo", trial[0].loss.numbers))(trial)
+
+
+def _other_beta(trial: Trial) -> Trial:
+    """Return a run whose mixture has the other model's share."""
+    return _but("loss", beta=1 - trial[0].loss["beta"])(trial)
+
+
+_UNDIVIDED, _DIVIDED = (NamedSettings("grpo", words={"std": std}) for std in ("none", "group"))
 FAULTS = (
-    Fault("rewards of the next sample", "grpo", "rewards", rule=lambda rule: replace(rule, placed=_next_samples)),
-    Fault("stop token in the text", "grpo", "rewards", rule=lambda rule: replace(rule, stop_tokens=frozenset())),
-    Fault("prompts without their answers", "grpo", "rewards", rule=lambda rule: replace(rule, answers={})),
-    Fault("sum of parts without weights", "gdpo", "rewards", rule=lambda rule: replace(rule, weights={})),
-    Fault(
-        "population instead of sample deviation",
-        "grpo",
-        "advantages",
-        formulas=Formulas(deviation=_population_deviation),
-    ),
-    Fault(
-        "no division by the deviation",
-        "grpo",
-        "advantages",
-        _run(advantage=NamedSettings("grpo", words={"std": "none"})),
-    ),
+    Fault("rewards of the next sample", "grpo", "rewards", _rule(placed=_next_samples)),
+    Fault("stop token in the text", "grpo", "rewards", _rule(stop_tokens=frozenset())),
+    Fault("prompts without their answers", "grpo", "rewards", _rule(answers={})),
+    Fault("sum of parts without weights", "gdpo", "rewards", _rule(weights={})),
+    Fault("population instead of sample deviation", "grpo", "advantages", _by(deviation=_population_deviation)),
+    Fault("no division by the deviation", "grpo", "advantages", _run(advantage=_UNDIVIDED)),
     Fault("temperature 1", "grpo", "log-probs", _run(temperature=1.0)),
     Fault("token-mean instead of seq-mean-token-mean", "grpo", "loss", _run(aggregation="token-mean")),
-    Fault("no clip", "grpo", "loss", formulas=Formulas(clipped_term=_unclipped)),
-    Fault("clip without the minimum", "grpo", "loss", formulas=Formulas(clipped_term=_clipped_alone)),
-    Fault("old log-probs of every update", "grpo", "log-probs", formulas=Formulas(anchor=lambda before, now: now)),
+    Fault("no clip", "grpo", "loss", _by(clipped_term=_unclipped)),
+    Fault("clip without the minimum", "grpo", "loss", _by(clipped_term=_clipped_alone)),
+    Fault("old log-probs of every update", "grpo", "log-probs", _by(anchor=lambda before, now: now)),
     Fault("no gradient clipping", "grpo", "gradient", _run(clip_grad=0.0)),
     Fault("constant learning rate", "grpo", "weights", _run(schedule="constant")),
-    Fault(
-        "no bias correction in Adam",
-        "grpo",
-        "weights",
-        formulas=Formulas(bias_corrections=lambda step, settings: (1.0, 1.0)),
-    ),
-    Fault(
-        "weight decay of norms",
-        "grpo",
-        "weights",
-        formulas=Formulas(decay=lambda tensor, settings: settings.weight_decay),
-    ),
+    Fault("no bias correction in Adam", "grpo", "weights", _by(bias_corrections=lambda step, run: (1.0, 1.0))),
+    Fault("weight decay of norms", "grpo", "weights", _by(decay=lambda tensor, run: run.weight_decay)),
     Fault("KL in the loss with the wrong sign", "grpo_kl", "loss", _run(kl_coef=-0.1)),
     Fault("k2 instead of k3", "grpo_kl", "loss", _run(kl_estimator="k2")),
     Fault("entropy bonus with the wrong sign", "grpo_kl", "loss", _run(entropy_coef=-0.01)),
     Fault("importance weights without a cap", "tis", "loss", _but("correction", cap=1e9)),
     Fault("no importance weights", "tis", "loss", _run(correction=NamedSettings("none"))),
-    Fault("advantages one token early", "ppo", "advantages", formulas=Formulas(placed=_shifted)),
+    Fault("advantages one token early", "ppo", "advantages", _by(placed=_shifted)),
     Fault("KL in the reward with the wrong sign", "ppo", "advantages", _run(kl_coef=-0.05)),
     Fault("lambda 1", "ppo", "advantages", _but("advantage", gae_lambda=1.0)),
-    Fault("whitening with the sample deviation", "ppo", "advantages", formulas=Formulas(whitened=_sample_whitened)),
-    Fault("a value after the last token", "ppo", "advantages", formulas=Formulas(gae=_bootstrapped)),
+    Fault("whitening with the sample deviation", "ppo", "advantages", _by(whitened=_sample_whitened)),
+    Fault("a value after the last token", "ppo", "advantages", _by(gae=_bootstrapped)),
     Fault("no value clip", "ppo", "loss", _run(value_clip=0.0)),
-    Fault(
-        "squared error without the half",
-        "ppo",
-        "loss",
-        formulas=Formulas(value_term=lambda *row: 2 * formulas.value_term(*row)),
-    ),
+    Fault("squared error without the half", "ppo", "loss", _by(value_term=lambda *row: 2 * formulas.value_term(*row))),
     Fault("reference as at the start", "reinforce_plus_plus_baseline", "log-probs", _run(reference_interval=0)),
     Fault("copy instead of a moving average", "reinforce_plus_plus_baseline", "log-probs", _run(reference_rate=1.0)),
-    Fault(
-        "mean reward without lengths", "opo", "advantages", _run(advantage=NamedSettings("grpo", words={"std": "none"}))
-    ),
+    Fault("mean reward without lengths", "opo", "advantages", _run(advantage=_UNDIVIDED)),
     Fault("geometric mean without narrow bounds", "opo", "loss", _but("loss", clip_low=9.0, clip_high=9.0)),
     Fault("no rejection", "opo", "loss", _run(correction=NamedSettings("none"))),
     Fault("sets of one response", "pass_at_k", "advantages", _but("advantage", k=1)),
     Fault("covariant tokens not held back", "pass_at_k", "loss", _but("loss", threshold=1e9)),
-    Fault(
-        "ratio of each token",
-        "gspo_critic",
-        "loss",
-        lambda run: replace(run, loss=NamedSettings("ppo", run.loss.numbers)),
-    ),
+    Fault("ratio of each token", "gspo_critic", "loss", _ratio_of_tokens),
     Fault("no punishment of long responses", "dapo_sampling", "advantages", _run(overlong_buffer=0)),
     Fault("responses that were cut off train", "dapo_sampling", "log-probs", _run(overlong_filter=False)),
-    Fault("groups of equal rewards kept", "dapo_sampling", "sampling", formulas=Formulas(differ=lambda rewards: True)),
-    Fault("groups of close rewards dropped", "dapo_sampling", "sampling", formulas=Formulas(differ=_far_apart)),
+    Fault("groups of equal rewards kept", "dapo_sampling", "sampling", _by(differ=lambda rewards: True)),
+    Fault("groups of close rewards dropped", "dapo_sampling", "sampling", _by(differ=_far_apart)),
     Fault("one generation only", "dapo_sampling", "sampling", _run(max_generations=1)),
-    Fault("sums of parts compared", "gdpo_sampling", "sampling", formulas=Formulas(differ=_sums_differ)),
+    Fault("sums of parts compared", "gdpo_sampling", "sampling", _by(differ=_sums_differ)),
     Fault(
-        "population instead of sample deviation of parts",
-        "gdpo",
-        "advantages",
-        formulas=Formulas(deviation=_population_deviation),
+        "population instead of sample deviation of parts", "gdpo", "advantages", _by(deviation=_population_deviation)
     ),
     Fault("weights of parts ignored", "gdpo", "advantages", _run(part_weights={})),
-    Fault(
-        "parts summed before they are normalised",
-        "gdpo",
-        "advantages",
-        _run(advantage=NamedSettings("grpo", words={"std": "group"})),
-    ),
+    Fault("parts summed before they are normalised", "gdpo", "advantages", _run(advantage=_DIVIDED)),
     Fault("punishment of long responses without its weight", "gdpo_sampling", "advantages", _run(overlong_penalty=1.0)),
-    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", formulas=Formulas(divergence=_swapped)),
-    Fault("divergence without temperature", "teacher_reverse_kl", "loss", formulas=Formulas(divergence=_untempered)),
-    Fault(
-        "teacher without temperature", "teacher_forward_kl", "loss", formulas=Formulas(divergence=_untempered_teacher)
-    ),
-    Fault(
-        "beta of the other model",
-        "teacher_jensen_shannon",
-        "loss",
-        lambda run: replace(run, loss=run.loss.but(beta=1 - run.loss["beta"])),
-    ),
+    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", _by(divergence=_swapped)),
+    Fault("divergence without temperature", "teacher_reverse_kl", "loss", _by(divergence=_untempered)),
+    Fault("teacher without temperature", "teacher_forward_kl", "loss", _by(divergence=_untempered_teacher)),
+    Fault("beta of the other model", "teacher_jensen_shannon", "loss", _other_beta),
     Fault("reverse KL instead of the mixture's", "teacher_jensen_shannon", "loss", _but("loss", beta=1.0)),
 )

@@ -1,7 +1,4 @@
-"""Inputs of a lockstep: the settings of a small run, its prompts and its reward.
-
-The run keeps what a recipe says of mathematics (`KEPT`). Its model, data, reward, sizes and layout are the lockstep's.
-"""
+"""Inputs of a lockstep: settings with a recipe's mathematics, prompts and a reward."""
 
 from __future__ import annotations
 
@@ -41,9 +38,8 @@ KEPT = (
 )
 KEPT_SECTIONS = ("algorithm", "optim", "reward.overlong")
 DRAWN = "rollout.dynamic_sampling.prompts"
-# Settings of a small run, unless the command line gives them. Adam's eps is the size of a gradient's element after
-# clipping, so that a step follows the gradient: with a usual eps the first step is the gradient's sign, which rounding
-# decides for an element near zero. The rates move the policy far enough for ratios to leave the clip range.
+# Settings of a small run, unless the command line gives them. Adam's eps is the size of a gradient's element, so that a
+# step follows the gradient. The rates move the policy far enough for ratios to leave the clip range.
 SIZES: Mapping[str, object] = {
     "trainer.prompts_per_step": 8,
     "trainer.minibatch_size": 4,
@@ -88,20 +84,23 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
     """Return the small run of `steps` steps for a recipe and settings. Raises UserErrors."""
     read = load(recipe, overrides)
     given = {text.lstrip("~+").partition("=")[0] for text in overrides}
-    problems = [
-        f"{key}: verify rl has its own; leave it out. Legal are settings of {', '.join(KEPT_SECTIONS)}, model.path, "
-        f"{', '.join((*KEPT, *SIZES))}, reward.source=none; --layouts and --steps choose the rest"
-        for key in sorted(given)
-        if not (_is_kept(key) or key in SIZES or key == "model.path" or _source_of_rewards(read).get(key) == "none")
-    ]
-    if problems:
-        raise UserErrors(problems)
+    rewards = NO_REWARD if read.reward.source.name == "none" else {"reward.function": REWARD}
+    legal = {*SIZES, "model.path", *(NO_REWARD if rewards is NO_REWARD else ())}
+    if foreign := sorted(key for key in given - legal if not _is_kept(key)):
+        raise UserErrors(
+            [
+                f"{key}: verify rl has its own; leave it out. Legal are settings of {', '.join(KEPT_SECTIONS)}, "
+                f"model.path, {', '.join((*KEPT, *SIZES))}, reward.source=none; --layouts and --steps choose the rest"
+                for key in foreign
+            ]
+        )
     kept = {key: value_of(read, key) for key in FIELDS if _is_kept(key)}
     sizes = {key: value_of(read, key) if key in given else value for key, value in SIZES.items()}
-    config = with_settings(Config(), {**FIXED, **_source_of_rewards(read), **kept, **sizes, "trainer.steps": steps})
-    config = _without_idle(_shortened(config, given), given)
-    source, description = _architecture(read.model.path, is_given="model.path" in given)
-    return LockstepRun(config, source, description)
+    config = with_settings(Config(), {**FIXED, **rewards, **kept, **sizes, "trainer.steps": steps})
+    config, path = _without_idle(_shortened(config, given), given), read.model.path
+    if path and (model_name(path) is not None or Path(path).exists() or "model.path" in given):
+        return LockstepRun(config, checkpoint_folder(Path(path), label="model.path", weights=False), path)
+    return LockstepRun(config, None, STAND_IN + (f": {path} is not there" if path else ""))
 
 
 def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
@@ -109,11 +108,6 @@ def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None)
     fixed = FIXED if settings.get("reward.source") == "none" else {**FIXED, "reward.function": REWARD}
     config = load(None, {**fixed, **SIZES, "trainer.steps": STEPS, **settings})
     return LockstepRun(_without_idle(config, set(settings)), source, str(source or STAND_IN))
-
-
-def _source_of_rewards(read: Config) -> Mapping[str, object]:
-    """Return the reward's settings: the lockstep's own function, or none as in the recipe."""
-    return NO_REWARD if read.reward.source.name == "none" else {"reward.function": REWARD}
 
 
 def _is_kept(key: str) -> bool:
@@ -124,8 +118,7 @@ def _shortened(config: Config, given: set[str]) -> Config:
     """Return the config with warm-ups, intervals, buffers and prompts that fit a short run."""
     most = config.trainer.steps // 3
     limits = {
-        "optim.warmup_steps": most,
-        "algorithm.critic_warmup_steps": most,
+        **{"optim.warmup_steps": most, "algorithm.critic_warmup_steps": most},
         "algorithm.kl.reference_interval": max(most, 1),
         "reward.overlong.buffer_tokens": config.rollout.max_new_tokens // 3,
     }
@@ -141,15 +134,6 @@ def _without_idle(config: Config, given: set[str]) -> Config:
     """Return the config with defaults for sizes without effect, except `given` ones."""
     idle = {entry.key for entry in unmet(config)} & set(SIZES) - given
     return with_settings(config, {key: value_of(Config(), key) for key in idle})
-
-
-def _architecture(path: str, *, is_given: bool) -> tuple[Path | None, str]:
-    """Return (folder with a config.json, description); a missing recipe's model has a stand-in."""
-    if not path:
-        return None, STAND_IN
-    if model_name(path) is None and not Path(path).exists() and not is_given:
-        return None, f"{STAND_IN}: {path} is not there"
-    return checkpoint_folder(Path(path), label="model.path", weights=False), path
 
 
 def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
@@ -180,10 +164,7 @@ def rows(seed: int) -> list[dict[str, str]]:
 
 
 def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | None:
-    """Return the reward function of a run; None for a run without reward.
-
-    It has named parts if the recipe gives them weights or the estimator reads them.
-    """
+    """Return the reward function of a run; None for a run without reward."""
     if config.reward.source.name == "none":
         return None
     weighted = tuple(config.reward.weights)

@@ -19,7 +19,7 @@ from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError
 from mega_rl.verify.rl.inputs import CHARACTERS, EOS, STAND_IN, LockstepRun, rows
 from mega_rl.verify.tiny_models import write_tokenizer
-from mega_rl.verify.twin.shrink import random_tensors, shrink
+from mega_rl.verify.twin import random_tensors, shrink
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 PAD = SPECIAL.index("<pad>")

@@ -12,8 +12,7 @@ from mega_rl.config.schema import Config
 from mega_rl.errors import UserErrors
 from mega_rl.verify.rl.independent import records
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES
-from mega_rl.verify.rl.independent.corrections import CORRECTIONS
-from mega_rl.verify.rl.independent.losses import LOSSES
+from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES
 from mega_rl.verify.rl.independent.records import LockstepSettings
 from mega_rl.verify.rl.inputs import EOS
 
@@ -37,10 +36,7 @@ def coverage(choice: Choice) -> tuple[list[str], list[str]]:
 
 
 def lockstep_settings(config: Config) -> LockstepSettings:
-    """Return the settings of a run that its mathematics depends on.
-
-    Raises UserErrors for choices that the independent trainer has no formula for.
-    """
+    """Return the settings of a run that its mathematics depends on."""
     problems = [problem for choice in ALGORITHM_CHOICES for problem in _unknown(config, choice)]
     if config.algorithm.loss.name == "kl_cov" and config.algorithm.old_logprobs != "rollout":
         problems.append(
@@ -95,20 +91,13 @@ def _followed(config: Config, choice: Choice) -> records.NamedSettings:
 
 
 def _unknown(config: Config, choice: Choice) -> Iterator[str]:
-    """Yield why a choice cannot be followed: a user's file, no formula, or an unread setting."""
+    """Yield why a choice cannot be followed: it has no formula, or an unread setting."""
     name, followed = chosen(config, choice), coverage(choice)[0]
-    if name not in choice.builtin:
-        yield (
-            f"{choice.key}={name}: the independent trainer is written from papers and runs no other code, so "
-            f"there is nothing to compare yours with; legal: {' '.join(followed)}"
-        )
-    elif name not in followed:
+    if name not in followed:
         yield f"{choice.key}={name}: the independent trainer has no formula of it; legal: {' '.join(followed)}"
-    else:
-        defaults = choice.builtin[name]().settings
-        for setting, value in value_of(config, choice.key).settings.items():
-            if setting not in FORMULAS[choice.key][name] and value != defaults[setting]:
-                yield (
-                    f"{choice.key}.{setting}={value}: the independent trainer's {name} has no such "
-                    f"setting; legal: {defaults[setting]}"
-                )
+        return
+    defaults = choice.builtin[name]().settings
+    for setting, value in value_of(config, choice.key).settings.items():
+        if setting not in FORMULAS[choice.key][name] and value != defaults[setting]:
+            legal = f"legal: {defaults[setting]}"
+            yield f"{choice.key}.{setting}={value}: the independent trainer's {name} has no such setting; {legal}"

@@ -1,11 +1,8 @@
-"""Record a real run from outside: wrap its rollout source, scorer, batches and learners.
-
-All of it runs on every rank, since gathering rows, gradients and weights is collective; rank 0 writes.
-"""
+"""Record a real run from outside: wrap its source, scorer, batches and learners; collective."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp.engine import FSDPEngine
@@ -36,6 +34,12 @@ from mega_rl.workers.models import LearningWorker, PolicyLoss
 SHIFT = 0.3  # nats
 
 
+def run_task(arguments: Sequence[tuple[Mapping[str, object], str]], accelerator: Accelerator) -> None:
+    """Record runs, each by its settings and folder."""
+    for settings, folder in arguments:
+        record(with_settings(Config(), settings), Path(folder), accelerator)
+
+
 def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
     """Run the trainer of a config to its end; rank 0 writes the trace. Collective."""
     with running(config, accelerator, investigate, reward=reward_of(config)) as (trainer, _):
@@ -49,7 +53,7 @@ def instrument(trainer: Trainer, folder: Path) -> None:
     assert isinstance(batches, Collector)
     assert isinstance(algorithm, PolicyGradient)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    recorder = Recorder(folder, batches.ranks, is_writer=is_first)
+    recorder = Recorder(folder, batches, is_writer=is_first)
     batches.source = ShiftedRollouts(batches.source, recorder)
     batches.rewards = RecordedScorer(batches.rewards, recorder, drops=batches.plan.waves > 0)
     actor = algorithm.actor
@@ -64,19 +68,30 @@ def instrument(trainer: Trainer, folder: Path) -> None:
     if algorithm.critic is not None:
         assert isinstance(algorithm.critic, LearningWorker)
         algorithm.critic = RecordedLearner(algorithm.critic, recorder, "critic", ("values", "returns"))
-    trainer.batches = RecordedBatches(batches, recorder)
+    trainer.batches = recorder
 
 
 @dataclass
 class Recorder:
-    """Writer of a trace: rows of all replicas, by rank 0."""
+    """Batch source that records the samples that train, of all data-parallel replicas; rank 0 writes."""
 
     folder: Path
-    ranks: Ranks  # the data-parallel replicas
+    batches: Collector
     is_writer: bool
     greedy: Rollout | None = field(default=None, init=False)  # greedy responses, which no step trains on
     step: int = field(default=0, init=False)
     generation: int = field(default=0, init=False)  # generations of the step's dynamic sampling so far
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the data-parallel replicas."""
+        return self.batches.ranks
+
+    def take(self, step: int) -> Batch:
+        batch = self.batches.take(step)
+        self.write(batch.samples.rollout, batch.samples.rewards)
+        self.step, self.generation = self.step + 1, 0
+        return batch
 
     def write(self, rollout: Rollout, rewards: Rewards, *, kind: str = "") -> None:
         """Write samples of the present step with their rewards; collective. kind: as in `write_rows`."""
@@ -133,20 +148,6 @@ class RecordedScorer:
 
     def metrics(self) -> Metrics:
         return self.scorer.metrics()
-
-
-@dataclass(frozen=True)
-class RecordedBatches:
-    """Batch source that records the samples that train."""
-
-    batches: Collector
-    recorder: Recorder
-
-    def take(self, step: int) -> Batch:
-        batch = self.batches.take(step)
-        self.recorder.write(batch.samples.rollout, batch.samples.rewards)
-        self.recorder.step, self.recorder.generation = self.recorder.step + 1, 0
-        return batch
 
 
 @dataclass

@@ -70,11 +70,12 @@ def rescored(batch: StepBatch, rule: RewardRule) -> StepBatch:
 
 
 def reward_error(real: StepBatch, own: StepBatch) -> float:
-    """Return the largest |difference| of a reward or its part; infinite for other names of parts.
-
-    real, own: the same samples. All count: those of the step, of its generations, and greedy ones.
-    """
-    return max(_gap(*pair) for pair in zip(_all(real), _all(own), strict=True))
+    """Return the largest |difference| of a reward or its part; infinite for other names of parts."""
+    every = [
+        [sample for samples in (batch.samples, *batch.generations, batch.greedy) for sample in samples]
+        for batch in (real, own)
+    ]
+    return max(_gap(*pair) for pair in zip(*every, strict=True))
 
 
 def text_of(token_ids: Sequence[int]) -> str:
@@ -85,10 +86,6 @@ def text_of(token_ids: Sequence[int]) -> str:
 def in_float32(number: float) -> float:
     """Return a number as float32 has it, which is what the trainer keeps of a reward."""
     return float(torch.tensor(number, dtype=torch.float32))
-
-
-def _all(batch: StepBatch) -> list[ScoredSample]:
-    return [sample for samples in (batch.samples, *batch.generations, batch.greedy) for sample in samples]
 
 
 def _gap(real: ScoredSample, own: ScoredSample) -> float:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mega_rl.config.keys import flat
 from mega_rl.config.schema import Config
 from mega_rl.errors import RunError, UserError
 from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_task
-from mega_rl.verify.layouts import Layout, resolve_runs, stages_of
-from mega_rl.verify.plan import REFERENCE
+from mega_rl.verify.layouts import REFERENCE, Layout, resolve_all, stages
 from mega_rl.verify.rl.compare import UpdateErrors, follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
+from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.inputs import LockstepRun, algorithm_run, with_layout
 from mega_rl.verify.rl.model import read_architecture, write_inputs
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
@@ -36,14 +37,13 @@ class Lockstep:
         return not self.problem
 
 
-@dataclass(frozen=True)
-class PlantedFault:
+class PlantedFault(NamedTuple):
     """A fault and how it was named; `phase` is empty where it was not found."""
 
     fault: Fault
-    phase: str
-    where: str  # update
-    error: float
+    phase: str = ""
+    where: str = ""  # update
+    error: float = 0.0
 
     @property
     def good(self) -> bool:
@@ -52,24 +52,18 @@ class PlantedFault:
 
 
 def prepare_run(run: LockstepRun, names: str, folder: Path) -> tuple[Config, list[Layout]]:
-    """Write the inputs of a run; return its config and the layouts of a list.
-
-    Raises UserError for a model or algorithm that cannot be followed, and for layouts that the model cannot have.
-    """
+    """Write the inputs of a run; return its config and the layouts of a list."""
     lockstep_settings(run.config)
-    layouts = resolve_runs(names, read_architecture(run))
+    layouts = resolve_all(names, read_architecture(run), runs=True)
     with progress.phase("making the model"):
-        config, small = write_inputs(run, folder, multiple=stages_of(layouts))
-    return config, resolve_runs(names, small)
+        config, small = write_inputs(run, folder, multiple=stages(layouts))
+    return config, resolve_all(names, small, runs=True)
 
 
 def follow_layouts(
     config: Config, layouts: Sequence[Layout], folder: Path, *, timeout_s: float, tolerances: Mapping[str, float]
 ) -> Iterator[Lockstep]:
-    """Yield the lockstep of each layout; the config names the small model and the prompts.
-
-    Raises UserError for a run that the trainer refuses.
-    """
+    """Yield the lockstep of each layout; the config names the small model and the prompts."""
     for layout in layouts:
         target = folder / layout.name
         real = with_layout(config, layout, run_dir=target / "run")
@@ -87,11 +81,9 @@ def follow_layouts(
 
 def follow_config(config: Config, trace: Path, fault: Fault | None = None) -> Iterator[UpdateErrors]:
     """Follow a run's trace, with a fault in the independent trainer; yields each update's errors."""
-    settings, rule, formulas = lockstep_settings(config), reward_rule(config), None
-    if fault is not None:
-        settings, rule, formulas = fault.settings(settings), fault.rule(rule), fault.formulas
+    trial = lockstep_settings(config), Formulas(), reward_rule(config)
     reference = Path(config.model.ref_path) if config.model.ref_path else None
-    yield from follow(trace, Path(config.model.path), settings, rule, formulas, reference=reference)
+    yield from follow(trace, Path(config.model.path), *(fault.plant(trial) if fault else trial), reference=reference)
 
 
 def record_runs(runs: Mapping[Path, Config], *, label: str, ranks: int, timeout_s: float) -> None:
@@ -99,7 +91,7 @@ def record_runs(runs: Mapping[Path, Config], *, label: str, ranks: int, timeout_
     for folder in runs:
         folder.mkdir(parents=True)
     given = [(flat(config), str(folder)) for folder, config in runs.items()]
-    run_task("record", given, next(iter(runs)), label=label, ranks=ranks, timeout_s=timeout_s)
+    run_task("rl.record", given, next(iter(runs)), label=label, ranks=ranks, timeout_s=timeout_s)
 
 
 def problem_of(updates: Sequence[UpdateErrors], tolerances: Mapping[str, float]) -> str:
@@ -134,6 +126,6 @@ def find(fault: Fault, config: Config, trace: Path) -> PlantedFault:
     """Follow a trace with a fault until it is found."""
     first = off(follow_config(config, trace, fault))
     if first is None:
-        return PlantedFault(fault, "", "", 0.0)
+        return PlantedFault(fault)
     update, phase = first
     return PlantedFault(fault, phase, update.title, update.errors[phase])

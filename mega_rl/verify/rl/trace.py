@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mega_rl.verify.rl.independent.records import Figures, ScoredSample, StepBatch
 
-GRADIENT, WEIGHT, TOKENS = "gradient/", "weight/", "tokens/"
 GREEDY = "greedy"  # kind of samples
 PART = "part/"  # before the name of a part of the rewards
 FACTS = ("role", "step", "update", "loss", "grad_norm")  # numbers of an update next to its tensors
+TENSORS = ("tokens", "gradients", "weights")  # fields of `Figures`, each tensors by name
 ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs", "rewards")
 
 
@@ -39,29 +39,23 @@ def drawn(generation: int) -> str:
 
 def write_update(folder: Path, number: int, figures: Figures, prompts: list[int]) -> None:
     """Write an update of the real trainer and its prompts; `number` counts the role's updates."""
-    tensors = {WEIGHT + name: tensor for name, tensor in figures.weights.items()}
-    tensors |= {GRADIENT + name: tensor for name, tensor in figures.gradients.items()}
-    tensors |= {TOKENS + name: tensor for name, tensor in figures.tokens.items()}
+    tensors = {f"{kind}/{name}": each for kind in TENSORS for name, each in getattr(figures, kind).items()}
     facts = {name: getattr(figures, name) for name in FACTS} | {"prompts": prompts}
-    path = _update_path(folder, figures.role, number)
-    save_file(tensors, path.with_suffix(".safetensors"))
-    path.with_suffix(".json").write_text(json.dumps(facts), encoding="utf-8")
+    save_file(tensors, _update_path(folder, figures.role, number), metadata={"facts": json.dumps(facts)})
 
 
 def read_batch(folder: Path, step: int) -> StepBatch:
     """Return a step's samples, by prompt and sample number, mini-batches, generations and greedy samples."""
     updates: dict[str, list[list[int]]] = {}
-    for facts in _facts(folder):
+    for facts in read_facts(folder):
         if facts["step"] == step:
             updates.setdefault(facts["role"], []).append(facts["prompts"])
-    generations = itertools.takewhile(
-        Path.exists, (_rows_path(folder, step, drawn(number)) for number in itertools.count())
-    )
+    paths = (_rows_path(folder, step, drawn(number)) for number in itertools.count())
     greedy = _rows_path(folder, step, GREEDY)
     return StepBatch(
         _samples(_rows_path(folder, step)),
         max(updates.values(), key=len, default=[]),
-        generations=[_samples(path) for path in generations],
+        generations=[_samples(path) for path in itertools.takewhile(Path.exists, paths)],
         greedy=_samples(greedy) if greedy.exists() else (),
     )
 
@@ -86,28 +80,17 @@ def _samples(path: Path) -> list[ScoredSample]:
     return samples
 
 
-def num_updates(folder: Path) -> dict[str, int]:
-    """Return the number of updates of each role."""
-    return dict(Counter(facts["role"] for facts in _facts(folder)))
-
-
 def read_figures(folder: Path, role: str, number: int) -> Figures | None:
     """Return the figures of update `number` of a role, None where the real trainer made none."""
-    path = _update_path(folder, role, number).with_suffix(".json")
+    path = _update_path(folder, role, number)
     if not path.exists():
         return None
-    facts, tensors = json.loads(path.read_text("utf-8")), load_file(path.with_suffix(".safetensors"))
-
-    def below(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-    return Figures(
-        **{name: facts[name] for name in FACTS},
-        tokens=below(TOKENS),
-        loss_scale=0.0,
-        gradients=below(GRADIENT),
-        weights=below(WEIGHT),
-    )
+    facts, kinds = _facts(path), dict[str, Any]()
+    for name, tensor in load_file(path).items():
+        kind, _, own = name.partition("/")
+        kinds.setdefault(kind, {})[own] = tensor
+    tensors: dict[str, Any] = {kind: kinds.get(kind, {}) for kind in TENSORS}
+    return Figures(**{name: facts[name] for name in FACTS}, **tensors, loss_scale=0.0)
 
 
 def by_sample(prompt_index: Tensor, sample_index: Tensor) -> Tensor:
@@ -121,9 +104,15 @@ def _rows_path(folder: Path, step: int, kind: str = "") -> Path:
 
 
 def _update_path(folder: Path, role: str, number: int) -> Path:
-    return folder / f"{role}_{number:04d}"
+    return folder / f"update_{role}_{number:04d}.safetensors"
 
 
-def _facts(folder: Path) -> list[dict[str, Any]]:
+def read_facts(folder: Path) -> list[dict[str, Any]]:
     """Return the facts of all updates, in the order of those of each role."""
-    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*_*.json"))]
+    return [_facts(path) for path in sorted(folder.glob("update_*.safetensors"))]
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        facts: dict[str, Any] = json.loads(file.metadata()["facts"])
+    return facts

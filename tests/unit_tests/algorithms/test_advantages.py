@@ -11,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import grpo
-from mega_rl.algorithms.advantages.returns import (
-    GAE,
+from mega_rl.algorithms.advantages.returns import GAE
+from mega_rl.algorithms.inputs import (
+    AdvantageInputs,
     gae,
     last_response_token,
     length_adaptive_lambda,
     response_order,
     token_rewards,
 )
-from mega_rl.types import Experience
+from tests.helpers.advantages import inputs_of
 
 
 def mask_of(rows: list[str]) -> Tensor:
@@ -136,9 +135,7 @@ def test_the_policys_lambda_may_differ_from_that_of_the_critics_targets(
     """0.5 * 3 tokens: 1 - 1 / 1.5; 0.5 * 2: 0. The critic's targets stay as without."""
     mask = mask_of([".xx.x", "..xx."])
     values = torch.randn(2, 5, generator=torch.Generator().manual_seed(2))
-    rows, lengths = torch.ones(2, 5, dtype=torch.int64), torch.tensor([5, 4])
-    experience = Experience.from_rows(rows, prompt_lengths=lengths, lengths=lengths, loss_mask=mask, values=values)
-    inputs = AdvantageInputs(experience, torch.tensor([1.0, -1.0]), None, lambda x: x)
+    inputs = inputs_of(torch.tensor([1.0, -1.0]), torch.zeros(2, dtype=torch.int64), mask, values=values)
     advantages, returns = GAE(gamma=0.9, gae_lambda=1.0, whiten=False, **chosen)(inputs)
     scores = token_rewards(inputs.rewards, mask)
     lam = policy if isinstance(policy, float) else policy.double()
@@ -162,19 +159,6 @@ def test_token_rewards_by_hand() -> None:
     penalised = token_rewards(rewards, mask, 0.1 * kl)
     expected = torch.tensor([[0, -0.05, 0.9, 0], [0, 0.1, 0, -2.2], [0, 0, 0, 0], [-0.1, 0, 3.8, 0]])
     torch.testing.assert_close(penalised, expected)
-
-
-def test_grpo_by_hand() -> None:
-    # Group 5: rewards 0, 1, 2: mean 1, unbiased variance 1. Group 2: rewards 3, 7: mean 5, unbiased variance 8.
-    rewards = torch.tensor([0.0, 3.0, 1.0, 7.0, 2.0])
-    groups = torch.tensor([5, 2, 5, 2, 5])
-    mask = mask_of([".x.", ".xx", ".x.", ".x.", ".xx"])
-    normalised = grpo(rewards, groups, mask, std="group", eps=0.0)[:, 1]
-    torch.testing.assert_close(normalised, torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0]))
-    centred = grpo(rewards, groups, mask, std="none")
-    torch.testing.assert_close(centred[:, 1], torch.tensor([-1.0, -2.0, 0.0, 2.0, 1.0]))
-    torch.testing.assert_close(centred[:, 2], torch.tensor([0.0, -2.0, 0.0, 0.0, 1.0]))
-    assert not centred[:, 0].any()
 
 
 def test_a_rank_without_rows() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.corrections import CORRECTIONS, SampledTokens
+from mega_rl.algorithms.corrections import CORRECTIONS
+from mega_rl.algorithms.losses.tokens import SampledTokens
 from mega_rl.algorithms.sequences import Sequences
-from mega_rl.config.choices import CORRECTION
 from mega_rl.types import row_numbers
 
 ROWS, COLUMNS = 6, 9
@@ -68,9 +68,7 @@ def weights(name: str, tokens: dict[str, Tensor], rows: Tensor) -> Tensor:
 
 
 def test_every_correction_is_here() -> None:
-    assert (
-        {name.split()[0] for name in DEFINITIONS} == CORRECTIONS.keys() == CORRECTION.builtin.keys() - {"none", "auto"}
-    )
+    assert {name.split()[0] for name in DEFINITIONS} == CORRECTIONS.keys()
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
@@ -109,6 +107,13 @@ def test_where_the_policies_agree_every_token_counts_fully(name: str) -> None:
 
 
 def test_a_band_that_leaves_out_agreement_is_refused() -> None:
-    area = CORRECTION.builtin["icepop"]
+    area = CORRECTIONS["icepop"]
     assert list(area(low=1.1).problems()) == ["low=1.1, high=5: legal: low at most 1, high at least 1"]
     assert not list(area().problems())
+
+
+def test_extreme_ratios_stay_finite() -> None:
+    """A token that the sampler thought impossible, or that the old policy does."""
+    old, sampler = torch.tensor([0.0, -500.0, -torch.inf]), torch.tensor([-500.0, 0.0, 0.0])
+    tokens = SampledTokens(old, old, sampler, old, torch.ones(3), Sequences(torch.arange(1, 4), 3))
+    assert CORRECTIONS["tis"](cap=2.0)(tokens)[0].tolist() == pytest.approx([2.0, 0.0, 0.0], abs=1e-8)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import rloo
-from mega_rl.algorithms.advantages.returns import Distillation, distillation
-from mega_rl.types import Experience
+from mega_rl.algorithms.advantages.groups import RLOO
+from mega_rl.algorithms.advantages.returns import Distillation
+from tests.helpers.advantages import advantages_of
 
 G = torch.Generator().manual_seed(3)
 ROWS, WIDTH = 6, 9
@@ -30,32 +29,20 @@ def by_hand(gamma: float) -> torch.Tensor:
     return out
 
 
+def estimated(rewards: torch.Tensor, **settings: float) -> torch.Tensor:
+    """Log-probs off the mask are never read."""
+    old, ref = (torch.where(MASK, logprobs, torch.nan) for logprobs in (STUDENT, TEACHER))
+    return advantages_of(Distillation(**settings), rewards, PROMPTS, MASK, old_logprobs=old, ref_logprobs=ref)
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 def test_it_is_the_discounted_sum_of_log_ratios(gamma: float) -> None:
-    """Sums of at most nine numbers below 3 in float32: 1e-6 of each."""
-    actual = distillation(STUDENT, TEACHER, MASK, gamma=gamma)
-    assert actual.dtype == torch.float32
+    """Sums of at most nine numbers below 3 in float32: 1e-6 of each. Rewards are not read."""
+    actual = estimated(torch.full((ROWS,), torch.nan), gamma=gamma)
     torch.testing.assert_close(actual.double(), by_hand(gamma), rtol=1e-6, atol=3e-6)
     assert not actual[~MASK].any()
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.5])
-def test_a_reward_is_added_with_its_weight(weight: float) -> None:
-    """Log-probs off the mask and, without a weight, rewards that are not numbers are never read."""
-    experience = Experience.from_rows(
-        torch.ones(ROWS, WIDTH, dtype=torch.int64),
-        loss_mask=MASK,
-        prompt_lengths=torch.zeros(ROWS, dtype=torch.int64),
-        lengths=torch.full((ROWS,), WIDTH),
-        prompt_index=PROMPTS,
-        old_logprobs=torch.where(MASK, STUDENT, torch.nan),
-        ref_logprobs=torch.where(MASK, TEACHER, torch.nan),
-    )
-    rewards = REWARDS if weight else torch.full((ROWS,), torch.nan)
-    inputs = AdvantageInputs(experience, rewards, None, lambda tensor: tensor)
-    advantages, returns = Distillation(reward_weight=weight)(inputs)
-    expected = torch.where(MASK, TEACHER - STUDENT, 0.0)
-    if weight:
-        expected = expected + weight * rloo(REWARDS, PROMPTS, MASK)
-    torch.testing.assert_close(advantages, expected, rtol=0, atol=0)
-    assert not returns.any()
+def test_a_reward_is_added_with_its_weight() -> None:
+    expected = torch.where(MASK, TEACHER - STUDENT, 0.0) + 0.5 * advantages_of(RLOO(), REWARDS, PROMPTS, MASK)
+    torch.testing.assert_close(estimated(REWARDS, reward_weight=0.5), expected, rtol=0, atol=0)

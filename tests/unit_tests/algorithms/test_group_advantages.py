@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages import ESTIMATORS as REGISTRY
-from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import gdpo, opo
+from mega_rl.algorithms.advantages.groups import GDPO
 from mega_rl.algorithms.statistics import SumOverRanks, identity
-from mega_rl.types import Experience, RewardParts
+from mega_rl.types import RewardParts
+from tests.helpers.advantages import advantages_of
 from tests.helpers.threads import on_simulated_ranks
 
 GAMMA = 0.9
@@ -199,19 +199,16 @@ def built(name: str, **settings: object) -> Estimate:
     estimator = REGISTRY[name](**settings)
 
     def estimate(batch: Batch, sum_over_ranks: SumOverRanks) -> Tensor:
-        rows = torch.zeros(batch.mask.shape, dtype=torch.int64)
-        lengths = torch.full((len(rows),), rows.shape[1])
-        experience = Experience.from_rows(
-            rows, prompt_lengths=lengths, lengths=lengths, loss_mask=batch.mask, prompt_index=batch.group_ids
+        return advantages_of(
+            estimator,
+            batch.rewards,
+            batch.group_ids,
+            batch.mask,
+            kl_penalty=batch.kl_penalty if estimator.takes_kl else None,
+            sum_over_ranks=sum_over_ranks,
+            greedy=greedy_rewards(batch) if estimator.needs_greedy else None,
+            parts=reward_parts(batch) if estimator.needs_parts else None,
         )
-        penalty = batch.kl_penalty if type(estimator).takes_kl else None
-        greedy = greedy_rewards(batch) if type(estimator).needs_greedy else None
-        parts = reward_parts(batch) if type(estimator).needs_parts else None
-        inputs = AdvantageInputs(experience, batch.rewards, penalty, sum_over_ranks, greedy, parts)
-        advantages, returns = estimator(inputs)
-        assert not returns.any()
-        assert advantages.dtype == returns.dtype == torch.float32
-        return advantages
 
     return estimate
 
@@ -311,14 +308,6 @@ def test_a_rank_without_rows_and_a_batch_without_responses(name: str) -> None:
     assert estimate(batch.rows(torch.zeros(5, dtype=torch.bool)), identity).shape == (0, 6)
 
 
-def test_the_optimal_baseline_leaves_no_reward_by_length() -> None:
-    """It is where the variance sum(l (r - b)^2) is smallest: its derivative sum(l (r - b)) is 0."""
-    batch = batch_of([6, 5], seed=1, failures=0.0)
-    advantages = opo(batch.rewards, batch.group_ids, batch.mask).sum(dim=1)  # a row's tokens all have its number
-    for group in (0, 10):
-        assert float(advantages[batch.group_ids == group].sum()) == pytest.approx(0.0, abs=1e-5)
-
-
 def test_gdpo_normalises_a_part_where_it_is_present() -> None:
     """Two data sources with a part of their own each, one part of both, and a prompt without any; float64 numpy."""
     prompts = np.array([0, 0, 0, 1, 1, 1, 2, 2, 3, 3])
@@ -336,5 +325,5 @@ def test_gdpo_normalises_a_part_where_it_is_present() -> None:
     expected = scores / (np.sqrt((scores[:8] ** 2).sum() / 7) + 1e-6)
     mask = torch.ones(10, 2, dtype=torch.bool)
     parts = RewardParts(("a", "b", "c"), weights, torch.from_numpy(values))
-    advantages = gdpo(parts, torch.from_numpy(prompts), mask)
+    advantages = advantages_of(GDPO(), torch.zeros(10), torch.from_numpy(prompts), mask, parts=parts)
     np.testing.assert_allclose(advantages[:, 0].numpy(), expected, rtol=2e-6, atol=1e-7)

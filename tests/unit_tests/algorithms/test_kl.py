@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLEstimator, k1, k2, k3, kl_penalty
-from mega_rl.errors import RunError, UserError
+from mega_rl.algorithms.kl import KLController, KLEstimator, k1, k2, k3, kl_penalty
+from mega_rl.errors import RunError
 
 
 def test_estimators_by_hand() -> None:
@@ -73,15 +73,8 @@ def test_the_penalty_of_extreme_tokens_pulls_back_within_bounds(
     assert actual.item() == pytest.approx(gradient, abs=1e-6)
 
 
-def test_fixed() -> None:
-    kl = FixedKL(0.25)
-    kl.update(100.0, 10)
-    kl.restore(kl.state())
-    assert kl.value == 0.25
-
-
 def test_adaptive_by_hand() -> None:
-    kl = AdaptiveKL(0.1, target=2.0, horizon=100)
+    kl = KLController(0.1, target=2.0, horizon=100)
     kl.update(2.1, 50)  # error 0.05: 0.1 * (1 + 0.05 * 0.5)
     assert kl.value == pytest.approx(0.1025)
     kl.update(40.0, 50)  # error cut to 0.2: * (1 + 0.1)
@@ -90,28 +83,20 @@ def test_adaptive_by_hand() -> None:
     assert kl.value == pytest.approx(0.101475)
 
 
-def test_adaptive_stays_positive_for_a_batch_beyond_its_horizon() -> None:
-    kl = AdaptiveKL(1.0, target=1.0, horizon=10)
-    kl.update(0.0, 10_000)
-    assert kl.value == pytest.approx(0.8)
-
-
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_adaptive_ends_the_run_before_its_coefficient_is_lost(kl: float) -> None:
-    controller = AdaptiveKL(0.1, target=1.0, horizon=10)
+    controller = KLController(0.1, target=1.0, horizon=10)
     with pytest.raises(RunError, match=rf"kl/ref={kl}: .* resume from an earlier checkpoint"):
         controller.update(kl, 10)
     assert controller.value == 0.1
 
 
 def test_adaptive_resumes() -> None:
-    kl = AdaptiveKL(0.1, target=1.0, horizon=10)
+    kl = KLController(0.1, target=1.0, horizon=10)
     kl.update(3.0, 10)
-    resumed = AdaptiveKL(0.1, target=1.0, horizon=10)
+    resumed, fixed = KLController(0.1, target=1.0, horizon=10), KLController(0.25)
     resumed.restore(kl.state())
     assert resumed.value == kl.value != 0.1
-
-
-def test_adaptive_never_leaves_zero_and_says_so() -> None:
-    with pytest.raises(UserError, match=r"kl_coef=0\.0"):
-        AdaptiveKL(0.0, target=1.0, horizon=10)
+    fixed.update(100.0, 10)
+    fixed.restore({"value": 3.0})
+    assert (fixed.value, fixed.state()) == (0.25, {})

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.returns import GAE
-from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, RewardKL, kl_penalty
+from mega_rl.algorithms.inputs import AdvantageInputs
+from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL, kl_penalty
 from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.loader import load
@@ -43,7 +43,7 @@ def divergence(logits: Tensor, other: Tensor) -> Tensor:
 
 def expected(placement: str, name: str, logits: Tensor, old: Tensor, ref: Tensor, *, on_policy: bool) -> Tensor:
     """Expected gradient of the run's own loss with a KL coefficient of 1 and rewards of 0."""
-    estimator, kl = KL_ESTIMATORS[name], FixedKL(1.0)
+    estimator, kl = KL_ESTIMATORS[name], KLController(1.0)
     advantages = torch.zeros(VOCAB, 2, dtype=torch.float64)
     if placement == "reward":
         tokens, lengths = torch.ones(VOCAB, 2, dtype=torch.int64), torch.full((VOCAB,), 2)

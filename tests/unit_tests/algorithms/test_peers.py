@@ -19,23 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs
-from mega_rl.algorithms.advantages.groups import GDPO, GRPO, OPO, RLOO, gdpo, grpo
+from mega_rl.algorithms.advantages.groups import GDPO, GRPO, OPO, RLOO
 from mega_rl.algorithms.advantages.returns import GAE, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
-from mega_rl.algorithms.corrections import (
-    OPSM,
-    TIS,
-    Correction,
-    GeometricRejection,
-    IcePop,
-    SampledTokens,
-    SequenceRejection,
-)
+from mega_rl.algorithms.corrections import OPSM, TIS, GeometricRejection, IcePop, SequenceRejection
 from mega_rl.algorithms.evaluation import pass_at_k
+from mega_rl.algorithms.inputs import AdvantageEstimator, AdvantageInputs
 from mega_rl.algorithms.kl import KL_ESTIMATORS, k3, kl_penalty
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Denominators, loss_weights
 from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
-from mega_rl.algorithms.losses.tokens import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.losses.tokens import Correction, PolicyObjective, PolicyTokens, SampledTokens
 from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.algorithms.policy_losses.clipped import GMPO, GSPO, PPO, ClipCov, KLCov, covariance
 from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV, SAPO
@@ -45,6 +37,7 @@ from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.vocab import VocabColumns
 from mega_rl.trainer.filters import soft_punishment
 from mega_rl.types import Experience, RewardParts, row_numbers
+from tests.helpers.advantages import advantages_of
 from tests.peers import package
 from tests.peers.batch import PROMPTS, ROWS, SAMPLES, SEEDS, WIDTH, Batch, batch, vocabulary
 
@@ -384,22 +377,33 @@ def test_gdpo_is_whitened_over_tokens_in_verl(peers: Answers) -> None:
         same(whiten(advantages, given.mask) * population(given), expected["value"], SINGLE)
 
 
+class LikeTRL(GRPO):
+    eps = 1e-4
+
+
+class PartsLikeTRL(GDPO):
+    eps = 1e-4
+
+
 @needs_trl
 def test_advantages_of_trl(peers: Answers) -> None:
     """TRL adds 1e-4 to a deviation, here 1e-6; its deviation of a batch is that of rewards, not of centred ones."""
-    rows = torch.ones(ROWS, 1, dtype=torch.bool)
+
+    def numbers(estimator: AdvantageEstimator, given: Batch) -> Tensor:
+        rows = torch.ones(ROWS, 1, dtype=torch.bool)
+        return advantages_of(estimator, given.rewards, given.prompts, rows, parts=parts_of(given))[:, 0]
+
     for given, expected in compared(peers, "trl", "grpo scale=none"):
-        same(grpo(given.rewards, given.prompts, rows, std="none")[:, 0], expected["value"], ROUNDED)
+        same(numbers(GRPO(std="none"), given), expected["value"], ROUNDED)
     for given, expected in compared(peers, "trl", "grpo scale=group"):
-        same(grpo(given.rewards, given.prompts, rows, eps=1e-4)[:, 0], expected["value"], ROUNDED)
+        same(numbers(LikeTRL(), given), expected["value"], ROUNDED)
     for given, expected in compared(peers, "trl", "grpo scale=batch"):
         groups = given.rewards.view(PROMPTS, SAMPLES)
         centred = (groups - groups.mean(dim=1, keepdim=True)).flatten()
         factor = (given.rewards.std() + 1e-4) / (centred.std() + 1e-6)
-        actual = grpo(given.rewards, given.prompts, rows, std="batch")[:, 0]
-        same(actual, expected["value"] * factor, ROUNDED)
+        same(numbers(GRPO(std="batch"), given), expected["value"] * factor, ROUNDED)
     for given, expected in compared(peers, "trl", "gdpo"):
-        same(gdpo(parts_of(given), given.prompts, rows, eps=1e-4)[:, 0], expected["value"], ROUNDED)
+        same(numbers(PartsLikeTRL(), given), expected["value"], ROUNDED)
     for given, expected in compared(peers, "trl", "rloo"):
         same(estimate(RLOO(), given)[0], expected["value"][:, None] * given.mask, ROUNDED)
 

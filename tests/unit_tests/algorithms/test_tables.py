@@ -38,10 +38,9 @@ def test_settings_choose_from_exactly_these_functions() -> None:
 
 @pytest.mark.parametrize("algorithm", [*ESTIMATORS.values(), *OBJECTIVES.values(), *CORRECTIONS.values()])
 def test_algorithm_has_formula_and_source(algorithm: type) -> None:
-    """In the docstring of its class, or of the function that the class names."""
+    """In its docstring, or in that of a class that it names."""
     text = inspect.getdoc(algorithm) or ""
-    module = inspect.getmodule(algorithm)
     for name in re.findall(r"`(\w+)`", text):
-        text += "\n" + (inspect.getdoc(getattr(module, name, None)) or "")
+        text += "\n" + (inspect.getdoc(getattr(inspect.getmodule(algorithm), name, None)) or "")
     assert re.search(r"arXiv:\d{4}\.\d{5}|Source: \w+", text)
     assert FORMULA.search(text)

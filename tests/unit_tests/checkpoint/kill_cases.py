@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -17,8 +16,8 @@ import torch
 from mega_rl.config.schema import Config
 from tests.helpers.engines import replaced
 from tests.helpers.loops import checkpoints_of
-from tests.unit_tests.checkpoint.lethal_writer import Watch, die
 from tests.unit_tests.checkpoint.resume_cases import weights_of
+from tests.unit_tests.checkpoint.watching import Watch, die
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 STEPS, BEFORE, STEP = 4, 2, 3  # of a run; done before a run that is killed; whose save it is killed in
@@ -29,7 +28,7 @@ class Kill(NamedTuple):
     """A point of a run; nowhere by default."""
 
     rank: int = 0
-    background: bool = False  # the save is one in the background; operations are the writer's
+    background: bool = False  # the save is one in the background; operations are its thread's
     operation: int = -1  # 2 i: before operation i of the save after STEP; 2 i + 1: after it
     phase: str = ""  # of the trainer's step
     step: int = 0  # from 0
@@ -60,33 +59,30 @@ def train(rank: int, folder: str, name: str, kill: Kill, steps: int = STEPS) -> 
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
-    from mega_rl.checkpoint.saving.writer import WriterProcess
+    from mega_rl.checkpoint import saving
     from mega_rl.trainer.assemble import build_trainer, session
 
     mine = kill if rank == kill.rank else Kill(background=kill.background)
     config = config_of(Path(folder), name, background=kill.background, steps=steps)
-    watch = Watch(-1 if kill.background else mine.operation, die)
-    log = Path(folder) / f"operations{rank}"
-    if kill.background:
-        module = "tests.unit_tests.checkpoint.lethal_writer"
-        command = [sys.executable, "-m", module, str(mine.operation), str(log), f"step_{STEP:06d}"]
-        WriterProcess.command = command
+    watch = Watch(mine.operation, die)
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
         checkpoints = checkpoints_of(trainer)
-        save = checkpoints.save
+        save, perform = checkpoints.save, saving.perform
 
         def watched(step: int, *args: Any, **kwargs: Any) -> None:
-            with watch.armed() if step == STEP else ExitStack():
+            with watch.armed() if step == STEP and not kill.background else ExitStack():
                 save(step, *args, **kwargs)
 
-        checkpoints.save = watched
+        def watched_job(job: saving.SaveJob, *args: Any, **kwargs: Any) -> list[str]:
+            with watch.armed() if f"step_{STEP:06d}" in job.folder.name and kill.background else ExitStack():
+                return perform(job, *args, **kwargs)
+
+        checkpoints.save, saving.perform = watched, watched_job
         if mine.phase:
             kill_in_phase(trainer, mine)
         trainer.fit()
         weights = weights_of(trainer)
-    if kill.background and log.exists():
-        watch.seen = log.read_text().split()
     return {"start": trainer.start, "weights": weights, "operations": watch.seen}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from mega_rl.checkpoint.folders import complete, torn
 from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.errors import UserError
-from tests.unit_tests.checkpoint.lethal_writer import instrumented
+from tests.unit_tests.checkpoint.watching import instrumented
 from tests.unit_tests.checkpoint.written import manifest_of, save, tensors, write_shards
 
 WAIT_S = 30.0
@@ -77,7 +76,7 @@ class Killing:
 
 def save_and_retire(root: Path, step: int) -> None:
     work, whole = folders.begin(root, step), tensors()
-    folders.publish(root, step, manifest_of(step, whole, write_shards(work, whole)))
+    folders.publish(root, manifest_of(step, whole, write_shards(work, whole)))
     keep(root, step, keep=1)
 
 
@@ -97,7 +96,7 @@ def test_checkpoint_is_flushed_before_it_is_renamed(root: Path, monkeypatch: pyt
 
     for name in ("write_text", "sync_folder", "rename"):
         monkeypatch.setattr(disk, name, recording(name))
-    folders.publish(root, 10, manifest)
+    folders.publish(root, manifest)
     assert done[:5] == [
         ("write_text", "manifest.json"),
         ("write_text", "COMMIT"),
@@ -210,34 +209,6 @@ def test_the_lock_is_refused_to_a_second_process(root: Path) -> None:
         pass
 
 
-def test_dead_disk_does_not_hide_run_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dead(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    def fail() -> None:
-        with RunLock(root):
-            monkeypatch.setattr(os, "ftruncate", dead)
-            raise ValueError("the checkpoint of step 8 failed")
-
-    with pytest.raises(ValueError, match="the checkpoint of step 8 failed"):
-        fail()
-    monkeypatch.undo()
-    with RunLock(root):
-        assert (root / ".lock").stat().st_mode & 0o777 == 0o600, "others could hold the lock of a file that they read"
-
-
-@pytest.mark.parametrize("content", ["", "{", '{"host": 1}', "x" * 10_000, '{"pid": "\\u0000"}', "[]"])
-def test_leftover_lock_file_is_harmless(content: str, root: Path) -> None:
-    root.mkdir(parents=True)
-    (root / ".lock").write_text(content)
-    with RunLock(root) as lock:
-        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-        lock.path.write_text(content)
-        with pytest.raises(UserError, match="another run") as caught:
-            RunLock(root).take()
-        assert str(caught.value).isprintable()
-
-
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_lock_that_is_no_file(kind: str, root: Path, tmp_path: Path) -> None:
     root.mkdir(parents=True)
@@ -288,19 +259,79 @@ time.sleep(60)
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
-    """But one that somebody has put something into stays, and so does one that was there."""
-    root = tmp_path / "run" / "checkpoints"
-    with RunLock(root):
-        assert (root / ".lock").exists()
-    assert not (tmp_path / "run").exists()
-    with RunLock(root):
-        (tmp_path / "run" / "metrics.jsonl").touch()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
-    root.mkdir()
-    with RunLock(root):
-        pass
-    assert (root / ".lock").exists()
-    with RunLock(root):
-        (root / "step_000001").mkdir()
-    assert (root / ".lock").exists()
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """The folder of a run of nine steps, and what a save that was cut short has left."""
+    run = tmp_path / "run"
+    for step in (8, 9):
+        save(run / "checkpoints", step)
+    (run / "checkpoints" / ".step_000010.tmp").mkdir()
+    for name in ("metrics.jsonl", "config.yaml", "rollouts/step_000005.jsonl", "tensorboard/events", "notes.txt"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(name)
+    return run
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file by its path, except the newest checkpoint's name."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != "latest")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_new_history_moves_old_one_aside(earlier: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of it is lost, what no run has written stays, and one line says where the rest is."""
+    before = files(earlier)
+    folders.begin_history(earlier, None)
+    aside = earlier / "previous" / "001"
+    assert {**files(aside), "notes.txt": b"notes.txt"} == before
+    assert (steps(aside / "checkpoints"), steps(earlier / "checkpoints")) == ([8, 9], [])
+    assert caplog.messages == [
+        f"{earlier} held files of an earlier run (step_000008, step_000009, config.yaml, metrics.jsonl, rollouts, "
+        f"tensorboard): moved to {aside}"
+    ]
+    save(earlier / "checkpoints", 1)
+    folders.begin_history(earlier, None)
+    assert steps(earlier / "previous" / "002" / "checkpoints") == [1]
+
+
+def test_going_back_keeps_later_checkpoints(earlier: Path) -> None:
+    """Metrics stay: their later lines are of steps that are done again. Going on moves nothing."""
+    before, root = files(earlier), earlier / "checkpoints"
+    folders.begin_history(earlier, root / "step_000009")
+    folders.begin_history(earlier, None, step_in_memory=9)
+    assert files(earlier) == before
+    folders.begin_history(earlier, root / "step_000008")
+    assert (steps(root), steps(earlier / "previous" / "001" / "checkpoints")) == ([8], [9])
+    assert (root / "latest").read_text() == "step_000008\n"
+    assert (earlier / "metrics.jsonl").exists()
+
+
+def test_run_without_step_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("x")
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints").mkdir()
+    folders.begin_history(tmp_path, None)
+    assert not (tmp_path / "previous").exists()
+
+
+def test_kill_at_any_rename_loses_no_file(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later start that begins another history moves the rest."""
+    before, original, real = files(earlier), earlier.with_name("original"), disk.rename
+    shutil.copytree(earlier, original)
+    for left in range(6):
+        shutil.rmtree(earlier)
+        shutil.copytree(original, earlier)
+        allowed = iter(range(left))
+
+        def rename(source: Path, target: Path, allowed: Any = allowed) -> None:
+            if next(allowed, None) is None:
+                raise Killed
+            real(source, target)
+
+        monkeypatch.setattr(disk, "rename", rename)
+        with pytest.raises(Killed):
+            folders.begin_history(earlier, None)
+        monkeypatch.setattr(disk, "rename", real)
+        folders.begin_history(earlier, None)
+        moved = {path: data for aside in (earlier / "previous").iterdir() for path, data in files(aside).items()}
+        assert {**moved, "notes.txt": b"notes.txt"} == before, left

@@ -142,16 +142,6 @@ def test_pinwheel_without_separating_plane_is_covered() -> None:
     assert overlap([spec_of(box) for box in (*pinwheel, Box((1, 1), (2, 1)))]) is not None
 
 
-def test_scalars_and_pieces_without_elements() -> None:
-    scalar, nothing = PieceSpec("a", "F32", (), ()), PieceSpec("a", "F32", (2,), (0,))
-    assert overlap([scalar]) is None
-    assert overlap([scalar, scalar]) is not None
-    assert overlap([nothing, PieceSpec("a", "F32", (0,), (4,)), nothing]) is None
-    assert is_inside(nothing, (2,))
-    assert not is_inside(nothing, (1,))
-    assert not is_inside(scalar, (1,))
-
-
 def test_thousands_of_pieces_take_no_time() -> None:
     """1024 ranks that share 8 cuts of a matrix as flat ranges, in any order."""
     rows, columns, ways, ranks = 4096, 4096, 8, 1024

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mega_rl.checkpoint.format import shards
 from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, order, write_shard
-from mega_rl.converters.safetensors.header import ITEM_BYTES
 from mega_rl.converters.safetensors.reader import DTYPES, read_header
 from tests.unit_tests.checkpoint.written import data_of
 
@@ -36,10 +35,6 @@ def write(path: Path) -> ShardRecord:
     parts = pieces()
     specs = [spec for spec, _ in parts]
     return write_shard(path, specs, (data_of(parts[i][1]) for i in order(specs)))
-
-
-def test_item_sizes_are_those_of_torch() -> None:
-    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES
 
 
 def test_written_files_are_read_back(tmp_path: Path) -> None:

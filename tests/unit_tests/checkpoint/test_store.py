@@ -19,8 +19,8 @@ from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError, UserError
 from mega_rl.types import Box, EngineState, Piece
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.checkpoint.lethal_writer import instrumented
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, names, settings, steps, store, values
+from tests.unit_tests.checkpoint.watching import instrumented
 
 
 def refusal(actual: RunCheckpoints) -> str:
@@ -73,31 +73,10 @@ def test_never_and_paths(tmp_path: Path) -> None:
         assert values(actual) == [step, 0]
 
 
-def test_incomplete_folders_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A torn save, which is reported, a file, and names that only look alike."""
-    store(tmp_path, actor=2).save(2, {})
-    for name in (".step_000009.tmp", "step_000008x", "my_step_000007", "step_"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "COMMIT").write_bytes((tmp_path / "step_000002" / "COMMIT").read_bytes())
-    assert steps(tmp_path) == [2]
-    actual = store(tmp_path)
-    assert actual.restore().step == 2  # type: ignore[union-attr]
-    assert values(actual) == [2, 0]
-    assert ".step_000009.tmp is not a complete checkpoint and is ignored: a pending or interrupted save" in caplog.text
-    actual.save(3, {})
-    assert ".step_000009.tmp" not in names(tmp_path)
-
-
-def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "step_000001").mkdir()
-    message = refusal(store(tmp_path, resume=str(tmp_path / "step_000001")))
-    assert message == f"checkpoint.resume={tmp_path}/step_000001: no complete checkpoint there (COMMIT is missing)"
-
-
 def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     store(tmp_path).save(1, {})
-    message = refusal(store(tmp_path, identity={"seed": 8, "data": "abc", "model": "m"}))
-    assert "(seed: 7 -> 8, model: None -> 'm')" in message
+    message = refusal(store(tmp_path, identity={"seed": 8, "data": "abc", "engine": "fsdp"}))
+    assert "(seed: 7 -> 8, engine: None -> 'fsdp')" in message
     assert "set checkpoint.resume=never to start anew (old files are kept, in previous/)" in message
     assert "abc" not in message
 
@@ -224,16 +203,6 @@ def test_a_disk_that_fails_at_any_operation(
         assert names(root) == ["step_000003"]
     assert number > 20
     assert kinds >= {"mkdir", "open", "pwritev", "fsync", "rename", "unlink"}
-
-
-def test_a_failed_save_ends_the_run_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saving = store(tmp_path)
-    saving.save(1, {})
-    monkeypatch.setattr(disk, "os", instrumented(FailingDisk(6, errno.ENOSPC)))
-    with pytest.raises(RunError, match=r"the checkpoint of step 2 failed: .*No space left on device"):
-        saving.save(2, {})
-    monkeypatch.undo()
-    assert names(tmp_path) == ["step_000001"]
 
 
 def test_too_little_space_is_found_before_writing(

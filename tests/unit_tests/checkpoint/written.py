@@ -113,7 +113,7 @@ def save(
     """A complete checkpoint of `tensors(seed)` after so many steps; returns its folder."""
     work, whole = folders.begin(root, step), tensors(seed)
     manifest = manifest_of(step, whole, write_shards(work, whole), metrics=metrics, saved_at=saved_at)
-    return folders.publish(root, step, manifest)
+    return folders.publish(root, manifest)
 
 
 def flip(file: Path, at: int = -1, bit: int = 0) -> None:

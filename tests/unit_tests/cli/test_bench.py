@@ -1,4 +1,4 @@
-"""`mega-rl bench learn` and `mega-rl bench judge`: tables, files, exit codes, signals."""
+"""`mega-rl bench learn`: tables, files, exit codes, signals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from mega_rl.cli.app import main
 from mega_rl.verify.learn import run
-from mega_rl.verify.learn.results import Curve, markdown_table, read_results
+from mega_rl.verify.learn.results import Curve
 from mega_rl.verify.learn.tasks import TASKS, LearningTask, Variant
 from tests.unit_tests.verify.tiny_task import TINY
 
@@ -37,16 +37,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_table_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / "a.svg", tmp_path / "b.svg"]
-    for file in files:
-        arguments = ["--seeds", "3", "--first-seed", "0", "--json", str(tmp_path / "r.json"), "--plot", str(file)]
-        assert main(["bench", "learn", "tiny", *arguments]) == 0
+def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--seeds", "3", "--first-seed", "0", "--json", str(tmp_path / "r.json")]
+    assert main(["bench", "learn", "tiny", *arguments]) == 0
     out = capsys.readouterr().out
     assert "0.91" in out
-    assert "holds: right beats wrong, bands apart" in out
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert b"<svg" in files[0].read_bytes()
+    assert "holds: right: beats wrong, bands apart" in out
     (record,) = json.loads((tmp_path / "r.json").read_text())
     assert record["holds"] is True
     assert record["variants"][0]["final"]["mean"] == pytest.approx(0.91)
@@ -58,7 +54,7 @@ def test_table_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_failed_statement_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "learn", "tiny", "upside_down", "--seeds", "2"]) == 1
     out = capsys.readouterr().out
-    assert "FAILS: right beats wrong" in out
+    assert "FAILS: right: beats wrong" in out
 
 
 @pytest.mark.parametrize(
@@ -113,70 +109,21 @@ def test_signal_stops_the_command_without_results(
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-@pytest.mark.usefixtures("tiny")
-def test_files_of_results_are_judged_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, first, last, joined = (tmp_path / f"{name}.json" for name in ("whole", "first", "last", "joined"))
-    for file, seeds in ((whole, "0 3"), (first, "0 2"), (last, "2 1")):
-        start, count = seeds.split()
-        options = ["--first-seed", start, "--seeds", count, "--json", str(file)]
-        assert main(["bench", "learn", "tiny", *options]) == 0
-    capsys.readouterr()
-    assert (
-        main(["bench", "judge", str(last), str(first), "--json", str(joined), "--plot", str(tmp_path / "a.svg")]) == 0
-    )
-    assert "holds: right beats wrong, bands apart" in capsys.readouterr().out
-    assert joined.read_bytes() == whole.read_bytes()
-    assert (tmp_path / "a.svg").exists()
-    assert main(["bench", "judge", str(joined), "--markdown"]) == 0
-    words = "beats wrong, bands apart; band >= 0.5"
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        f"| tiny | right | 2 | 0.91 (0.885 to 0.935) mean reward | {words} | holds |",
-        "|  | wrong | 2 | 0.21 (0.185 to 0.235) |  |  |",
-    ]
-
-
-@pytest.mark.usefixtures("tiny")
-def test_results_that_cannot_be_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, other = tmp_path / "a.json", tmp_path / "b.json"
-    main(["bench", "learn", "tiny", "--seeds", "2", "--json", str(file)])
-    (record,) = json.loads(file.read_text())
-    right, wrong = record["variants"]
-    capsys.readouterr()
-
-    def refused(*records: object) -> str:
-        other.write_text(json.dumps(records))
-        assert main(["bench", "judge", str(other)]) == 2
-        return capsys.readouterr().err.removeprefix("error: ")
-
-    assert main(["bench", "judge", str(file), str(file)]) == 2
-    assert "tiny, right, seed 20 is there already; give each run once" in capsys.readouterr().err
-    assert main(["bench", "judge", str(tmp_path / "none.json")]) == 2
-    assert "none.json: no such file" in capsys.readouterr().err
-    assert "is no file of mega-rl bench learn --json (" in refused(1)
-    assert "is no file of mega-rl bench learn --json ('seeds')" in refused({**record, "variants": [{"name": "right"}]})
-    assert refused({**record, "task": "small"}).startswith("small: is no task of this version; legal: bandit ")
-    assert refused({**record, "variants": [right]}).startswith("tiny: there are no runs of wrong, which")
-    another = {**right, "name": "left"}
-    assert "left is no variant of this version" in refused({**record, "variants": [right, wrong, another]})
-    fewer = {**wrong, "seeds": wrong["seeds"][1:]}
-    assert "wrong has seeds [21], the first variant [20, 21]" in refused({**record, "variants": [right, fewer]})
-    short = {**wrong["seeds"][0], "points": wrong["seeds"][0]["points"][:1]}
-    cut = {**wrong, "seeds": [short, wrong["seeds"][1]]}
-    assert "runs of wrong have points at different steps" in refused({**record, "variants": [right, cut]})
-
-
 def test_mistakes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "learn", "sortin"]) == 2
     assert capsys.readouterr().err.startswith("error: sortin: is no task; legal: bandit ")
-    assert main(["bench", "learn", "--plot", "a.gif"]) == 2
-    assert "--plot=a.gif: must end in .svg, .png, .pdf" in capsys.readouterr().err
 
 
-def test_page_has_the_recorded_table() -> None:
-    results = read_results([DOCS / "learning.json"])
+def test_page_has_the_recorded_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(DOCS.parent / "benchmarks"))
+    import learn_page  # type: ignore[import-not-found]
+
+    results = learn_page.read_results(DOCS / "learning.json")
     assert [result.task.name for result in results] == list(TASKS)
-    assert all(verdict.holds for result in results for verdict in result.verdicts)
     for result in results:
-        assert [variant.name for variant in result.variants] == [variant.name for variant in result.task.variants]
-        assert all([run.seed for run in variant.curves] == [20, 21, 22, 23, 24] for variant in result.variants)
-    assert f"\n\n{markdown_table(results)}\n\n" in (DOCS / "learning.md").read_text(encoding="utf-8")
+        assert result.holds
+        assert list(result.curves) == [variant.name for variant in result.task.variants]
+        assert all([run.seed for run in curves] == [20, 21, 22, 23, 24] for curves in result.curves.values())
+    assert f"\n\n{learn_page.markdown_table(results)}\n\n" in (DOCS / "learning.md").read_text(encoding="utf-8")
+    learn_page.plot_tasks(results, tmp_path / "a.svg")
+    assert b"<svg" in (tmp_path / "a.svg").read_bytes()

@@ -75,16 +75,6 @@ def test_streams_are_known_by_their_first_block(capsys: pytest.CaptureFixture[st
     assert lines[2].split() == ["words", "2", "shards", "3", "3", "1", "25.0%", "8"]
 
 
-def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads("\n".join(shown(capsys, "--json")))
-    assert [one["epochs"] for one in record["sets"]] == [4.0, 8 / 12, 32 / 18, None]
-    assert record["first"]["words"][0] == {
-        "prompt": "0+5",
-        "answer": "0",
-        "last_token_ids": [*map(int, ids("0+5").split())],
-    }
-
-
 def test_a_long_prompt_is_shown_with_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": "1+" * 200 + "2=", "answer": "7" * 500}]
     Path("long.jsonl").write_text(json.dumps(rows[0]))

@@ -31,9 +31,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(inputs: Path, out: str, *more: str) -> list[str]:
-    arguments = ["--model", f"{inputs}/model", "--data", f"sums={inputs}/held_out.jsonl", "--out", f"{inputs}/{out}"]
-    arguments += ["--reward", f"{inputs}/odd.py:odd", "--n", "4", "--k", "1,4", "--max-new-tokens", "4"]
-    arguments += ["model.dtype=fp32", "trainer.device=cpu", "data.max_prompt_tokens=16", *more]
+    arguments = ["--out", f"{inputs}/{out}", f"model.path={inputs}/model", f"reward.function={inputs}/odd.py:odd"]
+    arguments += [f"validation.sets.sums={inputs}/held_out.jsonl", "validation.n=4", "validation.k=[1,4]"]
+    arguments += [
+        "validation.max_new_tokens=4",
+        "model.dtype=fp32",
+        "trainer.device=cpu",
+        "data.max_prompt_tokens=16",
+        *more,
+    ]
     return [sys.executable, "-m", "mega_rl.cli", "eval", *arguments]
 
 
@@ -90,7 +96,7 @@ def test_a_signal_ends_it_at_once_and_leaves_nothing_running(
     inputs: Path, tmp_path: Path, number: signal.Signals, launcher: tuple[str, ...]
 ) -> None:
     (tmp_path / "wait.py").write_text(WAITS)
-    line = command(inputs, number.name, "--reward", f"{tmp_path}/wait.py:wait", *launcher)
+    line = command(inputs, number.name, f"reward.function={tmp_path}/wait.py:wait", *launcher)
     process = subprocess.Popen(
         line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -115,10 +121,8 @@ def test_a_signal_ends_it_at_once_and_leaves_nothing_running(
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (("--temperature", "0"), "--temperature=0 with 4 samples of each prompt: greedy ones are all the same"),
-        (("--k", "9"), "validation.k=[9]: 9 is not among 1 to validation.n=4"),
-        (("--data", "x="), "--data=x=: names no file; write NAME=FILE"),
-        (("--data", "x=no.jsonl"), "validation.sets.x: no.jsonl: no such file"),
+        (("validation.k=[9]",), "validation.k=[9]: 9 is not among 1 to validation.n=4"),
+        (("validation.sets.x=no.jsonl",), "validation.sets.x: no.jsonl: no such file"),
         (("validation.answer_of=none.py:f",), "validation.answer_of='none.py:f': "),
     ],
 )

@@ -1,4 +1,4 @@
-"""`mega-rl eval` with rewards of an HTTP service and of a reward model."""
+"""`mega-rl eval` with the rewards of a reward model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.cli.test_eval import ENVIRONMENT
 from tests.unit_tests.rewards.model_cases import transformers_scores, write_reward_model
-from tests.unit_tests.rewards.test_service import Post, lengths, serving
 
 PROMPTS = ("1+1=", "2+30=")
 
@@ -32,25 +31,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def samples(inputs: Path, out: str, *settings: str) -> list[dict[str, Any]]:
     """Return the rows of an evaluation of three samples a prompt."""
-    command = [sys.executable, "-m", "mega_rl.cli", "eval", "--model", f"{inputs}/model", "--out", f"{inputs}/{out}"]
-    command += ["--data", f"{inputs}/held_out.jsonl", "--n", "3", "--max-new-tokens", "4", "model.dtype=fp32"]
+    command = [sys.executable, "-m", "mega_rl.cli", "eval", "--out", f"{inputs}/{out}", f"model.path={inputs}/model"]
+    command += [f"data.val_files=[{inputs}/held_out.jsonl]", "validation.n=3", "validation.max_new_tokens=4"]
+    command += ["model.dtype=fp32"]
     command += ["trainer.device=cpu", "data.max_prompt_tokens=16", *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (inputs / out / "samples.jsonl").read_text().splitlines()]
-
-
-def test_an_http_service_scores(inputs: Path) -> None:
-    def answer(number: int, post: Post) -> Any:
-        return lengths(post)
-
-    with serving(answer) as service:
-        rows = samples(inputs, "http", "reward.source=http", f"reward.source.url={service.url}")
-        asked = [item["response"] for post in service.posts for item in post.items]
-    assert len(rows) == 6
-    assert sorted(asked) == sorted(row["response"] for row in rows)
-    assert [row["reward"] for row in rows] == [len(row["response"]) for row in rows]
-    assert all(row["right"] == (row["reward"] > 0.5) for row in rows)
 
 
 def test_a_reward_model_scores(inputs: Path) -> None:

@@ -13,7 +13,7 @@ import yaml
 from mega_rl.config.keys import flat
 from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
-from mega_rl.config.recipe import parse_value
+from mega_rl.config.packaged import parse_value
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 
@@ -46,7 +46,7 @@ SWITCHED_OFF = {
     "reward.source=http reward.source.url=http://localhost:1/": ("reward.function=math_verify",),
     "reward.source=none algorithm.advantage=distillation model.ref_path=t": (
         "reward.function=r.py:parts", "reward.weights={format: 0.2}", "reward.overlong.buffer_tokens=16",
-        "reward.skip_special_tokens=false", "algorithm.advantage=grpo", "rollout.n=2",
+        "algorithm.advantage=grpo", "rollout.n=2",
         "rollout.dynamic_sampling.max_generations=4",
     ),
     "algorithm.advantage=grpo rollout.n=2": (
@@ -99,7 +99,8 @@ def test_the_line_names_each_setting_and_its_condition(tmp_path: Path, caplog: p
         )
     assert caplog.messages == [
         "the arguments leave these settings of the recipe without effect, which take their defaults: "
-        "engine.megatron.tp=2 (needs engine.backend=megatron), optim.warmup_steps=2 (needs trainer.steps above it)"
+        "engine.megatron.tp=2 (needs engine.backend=megatron), optim.warmup_steps=2 (needs trainer.steps above its "
+        "sum with algorithm.critic_warmup_steps, or it does not end within the run)"
     ]
 
 

@@ -24,8 +24,6 @@ def test_a_file_of_the_user_comes_before_a_packaged_recipe(tmp_path: Path, monke
     Path("quickstart.yaml").write_text("trainer:\n  steps: 7\n")
     assert load(Path("quickstart.yaml")).trainer.steps == 7
     assert load(Path("quickstart")).trainer.steps != 7
-    Path("quickstart").mkdir()
-    assert load(Path("quickstart")) == load(packaged.file_of("quickstart")), "a run's folder is no recipe"
 
 
 @pytest.mark.parametrize(

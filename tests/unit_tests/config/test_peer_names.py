@@ -24,22 +24,6 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("override", "answer"),
-    [
-        ("algorithm.loss_settings.clip_high=1", "unknown key; it is algorithm.loss.clip_high now"),
-        ("reward.http.url=u", "unknown key; it is reward.source.url now"),
-        (
-            "rollout.sglang.server.mem_fraction=1",
-            "unknown key; it is rollout.sglang.server.args.mem_fraction_static now",
-        ),
-        ("algorithm.kl.placement=loss", "algorithm.kl=none has no such setting; write algorithm.kl=NAME"),
-    ],
-)
-def test_keys_of_earlier_versions_are_answered(override: str, answer: str) -> None:
-    assert problems(None, override)[0].endswith(answer)
-
-
 def problems(recipe: Path | None, *overrides: str) -> tuple[str, ...]:
     with pytest.raises(UserErrors) as caught:
         load(recipe, overrides)

@@ -15,14 +15,14 @@ STEPS = 2
 
 def losses(head: str) -> Any:
     """The loss under test: the clipped policy loss with KL and entropy, or the clipped value loss."""
-    from mega_rl.algorithms.kl import FixedKL, k3
+    from mega_rl.algorithms.kl import KLController, k3
     from mega_rl.algorithms.policy_losses.clipped import PPO
     from mega_rl.workers.models import PolicyLoss, ValueLoss
 
     if head == "value":
         return ValueLoss(value_clip=0.5)
     objective = PPO(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-    return PolicyLoss(objective, kl=FixedKL(0.3), kl_estimator=k3, entropy_coef=0.01)
+    return PolicyLoss(objective, kl=KLController(0.3), kl_estimator=k3, entropy_coef=0.01)
 
 
 def whole(rows: torch.Tensor, engine: Any) -> torch.Tensor:

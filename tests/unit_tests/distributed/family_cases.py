@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from mega_rl.converters.families import FAMILIES
-from mega_rl.verify.twin.compare import hf_logits
+from mega_rl.verify.twin import hf_logits
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import GROUPS, write_tiny_checkpoint
 from tests.helpers.selection import covering

@@ -86,9 +86,9 @@ def changed(case: Case) -> Iterator[None]:
     from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
-    from mega_rl.ddp import megatron_fsdp, torch_fsdp2, wrap
+    from mega_rl.ddp import megatron_fsdp, torch_fsdp2
 
-    kept = wrap.check_fsdp, megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks
+    kept = megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks
 
     def with_new_group(collection: Any) -> Any:
         ranks = torch.distributed.get_process_group_ranks(collection.dp_cp)
@@ -97,24 +97,22 @@ def changed(case: Case) -> Iterator[None]:
         return collection
 
     def build(*args: Any, pg_collection: Any, **kwargs: Any) -> Any:
-        return kept[1](
+        return kept[0](
             *args, pg_collection=None if case.groups == "default" else with_new_group(pg_collection), **kwargs
         )
 
     def shard(*args: Any, collection: Any, **kwargs: Any) -> Any:
-        return kept[3](*args, collection=with_new_group(collection), **kwargs)
+        return kept[2](*args, collection=with_new_group(collection), **kwargs)
 
     if case.groups != "engine":
         megatron_fsdp.MegatronFsdp = build
         torch_fsdp2.shard_chunks = shard
-    if case.upstream:
-        wrap.check_fsdp = lambda *args, **kwargs: None
     if case.upstream == "no_sync":
         megatron_fsdp.no_sync_of = lambda chunk, ddp: chunk.no_sync
     try:
         yield
     finally:
-        wrap.check_fsdp, megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks = kept
+        megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks = kept
 
 
 def moments(engine: Any) -> int:

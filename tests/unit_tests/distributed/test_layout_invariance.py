@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.algorithms.policy_losses import LOSSES as NEEDS
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import (
@@ -40,7 +41,6 @@ from mega_rl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from mega_rl.config.schema.algorithms import LOSSES as NEEDS
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS, make_config
 from tests.helpers.loops import step_metrics, watch_source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from mega_rl.config.schema import DataParallelConfig, MegatronConfig, MegatronFsdpConfig
 from mega_rl.parallel.accelerator.megatron_core import installed_release
-from tests.helpers.distributed import run_megatron_fsdp, run_ranks
+from tests.helpers.distributed import run_megatron_fsdp
 from tests.helpers.selection import without
 from tests.unit_tests.distributed.fsdp_cases import (
     Case,
@@ -118,7 +117,7 @@ def test_bf16_is_that_of_ddp(results: Results) -> None:
 
 
 def test_upstream_is_still_wrong_where_it_is_refused(results: Results) -> None:
-    """0.18 has mended two of three. Once no release has one, its refusal can go: ddp/fsdp_limits.py and no_sync_of."""
+    """0.18 has mended two of three. Once no release has one, its refusal can go: the rule of config and no_sync_of."""
     (one,) = results["1"]["tied"]
     actual = {
         "no_sync": results["2"]["upstream optim"][0]["norms"],
@@ -137,47 +136,3 @@ def test_upstream_is_still_wrong_where_it_is_refused(results: Results) -> None:
 def test_weights_leave_as_a_hugging_face_checkpoint(results: Results, root: Path, world: str, name: str) -> None:
     case = (TWO_RANKS if world == "2" else FOUR_RANKS)[name]
     assert_exported(root / case.export, results[world][name])
-
-
-SETTINGS: dict[str, tuple[DataParallelConfig, dict[str, int], str]] = {
-    "optim, overlapped": (fsdp("optim", overlap_grad_reduce=True), {}, "counts a rank's own gradients twice"),
-    "optim, instances": (fsdp("optim", optimizer_instances=2), {}, "within an instance only"),
-    "pipeline": (FULL, {"pp": 2}, "no place for pipelines"),
-    "one rank": (FULL, {"dp_cp": 1}, "nothing to shard"),
-}
-
-
-def refusals(rank: int) -> dict[str, str]:
-    """What is said to each of the settings, and to experts that are spread."""
-    from mega_rl.parallel.accelerator import prepare
-
-    prepare("auto")
-    from mega_rl.ddp.wrap import check_fsdp
-    from mega_rl.errors import UserError
-
-    answers = {}
-    expert = torch.nn.Linear(1, 1)
-    expert.weight.allreduce = False  # type: ignore[assignment]
-    cases = {name: (ddp, sizes, torch.nn.Linear(1, 1)) for name, (ddp, sizes, _) in SETTINGS.items()}
-    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
-    cases |= {"experts": (FULL, {}, expert), "frozen": (FULL, {}, frozen), "fine": (FULL, {}, torch.nn.Linear(1, 1))}
-    for name, (ddp, sizes, chunk) in cases.items():
-        groups = {"pp": 1, "dp_cp": 2} | sizes
-        collection: Any = SimpleNamespace(**{k: SimpleNamespace(size=lambda n=n: n) for k, n in groups.items()})
-        answers[name] = ""
-        try:
-            check_fsdp(ddp, chunks=[chunk], collection=collection)
-        except UserError as error:
-            answers[name] = str(error)
-    return answers
-
-
-def test_refusals() -> None:
-    """Each names the setting; what is right passes."""
-    (answers,) = run_ranks(1, refusals, device="cpu")
-    for name, (_, _, message) in SETTINGS.items():
-        assert message in answers[name], name
-        assert len(answers[name].splitlines()) == 1
-    assert "experts that are not on every rank" in answers["experts"]
-    assert "waits for a gradient of every parameter" in answers["frozen"]
-    assert answers["fine"] == ""

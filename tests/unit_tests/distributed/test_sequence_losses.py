@@ -13,10 +13,9 @@ from torch import Tensor
 
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import k2
-from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
-from mega_rl.config.schema.algorithms import LOSSES
 from mega_rl.protocols import LossOutput
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import TokenOutputs, row_numbers
@@ -63,7 +62,7 @@ class SequenceRatioLoss:
         )
 
 
-WITHOUT_TEACHER = [loss for loss in OBJECTIVES if not LOSSES[loss].needs_teacher]
+WITHOUT_TEACHER = [loss for loss in OBJECTIVES if not OBJECTIVES[loss].needs_teacher]
 # In which every policy loss is tried, too: what else is cut, a loss does not see.
 EVERY_LOSS = ("1", "packed, one sequence", "dp2", "cp2")
 # Where the defaults would cut off every response or none: the model has nothing in common with the old log-probs.
@@ -103,7 +102,9 @@ def run_case(checkpoint: str, name: str) -> dict[str, dict[str, Any]]:
     with running_engine(config) as engine:
         own = own_rows(random_experience(), engine)
         own.rows = row_numbers(own.loss_mask)  # as `build_experience` numbers the rows that this rank has sampled
-        plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=engine.data_parallel)
+        plan = MinibatchPlan(
+            4, 1, AGGREGATIONS["seq-mean-token-mean"], max_response_tokens=24, seed=0, ranks=engine.data_parallel
+        )
         (minibatch,) = plan.cut(own, num_prompts=4, step=0)
         for loss_name, loss in losses_of(name).items():
             result = {"metrics": engine.train_minibatch(minibatch, loss, lr=0.0)}
@@ -177,7 +178,7 @@ def test_a_copied_number_of_a_row_is_our_own_bug() -> None:
 
 def test_the_reference_is_the_loss_of_a_loop() -> None:
     """Row by row in float64, at a uniform model's log-probs."""
-    plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=FakeRanks())
+    plan = MinibatchPlan(4, 1, AGGREGATIONS["seq-mean-token-mean"], max_response_tokens=24, seed=0, ranks=FakeRanks())
     (batch,) = plan.cut(random_experience(), num_prompts=4, step=0)
     logprobs = torch.full(batch.tokens.shape, -3.0)
     fields = {name: value for name, value in batch.items() if value is not None and value.dim() == 2}

@@ -22,9 +22,8 @@ from mega_rl.config.rules import check
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.megatron_core import installed_release
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.verify.layouts import Layout, resolve
+from mega_rl.verify.layouts import Layout, Plan, resolve
 from mega_rl.verify.measure import LONGEST
-from mega_rl.verify.plan import Plan
 from mega_rl.verify.tolerances import FP32
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -278,8 +277,8 @@ def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
     """(parameters, step counters of their own) of an optimizer that was loaded, by upstream and by us."""
     from mega_rl.config.schema import OptimConfig
     from mega_rl.ddp.optimizer import torch_optimizers
+    from mega_rl.verify.layouts import REFERENCE
     from mega_rl.verify.measure import engine_of, policy_loss, random_batch
-    from mega_rl.verify.plan import REFERENCE
 
     plan = Plan(str(Path(root) / "qwen3" / "twin"), root, (), timeout_s=60.0)
     actual: dict[str, Any] = {}
@@ -334,7 +333,7 @@ def long_norms(accelerator: Any) -> dict[str, Any]:
 
 def write_models(root: Path, configs: dict[str, dict[str, Any]]) -> None:
     """A twin with random weights of each config, without a reference yet."""
-    from mega_rl.verify.twin.shrink import write_random_twin
+    from mega_rl.verify.twin import write_random_twin
 
     for family, raw in configs.items():
         bare = root / family / "bare"

@@ -110,16 +110,11 @@ CASES: dict[str, tuple[int, str, MegatronConfig, str]] = {
     "tp2-pp2": (4, "qwen3", MegatronConfig(tp=2, pp=2), "bf16"),
     "tp2-dp2": (4, "qwen3", MegatronConfig(tp=2), "fp32"),
 }
-# Also over two hosts of half the ranks each, by the transports that gather where no host has a whole copy.
+# Also over two hosts of half the ranks each, to servers that share the ranks' devices.
 APART = tuple(CASES) if FULL else ("pp2", "fsdp2", "tp2-ep2", "tp2-pp2")
-BUCKETS = (1, 9_000, 1 << 30)  # every unit alone, a few, everything
+BUCKET_BYTES = 9_000  # a few units
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMEOUT_S = 60.0
-
-
-def buckets_of(case: str) -> tuple[int, ...]:
-    """How large buckets are: of some layouts all sizes, of each the usual one; in `make test-full` all of each."""
-    return BUCKETS if FULL or case in ("tp2", "fsdp2", "tp2-ep2", "tp2-pp2") else (BUCKETS[1],)
 
 
 def config_of(case: str, root: Path) -> Config:
@@ -137,7 +132,7 @@ def weights_of(case: str, root: Path, *, dtype: torch.dtype | None = None) -> It
         yield TrainerWeights(engine, dtype or DTYPES[CASES[case][3]])
 
 
-def servers_for(rank: int, hosts: tuple[str, ...], leaders: dict[int, int], **kwargs: Any) -> list[Any]:
+def servers_for(rank: int, hosts: tuple[int, ...], leaders: dict[int, int], **kwargs: Any) -> list[Any]:
     """Server i of every leader's host; the receiver on its leader."""
     from mega_rl.rollout.sglang.weights.transport import Server
     from tests.helpers.weight_receiver import FakeReceiver
@@ -165,9 +160,8 @@ def send_all(rank: int, root: str, cases: list[str]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for case in cases:
         with weights_of(case, Path(root)) as weights:
-            for name, make in makers(weights, buckets_of(case), apart=case in APART).items():
-                hosts = hosts_for(name, weights)
-                answers[f"{case} {name}"] = send_twice(rank, weights, make, hosts)
+            for name, make in makers(weights, apart=case in APART).items():
+                answers[f"{case} {name}"] = send_twice(rank, weights, make, hosts_for(name))
             if case == "tp2-pp2":
                 answers["spanning"] = send_to_spanning(rank, weights)
     return answers
@@ -182,10 +176,10 @@ def send_to_spanning(rank: int, weights: Any) -> dict[str, Any]:
     from tests.helpers.weight_receiver import SpanningReceiver
 
     receivers = [SpanningReceiver(index, tp=2) for index in range(2)]
-    servers = [Server(index, 2, ("a", "b"), receivers[index] if rank == 0 else None) for index in range(2)]
+    servers = [Server(index, 2, (0, 1), receivers[index] if rank == 0 else None) for index in range(2)]
     device = HostDevice()
     transport = CudaIpcTransport(
-        weights, servers, hosts=("a", "a", "b", "b"), bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S, device=device
+        weights, servers, hosts=(0, 0, 1, 1), bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, device=device
     )
     expected = {name: tensor.clone() for name, tensor in exported(weights.engine).items()}
     failed = transport.send(version=3)
@@ -201,46 +195,30 @@ def send_to_spanning(rank: int, weights: Any) -> dict[str, Any]:
     }
 
 
-def makers(
-    weights: Any, buckets: tuple[int, ...] = BUCKETS, *, apart: bool = True
-) -> dict[str, Callable[[list[Any], tuple[str, ...]], Any]]:
+Make = Callable[[list[Any], tuple[int, ...]], Any]
+
+
+def makers(weights: Any, *, apart: bool = True) -> dict[str, Make]:
     from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
-    from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
 
-    def shared(nbytes: int) -> Callable[[list[Any], tuple[str, ...]], Any]:
-        return lambda servers, hosts: SharedMemoryTransport(
-            weights, servers, hosts=hosts, bucket_bytes=nbytes, timeout_s=TIMEOUT_S
-        )
-
-    actual = {f"shared_memory {nbytes}": shared(nbytes) for nbytes in buckets}
+    given: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
+    actual: dict[str, Make] = {"distributed": lambda servers, hosts: DistributedTransport(weights, servers, **given)}
     if apart:
-        actual["gathered"] = shared(BUCKETS[1])
         actual["cuda_ipc"] = lambda servers, hosts: CudaIpcTransport(
-            weights, servers, hosts=hosts, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S, device=HostDevice()
+            weights, servers, hosts=hosts, device=HostDevice(), **given
         )
-    actual["distributed"] = lambda servers, hosts: DistributedTransport(
-        weights, servers, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S
-    )
     return actual
 
 
-def hosts_for(name: str, weights: Any) -> tuple[str, ...]:
-    """Host of each rank: two hosts where a transport gathers, or each has a whole copy; else one."""
-    from mega_rl.rollout.sglang.weights.reshard import covers
-
-    world, layout = int(os.environ["WORLD_SIZE"]), weights.engine.sharding.layout
-    split = world == 4 and covers(layout, [0, 1], experts=weights.engine.sharding.hf.moe is not None)
-    apart = name in ("gathered", "cuda_ipc") or split
-    return ("a",) * (world // 2) + ("b" if apart else "a",) * (world // 2)
+def hosts_for(name: str) -> tuple[int, ...]:
+    """Host of each rank: two of half the ranks where devices are shared, else one."""
+    half = int(os.environ["WORLD_SIZE"]) // 2
+    return (0,) * half + (int(name == "cuda_ipc"),) * half
 
 
-def send_twice(
-    rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any], hosts: tuple[str, ...]
-) -> dict[str, Any]:
-    transport = make([], hosts)
-    by_host = transport.name in ("shared_memory", "cuda_ipc")
-    leaders = {0: 0, 1: hosts.index(hosts[-1]) if by_host else 0}
+def send_twice(rank: int, weights: Any, make: Make, hosts: tuple[int, ...]) -> dict[str, Any]:
+    leaders = {0: 0, 1: hosts.index(hosts[-1])}
     servers = servers_for(rank, hosts, leaders)
     transport = make(servers, hosts)
     answer: dict[str, Any] = {"different": [], "sends": []}
@@ -258,7 +236,6 @@ def send_twice(
                 for chunk in weights.engine.whole_chunks():
                     for parameter in chunk.parameters():
                         parameter.mul_(-1.5)
-    answer["memory"] = transport._memory.numel() if transport.name == "shared_memory" else 0
     answer["buffers"] = getattr(getattr(transport, "_device", None), "most", 0)
     answer["held"] = getattr(getattr(transport, "_device", None), "held", 0)
     answer["peak"] = getattr(getattr(transport, "_device", None), "peak", 0)
@@ -283,7 +260,7 @@ def counted_bytes(weights: Any) -> int:
 
     hf, itemsize = weights.engine.sharding.hf, weights.dtype.itemsize
     largest = max(hf.vocab_size, 2 * hf.ffn_hidden_size) * hf.hidden_size * itemsize
-    return sending_bytes(hf, bucket_bytes=BUCKETS[1], itemsize=itemsize) - 2 * max(BUCKETS[1], largest)
+    return sending_bytes(hf, bucket_bytes=BUCKET_BYTES, itemsize=itemsize) - 2 * max(BUCKET_BYTES, largest)
 
 
 @pytest.fixture(scope="module")
@@ -306,9 +283,7 @@ def answers(root: Path) -> dict[str, list[dict[str, Any]]]:
     return actual
 
 
-SENDINGS = [(case, f"shared_memory {nbytes}") for case in CASES for nbytes in buckets_of(case)]
-SENDINGS += [(case, "distributed") for case in CASES]
-SENDINGS += [(case, name) for case in APART for name in ("gathered", "cuda_ipc")]
+SENDINGS = [(case, "distributed") for case in CASES] + [(case, "cuda_ipc") for case in APART]
 
 
 @pytest.mark.parametrize(("case", "transport"), SENDINGS)
@@ -364,19 +339,6 @@ def test_shared_devices_hold_three_buckets(answers: dict[str, Any], case: str) -
         assert answer["counted"] / 2 < answer["peak"] <= answer["counted"], "what a colocated server leaves to a send"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_shared_memory_is_two_neighbouring_buckets(answers: dict[str, Any], case: str) -> None:
-    for nbytes in buckets_of(case):
-        for answer in answers[f"{case} shared_memory {nbytes}"]:
-            sizes = answer["sizes"]
-            pairs = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)]
-            assert answer["memory"] <= max(pairs) + 128
-            largest = max(sizes)
-            assert answer["memory"] <= max(2 * nbytes, nbytes + largest, 2 * largest) + 128
-    few = answers[f"{case} shared_memory {BUCKETS[1]}"][0]
-    assert few["memory"] < few["expected_bytes"], "the whole model is in memory once more"
-
-
 def fail_some(rank: int, root: str) -> dict[str, Any]:
     """Two servers, one of which breaks at some request: what all ranks are told, and what the other one got."""
     from tests.helpers.weight_receiver import FakeReceiver
@@ -385,7 +347,7 @@ def fail_some(rank: int, root: str) -> dict[str, Any]:
     with weights_of("tp2", Path(root)) as weights:
         for name, make in makers(weights).items():
             for at in (1, 2):
-                hosts = hosts_for(name, weights)
+                hosts = hosts_for(name)
                 servers = servers_for(rank, hosts, {0: 0, 1: hosts.index(hosts[-1])})
                 broken: FakeReceiver | None = servers[1].receiver
                 if broken is not None:
@@ -425,9 +387,6 @@ def test_a_server_that_fails_hinders_no_other(root: Path) -> None:
     """All ranks learn who failed and why; the others have all weights; the failed one can be served again."""
     ranks = run_ranks(2, fail_some, str(root), timeout_s=300)
     for key, answer in ranks[0].items():
-        if key == f"shared_memory {BUCKETS[-1]} 2":
-            assert answer["failed"] == {}  # it gets one request only
-            continue
         assert list(answer["failed"]) == [1], key
         assert "out of order" in answer["failed"][1]
         assert ranks[1][key]["failed"] == answer["failed"]

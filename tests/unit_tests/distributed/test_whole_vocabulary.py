@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import k2
-from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.algorithms.policy_losses.weighted import TeacherDivergence
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
@@ -99,7 +99,9 @@ def minibatch_of(engine: Any) -> Any:
     """This rank's rows of the mini-batch, with loss weights that differ from row to row."""
     own = own_rows(random_experience(), engine)
     own.rows = row_numbers(own.loss_mask)
-    plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=engine.data_parallel)
+    plan = MinibatchPlan(
+        4, 1, AGGREGATIONS["seq-mean-token-mean"], max_response_tokens=24, seed=0, ranks=engine.data_parallel
+    )
     (minibatch,) = plan.cut(own, num_prompts=4, step=0)
     return minibatch
 
@@ -225,7 +227,7 @@ def in_float64(student_path: Path, teacher_path: Path) -> Expected:
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
         for path in (student_path, teacher_path)
     )
-    plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=FakeRanks())
+    plan = MinibatchPlan(4, 1, AGGREGATIONS["seq-mean-token-mean"], max_response_tokens=24, seed=0, ranks=FakeRanks())
     (batch,) = plan.cut(random_experience(), num_prompts=4, step=0)
     reference: Expected = {}
     for name, (beta, _) in LOSSES.items():

@@ -18,8 +18,7 @@ from mega_rl.config.rules import check
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.models import attention_choice
 from mega_rl.errors import UserError
-from mega_rl.verify.layouts import ALL, fsdp, resolve_all
-from mega_rl.verify.plan import REFERENCE
+from mega_rl.verify.layouts import ALL, REFERENCE, fsdp, resolve_all
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -139,7 +138,6 @@ CHECKS: dict[str, Check] = {
     "reference": shown("reference"),
     "reward model": shown("reward model"),
     "embedded rollouts": shown("embedded rollouts"),
-    "weights to servers by shared memory": shown("by shared_memory"),
     "weights to servers by process group": shown("by distributed"),
     "generation one step ahead": setting(*SERVED),
     "checkpoints, and going on from them": shown("resume"),

@@ -177,15 +177,6 @@ def test_what_is_not_computed_is_an_error(attention: Any, arguments: dict[str, A
         call(type("Thing", (SimpleNamespace,), {})(is_causal=True), **arguments)
 
 
-def test_what_says_nothing_of_the_result_is_not(attention: Any) -> None:
-    """Positions and switches that are off; the scale is that of the heads unless the module says so."""
-    context, weights = call(
-        SimpleNamespace(is_causal=True), position_ids=torch.zeros(1, 4), use_cache=True, softcap=None
-    )
-    assert context.shape == (1, 4, 4, 8)
-    assert weights is None
-
-
 def test_a_mask_and_attention_both_ways_are_errors(attention: Any) -> None:
     from transformers import AttentionInterface
 

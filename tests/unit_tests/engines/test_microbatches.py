@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import MicrobatchConfig
-from mega_rl.data.packing import pack, pad
-from mega_rl.engines.build import _batching
+from mega_rl.data.packing import pad
 from mega_rl.engines.microbatches import Batching, to_device, token_fields
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Experience
 from tests.helpers.models import random_experience
 
@@ -77,17 +71,6 @@ def test_packed_micro_batches_of_a_pipeline_have_one_shape() -> None:
         assert torch.equal(after.targets[:, :tokens], before.targets)
 
 
-def test_dummies_are_no_longer_than_the_rows() -> None:
-    """So that attention, which grows with the square of a length, stays what it is."""
-    batch = batch_of([4, 4, 4])
-    micro = pack(batch, [0, 1, 2], min_tokens=23)
-    assert micro.cu_seqlens is not None
-    assert micro.cu_seqlens.diff().tolist() == [4, 4, 4, 4, 4, 3]
-    assert micro.max_seqlen == 4
-    assert micro.position_ids[0, -7:].tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert not micro.tokens[:, 12:].any()
-
-
 def test_padded_micro_batches_of_a_pipeline_have_one_shape() -> None:
     batch = batch_of([24, 24, 24, 24, 24, 23, 23, 23, 23])
     micros = batching(packing=False, same_shapes=True).split(batch, data_parallel=SingleRank())
@@ -123,14 +106,6 @@ def test_a_rank_with_less_work_ends_with_empty_micro_batches(packing: bool) -> N
     for micro in micros[2:]:
         assert micro.tokens.numel() == 1
         assert all(not field.any() for field in micro.fields.values())
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_rank_without_rows_takes_part(packing: bool) -> None:
-    """With rows nowhere there is still one pass: the collectives inside need all ranks."""
-    empty = batch_of([9, 9])[:0]
-    assert [m.rows for m in batching(packing=packing).split(empty, data_parallel=Busier(3))] == [(), (), ()]
-    assert [m.rows for m in batching(packing=packing).split(empty, data_parallel=SingleRank())] == [()]
 
 
 @pytest.mark.parametrize(("packing", "most", "expected"), [(True, 1, 4), (False, 1, 4), (True, 5, 6), (False, 6, 6)])
@@ -180,9 +155,3 @@ def test_fields() -> None:
     assert set(micro.fields) == set(names)
     # The shift moves what is said of token i + 1 to position i and loses nothing: no first token is ever in the mask.
     assert micro.fields["advantages"].double().sum() == pytest.approx(float(batch.advantages.double().sum()))
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_pipelines_ask_for_one_shape(pp: int) -> None:
-    groups: Any = SimpleNamespace(layout=ParallelLayout(world_size=2, pp=pp), coordinates=SimpleNamespace(cp_rank=0))
-    assert _batching(MicrobatchConfig(), groups).same_shapes == (pp > 1)

@@ -195,24 +195,6 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def test_a_place_on_the_host_is_made_once() -> None:
-    """Several turns, values that changed and a storage that came later: no other copy of what has one."""
-    kept, late = torch.arange(8.0), torch.full((4,), 3.0, dtype=torch.bfloat16)
-    offload = StorageOffload(HOST)
-    places = []
-    for tensors in ([kept], [kept, late], [kept, late]):
-        offload.changed()
-        expected = [tensor.mul_(2).clone() for tensor in tensors]
-        offload.offload(tensors)
-        places.append([copy.data_ptr() for copy in map(offload.on_host, tensors) if copy is not None])
-        assert [bytes_of(tensor) for tensor in tensors] == [0] * len(tensors)
-        assert offload.host_bytes == sum(tensor.nbytes for tensor in tensors)
-        offload.onload()
-        assert all(map(torch.equal, tensors, expected))
-    assert places[1] == places[2]
-    assert places[0] == places[1][:1]
-
-
 def test_what_never_changes_travels_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what does, each time: into the host's memory go the bytes that it has not got."""
     copied: list[int] = []
@@ -251,19 +233,6 @@ def test_a_later_storage_never_gets_the_values_of_an_earlier_one() -> None:
         assert tensor.tolist() == [float(value)] * 4
         del tensor
     assert offload.host_bytes == 16
-
-
-def test_what_is_discarded_comes_back_as_zeros() -> None:
-    gradient = torch.ones(4096)
-    view = gradient[1:3]
-    offload = PartsOffload(["gradients"], device=HOST, discarded=["gradients"])
-    assert offload.offload({"gradients": [gradient]}, ["gradients"]) == 4 * 4096
-    assert bytes_of(gradient) == 0
-    assert offload.on_host(gradient) is gradient  # nothing of it is on the host
-    offload.onload(["gradients"])
-    assert not gradient.any()
-    view += 1
-    assert gradient[:4].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_values_written_on_the_host_come_to_the_device() -> None:

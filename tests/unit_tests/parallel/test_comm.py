@@ -100,11 +100,6 @@ def refusals(ranks: GroupRanks) -> None:
 
     differs = "is not the same on all ranks:"
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: ranks.gather_json({"a": [1, {2} if wrong else 2]}), f"rank {last}: a[1] is a set, which does not"),
-        (lambda: ranks.gather_json((1, 2) if wrong else 1), f"rank {last}: the value is a tuple, which does not"),
-        (lambda: ranks.gather_json({1: 2} if wrong else {}), f"rank {last}: the value is a dict with keys that"),
-        (lambda: ranks.gather_json({"a": torch.ones(()) if wrong else 1.0}), f"rank {last}: a is a Tensor"),
-        (gathered(answer=NonTensorStack("x", 1j)), f"rank {last}: objects.answer[1] is a complex"),
         (gathered(tokens=torch.zeros(2, 3, 4)), f"; torch.float32 [B, S, 4] on rank(s) {last}"),
         (gathered(tokens=torch.zeros(2, 3).long()), f"; torch.int64 [B, S] on rank(s) {last}"),
         (gathered(tokens=None), f"field 'tokens' {differs} torch.float32 [B, S] on rank(s) {others}; missing on"),

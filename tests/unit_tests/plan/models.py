@@ -11,80 +11,14 @@ from mega_rl.converters.hf.config import parse_hf_config
 from tests.helpers.distributed import run_ranks
 
 QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "tie_word_embeddings": False,
+    **{"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e6, "hidden_act": "silu", "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False},
 }
-SIZES: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen3-0.6B": {
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen3-8B": {},
-    "Qwen/Qwen3-32B": {
-        "hidden_size": 5120,
-        "num_attention_heads": 64,
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-    },
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}
-
 QWEN3_235B_A22B: dict[str, Any] = {
-    **QWEN3,
-    "model_type": "qwen3_moe",
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 94,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1536,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
+    **{**QWEN3, "model_type": "qwen3_moe", "num_attention_heads": 64, "num_key_value_heads": 4},
+    **{"num_hidden_layers": 94, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+    **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 
 
@@ -93,7 +27,11 @@ def hf_config(**sizes: Any) -> HFConfig:
     return parse_hf_config({**QWEN3, **sizes}, where="config.json")
 
 
-QWEN3_0_6B, QWEN3_8B, QWEN3_32B = (hf_config(**sizes) for sizes in SIZES.values())
+QWEN3_8B = hf_config()
+QWEN3_0_6B = hf_config(
+    hidden_size=1024, num_attention_heads=16, intermediate_size=3072, num_hidden_layers=28, tie_word_embeddings=True
+)
+QWEN3_32B = hf_config(hidden_size=5120, num_attention_heads=64, intermediate_size=25600, num_hidden_layers=64)
 QWEN3_235B = parse_hf_config(QWEN3_235B_A22B, where="config.json")
 
 Cases = Mapping[str, tuple[int, str, dict[str, Any]]]  # name -> (world size, family, case)

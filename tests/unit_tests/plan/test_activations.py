@@ -15,7 +15,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.activations import LayerShape, Recompute, kept
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.plan.activations_on_ranks import CASES, run_cases
-from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, hf_config, run_live
+from tests.unit_tests.plan.models import QWEN3_8B, run_live
 
 pytestmark = pytest.mark.timeout(300)  # the first test pays for both launches
 SIZES = {"hidden_size": 64, "intermediate_size": 320, "num_attention_heads": 8, "num_hidden_layers": 2}
@@ -77,39 +77,23 @@ def per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any], *, spe
     return [*layers, final, hf.vocab_size / layout.tp * b]
 
 
-def activation_bytes(
-    hf: HFConfig, layout: ParallelLayout, tokens: int, *, recompute: Recompute | None = None, spec: Spec = "local"
-) -> int:
-    """Return the bytes that one dense layer keeps of `tokens` tokens, sequences of one length."""
-    return round(tokens * sum(kept(LayerShape(hf, layout, spec), recompute or Recompute()).values()))
+def test_sizes_of_a_real_layer() -> None:
+    """Counted on a simulated device: 2.64 GB of 8B. Recomputation and parallelism keep less, norms stay whole."""
+    one = ParallelLayout()
 
+    def size(layout: ParallelLayout = one, recompute: Recompute = Recompute(), spec: Spec = "local") -> float:  # noqa: B008
+        return TOKENS * sum(kept(LayerShape(QWEN3_8B, layout, spec), recompute).values())
 
-def test_real_models_have_known_sizes() -> None:
-    """Counted on a simulated device before, final norm and head's input included: 0.96 and 2.64 GB a layer."""
-    for hf, layers, expected in ((QWEN3_0_6B, 2, 0.96), (QWEN3_8B, 4, 2.64)):
-        ends = 2 * hf.hidden_size * 2 * TOKENS
-        per_layer = activation_bytes(hf, ParallelLayout(), TOKENS) + ends / layers
-        assert round(per_layer / 1e9, 2) == expected
-
-
-def test_recomputation_keeps_less() -> None:
+    assert round((size() + 2 * QWEN3_8B.hidden_size * 2 * TOKENS / 4) / 1e9, 2) == 2.64
     modes = [Recompute(), Recompute("selective"), Recompute("selective", ("core_attn", "mlp")), Recompute("full")]
-    sizes = [activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS, recompute=mode) for mode in modes]
+    sizes = [size(recompute=mode) for mode in modes]
     assert sizes == sorted(set(sizes), reverse=True)
-
-
-def test_parallelism_cuts_activations() -> None:
-    """Tensor parallelism leaves norms and their results whole unless sequence parallelism cuts them too."""
-    one = activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS)
-    tp = activation_bytes(QWEN3_8B, ParallelLayout(world_size=4, tp=4), TOKENS)
-    sp = activation_bytes(QWEN3_8B, ParallelLayout(world_size=4, tp=4, sequence_parallel=True), TOKENS)
-    assert one / 4 < sp < tp < one
-    te = activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS, spec="te")
-    assert te < one
+    tp, sp = (size(ParallelLayout(world_size=4, tp=4, sequence_parallel=cut)) for cut in (False, True))
+    assert size() / 4 < sp < tp < size()
+    assert size(spec="te") < size()
 
 
 def test_padding_counts_only_inside_attention() -> None:
-    shape = LayerShape(hf_config(num_hidden_layers=2), ParallelLayout())
-    padded = kept(replace(shape, padding=2.0), Recompute())
-    plain = kept(shape, Recompute())
+    shape = LayerShape(QWEN3_8B, ParallelLayout())
+    padded, plain = kept(replace(shape, padding=2.0), Recompute()), kept(shape, Recompute())
     assert {name for name in plain if padded[name] != plain[name]} == {"keys and queries", "softmax"}

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from mega_rl.cli.app import main
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.errors import UserError
-from mega_rl.plan.cost import BUBBLE, COMPUTING, HARDWARE, RATES, StepTime, hardware_of, step_time, transport_of
+from mega_rl.plan.cost import BUBBLE, COMPUTING, HARDWARE, RATES, StepTime, step_time
 from mega_rl.plan.passes import num_microbatches
-from mega_rl.plan.report import as_json, as_text, make_plan
+from mega_rl.plan.report import MemoryPlan, as_json, as_text
 from mega_rl.plan.search import changed
-from mega_rl.plan.setup import Machine
 from mega_rl.plan.state import state_of
 from mega_rl.plan.traffic import sync_traffic
 from mega_rl.tracking.metrics.flops import ModelWork
 from tests import scale_pages
-from tests.helpers.inputs import qwen3_config, write_checkpoint
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, QWEN3_235B
 from tests.unit_tests.plan.test_plan import MEGATRON, run
 
 H100 = HARDWARE["h100"]
 # Nothing but products takes time.
-IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30, pageable_copy=1e30)
+IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30)
 
 
 def phase(time: StepTime, name: str) -> dict[str, float]:
     """The parts of a phase."""
-    return dict(next(each.parts for each in time.phases if each.name == name))
+    return dict(time.phases[name])
 
 
 def test_ideal_training_reaches_the_matmul_share() -> None:
@@ -42,10 +37,8 @@ def test_ideal_training_reaches_the_matmul_share() -> None:
         time = step_time(setup, IDEAL)
         idle = sum(phase(time, f"training the {role}").get(BUBBLE, 0.0) for role in ("actor", "critic"))
         training = sum(sum(phase(time, f"training the {role}").values()) for role in ("actor", "critic"))
-        assert time.useful / (training - idle) / time.peak <= H100.matmul_share * (1 + 1e-9)
-        assert time.useful / (training - idle) / time.peak == pytest.approx(
-            H100.matmul_share, rel=0.15
-        )  # the head's stage
+        share = time.useful / (training - idle) / time.peak  # the head's stage has more to do
+        assert H100.matmul_share * 0.85 <= share <= H100.matmul_share * (1 + 1e-9)
     one_stage = step_time(changed(run("8b"), {"model.recompute": "none"}), IDEAL)
     assert one_stage.mfu == pytest.approx(H100.matmul_share, rel=1e-9)
 
@@ -89,20 +82,13 @@ def test_experts_use_the_adapter_of_each_gpu() -> None:
     assert more_links["experts"] == pytest.approx(parts["experts"], rel=0.06)
 
 
-TRANSPORT = "rollout.sglang.sync.transport"
-# Settings with which a rate is one of a run's.
-RATES_OF: dict[str, dict[str, str]] = {
-    "pageable_copy": {TRANSPORT: "shared_memory", "rollout.sglang.placement": "separate"},
-}
-
-
 @pytest.mark.parametrize("rate", [rate for rate in RATES if rate not in ("memory", "embedded_layer_s")])
 def test_every_coefficient_has_an_effect(rate: str) -> None:
     """Twice a rate, or half a latency, makes one of the large runs faster, and none slower."""
     faster = False
     for name in ("32b", "235b"):
         scale = scale_pages.RUNS[name]
-        setup, hardware = changed(scale.setup, RATES_OF.get(rate, {})), HARDWARE[scale.gpu]
+        setup, hardware = scale.setup, HARDWARE[scale.gpu]
         value = getattr(hardware, rate)
         better = replace(hardware, **{rate: value * 2})
         if rate == "served_layer_s":  # memory is the slower part there
@@ -124,22 +110,10 @@ def test_embedded_engine_is_bound_by_launches() -> None:
 def test_generation_ahead_hides_the_shorter_half() -> None:
     scale = scale_pages.RUNS["deepseek-v3"]
     time = step_time(scale.setup, HARDWARE["h200"], server_ranks=16)
-    seconds = {each.name: each.total for each in time.phases}
+    seconds = {name: sum(parts.values()) for name, parts in time.phases.items()}
     training = sum(value for name, value in seconds.items() if name not in ("generating", "sending weights"))
     assert time.total == pytest.approx(seconds["sending weights"] + max(seconds["generating"], training))
     assert phase(step_time(scale.setup, HARDWARE["h200"]), "generating") == {}
-
-
-def test_server_on_two_hosts_sums_between_them() -> None:
-    """Twice for each layer and token, by a ring over all adapters of a host; a server on one host does not."""
-    setup, hardware = scale_pages.RUNS["deepseek-v3"].setup, HARDWARE["h200"]
-    one, two = (phase(step_time(setup, hardware, server_ranks=ranks), "generating") for ranks in (8, 16))
-    assert "messages between hosts" not in one
-    faster = phase(step_time(setup, replace(hardware, network=2 * hardware.network), server_ranks=16), "generating")
-    assert two["messages between hosts"] / faster["messages between hosts"] == pytest.approx(450 / 400)  # then NVLink's
-    hf, rows = setup.actor.hf, 2 * 140  # of 256 for each server the cache holds 140: two rounds
-    nbytes = 4096 * 2 * hf.num_layers * 2 * rows * hf.hidden_size * 2
-    assert two["messages between hosts"] == pytest.approx(nbytes / (8 * hardware.network * hardware.link_share))
 
 
 def test_weights_are_sent_once_for_all_servers() -> None:
@@ -167,65 +141,15 @@ def test_turns_move_trained_models_twice() -> None:
     assert parts["models to the host and back"] == pytest.approx(8 * moved / H100.host_copy)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, "cuda_ipc"),
-        ({"rollout.sglang.placement": "separate"}, "distributed"),
-        ({"rollout.sglang.placement": "separate", TRANSPORT: "shared_memory"}, "shared_memory"),
-    ],
-)
-def test_transport_equals_the_choice_of_a_run(settings: dict[str, str], expected: str) -> None:
-    """Whatever the number of hosts: `mega_rl.rollout.sglang.weights.transports.choose` has the order for GPUs."""
-    setup = changed(run("8b", rollout__backend="sglang"), settings)
-    assert transport_of(setup) == expected
-    assert transport_of(replace(setup, machine=Machine(64))) == expected
-
-
-@pytest.mark.parametrize(
-    ("gpu", "rates", "words"),
-    [
-        ("h9", [], "--gpu='h9': legal: a100, h100, h200, b200"),
-        ("h100", ["speed=1"], "--rate='speed=1': legal names: memory, peak"),
-        ("h100", ["network=fast"], "--rate='network=fast': needs a number above 0, as network=5e+10"),
-        ("h100", ["link_share=1.5"], "needs a number above 0 and at most 1, as link_share=0.8"),
-        ("h100", ["peak=inf"], "needs a number above 0"),
-    ],
-)
-def test_mistake_is_one_sentence(gpu: str, rates: list[str], words: str) -> None:
-    h200 = hardware_of("h200", ["network=25e9", "matmul_share=0.4"])
-    assert h200 == replace(HARDWARE["h200"], network=25e9, matmul_share=0.4)
-    with pytest.raises(UserError) as caught:
-        hardware_of(gpu, rates)
-    assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_plan_tells_the_time_for_a_gpu() -> None:
     setup = run("8b")
-    plan = make_plan(setup, hardware=H100)
+    plan = MemoryPlan(setup, hardware=H100)
     lines = list(as_text(plan))
     assert any(line.startswith("Expected time of a step: ") for line in lines)
     assert as_json(plan)["time"]["seconds"] == plan.time.total  # type: ignore[index, union-attr]
-    silent = make_plan(setup)
+    silent = MemoryPlan(setup)
     assert as_json(silent)["time"] is None
     assert not any("Expected time" in line for line in as_text(silent))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rate", "network=1e9"], "--rate: needs the kind of GPU"),
-        (["--server-gpus", "8", "--gpu", "h100"], "--server-gpus: is of servers that are joined"),
-        (["--gpu", "abacus"], "--gpu='abacus': legal"),
-    ],
-)
-def test_command_refuses_options_without_effect(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
-    model = write_checkpoint(tmp_path / "model", qwen3_config("8b"))
-    assert main(["plan", "gsm8k_qwen3_8b_8gpu", f"model.path={model}", "--gpus", "8", *arguments]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_fp8_weights_are_planned_in_bf16() -> None:
@@ -234,25 +158,17 @@ def test_fp8_weights_are_planned_in_bf16() -> None:
     setup = scale.setup
     plain = {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"}
     converted = replace(setup, checkpoints={"model.path": parse_hf_config(plain)})
-    lines = list(as_text(make_plan(setup)))
+    lines = list(as_text(MemoryPlan(setup)))
     assert lines[1] == "Weights on disk are fp8: a run takes a checkpoint converted to bf16"
-    assert [lines[0], *lines[2:]] == list(as_text(make_plan(converted)))
+    assert [lines[0], *lines[2:]] == list(as_text(MemoryPlan(converted)))
 
 
-class TestPage:
-    def test_page_equals_the_plans(self) -> None:
-        """`make docs` has been run."""
-        page = scale_pages.PAGE.read_text(encoding="utf-8")
-        assert scale_pages.rendered(page) == page
-
-    def test_page_has_every_run_and_coefficient(self) -> None:
-        page = scale_pages.PAGE.read_text(encoding="utf-8")
-        assert {match[2] for match in scale_pages.BLOCK.finditer(page)} == {*scale_pages.RUNS, "coefficients"}
-        assert all(f"`{rate}`" in page for rate in RATES)
-
-    def test_settings_are_arguments_of_a_shell(self) -> None:
-        """What a shell makes of a command's words is what the plan was made of."""
-        for scale in scale_pages.RUNS.values():
-            words = shlex.split(scale.command.replace("\\\n", ""))
-            given = dict(word.split("=", 1) for word in words[3:] if "=" in word and "urls" not in word)
-            assert given == {key: str(value) for key, value in scale.settings.items()}
+def test_page_equals_the_plans() -> None:
+    """`make docs` has been run; a shell makes the settings of each command."""
+    page = scale_pages.PAGE.read_text(encoding="utf-8")
+    assert scale_pages.rendered(page) == page
+    assert {match[2] for match in scale_pages.BLOCK.finditer(page)} == {*scale_pages.RUNS, "coefficients"}
+    for scale in scale_pages.RUNS.values():
+        words = shlex.split(scale.command.replace("\\\n", ""))
+        given = dict(word.split("=", 1) for word in words[3:] if "=" in word and "urls" not in word)
+        assert given == {key: str(value) for key, value in scale.settings.items()}

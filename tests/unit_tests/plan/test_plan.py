@@ -16,39 +16,28 @@ from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.memory import embedded, judge, kv_bytes_per_token, memory_of_stages, server_of
+from mega_rl.plan.memory import embedded, host_bytes, judge, kv_bytes_per_token, memory_of_stages, server_of
 from mega_rl.plan.parameters import weight_bytes
 from mega_rl.plan.passes import forward_pass, num_microbatches, shape_of, tokens_of_a_pass, training_pass
-from mega_rl.plan.report import as_json, as_text, make_plan
-from mega_rl.plan.search import advice, changed, cheapest, is_legal, largest_batch, nearby, search
-from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup, server_hosts, smallest_world
+from mega_rl.plan.report import MemoryPlan, as_json, as_text
+from mega_rl.plan.search import advice, changed, cheapest, is_legal, search
+from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup, smallest_world
 from mega_rl.plan.traffic import num_servers, step_traffic
-from tests.unit_tests.plan.models import DEEPSEEK_V3, QWEN3_0_6B, QWEN3_8B, QWEN3_32B
+from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
+from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, QWEN3_32B
 
 GB = 10**9
 MEGATRON = "engine.megatron"
 # Settings of three recipes that were written before anything was computed, with the embedded engine.
 OF_32B = {
-    f"{MEGATRON}.tp": 8,
-    f"{MEGATRON}.sequence_parallel": True,
-    f"{MEGATRON}.pp": 4,
-    f"{MEGATRON}.vpp": 2,
-    f"{MEGATRON}.overlap_p2p": True,
-    "model.recompute": "full",
-    "algorithm.advantage": "grpo",
-    "rollout.n": 16,
-    "rollout.max_new_tokens": 4096,
-    "trainer.prompts_per_step": 256,
+    **{f"{MEGATRON}.tp": 8, f"{MEGATRON}.sequence_parallel": True, f"{MEGATRON}.pp": 4, f"{MEGATRON}.vpp": 2},
+    **{f"{MEGATRON}.overlap_p2p": True, "model.recompute": "full", "algorithm.advantage": "grpo"},
+    **{"rollout.n": 16, "rollout.max_new_tokens": 4096, "trainer.prompts_per_step": 256},
 }
 OF_8B = {
-    f"{MEGATRON}.tp": 4,
-    f"{MEGATRON}.sequence_parallel": True,
-    "model.recompute": "selective",
-    "algorithm.advantage": "gae",
-    "algorithm.kl": "reward",
-    "rollout.n": 4,
-    "rollout.max_new_tokens": 2048,
-    "trainer.prompts_per_step": 256,
+    **{f"{MEGATRON}.tp": 4, f"{MEGATRON}.sequence_parallel": True, "model.recompute": "selective"},
+    **{"algorithm.advantage": "gae", "algorithm.kl": "reward"},
+    **{"rollout.n": 4, "rollout.max_new_tokens": 2048, "trainer.prompts_per_step": 256},
 }
 COMMON = {"data.max_prompt_tokens": 512, "trainer.microbatch.max_tokens": 16384, "trainer.minibatch_size": 64}
 RUNS: dict[str, tuple[Any, int, dict[str, Any]]] = {
@@ -80,15 +69,10 @@ def test_embedded_engine_fits_only_small_models(name: str, fits: bool, needed: f
     """It has a whole copy of the model and the cache of all rows on every GPU, next to the trainer's whole state."""
     verdict = judge(run(name))
     assert verdict.fits is fits
+    assert "--gpu-memory" in judge(run(name, memory=None)).sentence
     generating = next(phase for phase in verdict.memory.phases if phase.name == "generating")
     assert generating is verdict.phase
     assert generating.needed / 1e9 == pytest.approx(needed, abs=0.5)
-
-
-def test_verdict_needs_the_memory_of_a_gpu() -> None:
-    verdict = judge(run("8b", memory=None))
-    assert verdict.fits is None
-    assert "--gpu-memory" in verdict.sentence
 
 
 @pytest.mark.parametrize("name", ["32b", "8b", "8b fsdp", "0.6b"])
@@ -179,7 +163,7 @@ def test_colocated_servers_take_turns_with_the_trainer() -> None:
     assert "servers' weights" not in phases["training the actor"]
     states = memory_of_stages(setup)[0].states.values()
     kept = sum(state.weights + state.optimizer for state in states)  # gradients are zero when they come back
-    assert make_plan(setup).host["models that leave their devices, pinned"] == 8 * kept
+    assert host_bytes(setup, memory_of_stages(setup))["models that leave their devices, pinned"] == 8 * kept
 
 
 def test_servers_share_weights_over_all_ranks() -> None:
@@ -190,36 +174,6 @@ def test_servers_share_weights_over_all_ranks() -> None:
     assert num_servers(setup) == 4
     assert server_of(setup)[0] == weight_bytes(setup.actor.hf, 2) // 16
     assert num_servers(changed(setup, {"rollout.sglang.server.tp": 8})) == 8  # two of four ranks on each host
-
-
-@pytest.mark.parametrize(
-    ("tp", "nodes", "gpus", "words"),
-    [
-        (16, 2, 32, []),
-        (8, 1, 8, []),
-        (
-            16,
-            2,
-            24,
-            ["rollout.sglang.server.nodes=2: the run has 3 host(s), and each server takes 2 of them; legal: 1, 3"],
-        ),
-        (
-            16,
-            1,
-            32,
-            [
-                "rollout.sglang.server.tp=16 with rollout.sglang.server.nodes=1: a server has 16 ranks on each of its "
-                "hosts, which have 8 GPUs; raise nodes to 2, or lower tp"
-            ],
-        ),
-    ],
-)
-def test_servers_have_to_fit_the_hosts(tp: int, nodes: int, gpus: int, words: list[str]) -> None:
-    server = "rollout.sglang.server"
-    config = load(None, ["rollout.backend=sglang", f"{server}.tp={tp}", f"{server}.nodes={nodes}"])
-    assert server_hosts(config, Machine(gpus)) == words
-    joined = with_settings(config, {"rollout.sglang.urls": ["http://a:1"]})
-    assert server_hosts(joined, Machine(gpus)) == []
 
 
 def test_servers_over_several_hosts_are_proposed() -> None:
@@ -256,11 +210,9 @@ def test_turns_count_one_model_at_a_time() -> None:
     assert phases["sending weights"]["weights"] == states["actor"].weights
     fullest = [max(each.peak.needed for each in memory_of_stages(setup)) for setup in (together, turns)]
     assert fullest[1] < 0.55 * fullest[0]
-    host = make_plan(turns).host["models that leave their devices, pinned"]
-    assert host == 8 * max(
-        sum(state.weights + state.optimizer for state in each.states.values()) for each in memory_of_stages(turns)
-    )
-    assert "models that leave their devices, pinned" not in make_plan(together).host
+    kept = [sum(state.weights + state.optimizer for state in each.states.values()) for each in memory_of_stages(turns)]
+    assert host_bytes(turns, memory_of_stages(turns))["models that leave their devices, pinned"] == 8 * max(kept)
+    assert "models that leave their devices, pinned" not in host_bytes(together, memory_of_stages(together))
 
 
 def test_models_next_to_servers_take_turns() -> None:
@@ -278,8 +230,7 @@ def test_models_next_to_servers_take_turns() -> None:
 def test_embedded_cache_holds_longest_sequences() -> None:
     setup = run("8b")
     rows, nbytes = embedded(setup)
-    assert nbytes == rows * (setup.longest * kv_bytes_per_token(QWEN3_8B, 2) + 151936 * (2 + 3 * 4))
-    assert kv_bytes_per_token(QWEN3_8B, 2) == 36 * 2 * 8 * 128 * 2
+    assert nbytes == rows * (setup.longest * 36 * 2 * 8 * 128 * 2 + 151936 * (2 + 3 * 4))
     assert kv_bytes_per_token(QWEN3_8B, 2, tp=4) == 36 * 2 * 2 * 128 * 2
 
 
@@ -314,21 +265,10 @@ def test_attention_follows_the_kernel_of_a_gpu(settings: dict[str, Any], kernel:
     assert (shape.padding > 1) == (kernel in ("classes", "eager") and setup.config.trainer.microbatch.packing)
 
 
-def test_sinks_and_wide_heads_use_length_classes() -> None:
+@pytest.mark.parametrize("change", [{"sinks": True}, {"head_dim": 260}, {"head_dim": 512}], ids=str)
+def test_sinks_and_wide_heads_use_length_classes(change: dict[str, Any]) -> None:
     setup = run("8b")
-    for change in ({"sinks": True}, {"head_dim": 260}, {"head_dim": 512}):
-        model = replace(setup.actor, hf=replace(setup.actor.hf, **change))
-        assert shape_of(setup, model, moe=False).core == "classes"
-    assert shape_of(setup, replace(setup.actor, hf=replace(setup.actor.hf, head_dim=256)), moe=False).core == "varlen"
-
-
-def test_largest_batch_is_the_largest() -> None:
-    setup = changed(run("8b"), {"rollout.backend": "sglang"})
-    largest = largest_batch(setup)
-    assert largest is not None
-    key, value = largest
-    assert judge(changed(setup, {key: value})).fits
-    assert not judge(changed(setup, {key: value + 1024})).fits
+    assert shape_of(setup, replace(setup.actor, hf=replace(setup.actor.hf, **change)), moe=False).core == "classes"
 
 
 def test_source_without_engine_counts_no_generation() -> None:
@@ -340,40 +280,27 @@ def test_source_without_engine_counts_no_generation() -> None:
     assert "training the actor" in {phase.name for phase in phases}
     assert "generating" not in {phase.name for phase in phases}
     assert not entries & {"rollout model", "KV cache", "KV cache and logits", "servers' weights", "servers' residue"}
-    text = "\n".join(as_text(make_plan(setup)))
+    text = "\n".join(as_text(MemoryPlan(setup)))
     assert "generation:" not in text
     assert "servers:" not in text
     assert "rollout.source=own.py:Replay: its own work is not counted" in text
 
 
 def test_search_proposes_layouts_that_fit() -> None:
-    candidates = nearby(run("8b"))
-    assert {str(each.layout) for each in candidates} >= {"tp4-dp2-sp", "tp2-dp4-sp", "tp8-dp1-sp"}
-    assert all(is_legal(changed(run("8b"), each.settings)) for each in candidates)
     setup = changed(run("8b"), {"rollout.backend": "sglang"})
     candidates = search(setup, most=3)
     assert 0 < len(candidates) <= 3
     assert all(each.verdict.fits for each in candidates)
     assert [round(each.work, 2) for each in candidates] == sorted(round(each.work, 2) for each in candidates)
-    with pytest.raises(ValueError, match="no layouts"):
-        search(run("8b fsdp"))
 
 
 def test_four_thousand_ranks_in_less_than_a_second() -> None:
     """DeepSeek-V3: 16 stages of 256 ranks, 64 of which share the experts."""
     settings = {
-        f"{MEGATRON}.tp": 8,
-        f"{MEGATRON}.sequence_parallel": True,
-        f"{MEGATRON}.pp": 16,
-        f"{MEGATRON}.pipeline": "E" + "|".join(["tttt"] * 15 + ["t"]) + "L",
-        f"{MEGATRON}.ep": 64,
-        f"{MEGATRON}.etp": 1,
-        "model.path": "model",
-        "model.recompute": "full",
-        "algorithm.advantage": "grpo",
-        "rollout.n": 16,
-        "rollout.backend": "sglang",
-        "trainer.prompts_per_step": 256,
+        **{f"{MEGATRON}.tp": 8, f"{MEGATRON}.sequence_parallel": True, f"{MEGATRON}.pp": 16, f"{MEGATRON}.etp": 1},
+        **{f"{MEGATRON}.pipeline": "E" + "|".join(["tttt"] * 15 + ["t"]) + "L", f"{MEGATRON}.ep": 64},
+        **{"model.path": "model", "model.recompute": "full", "algorithm.advantage": "grpo", "rollout.n": 16},
+        **{"rollout.backend": "sglang", "trainer.prompts_per_step": 256},
     }
     config = with_settings(Config(), settings)
     setup = RunSetup(config, {"model.path": parse_hf_config(DEEPSEEK_V3)}, Machine(4096, gpu_memory=80 * GB))
@@ -388,13 +315,13 @@ def test_four_thousand_ranks_in_less_than_a_second() -> None:
 
 
 def test_text_and_json_say_the_same() -> None:
-    plan = make_plan(run("8b"))
+    plan = MemoryPlan(run("8b"))
     text, record = "\n".join(as_text(plan)), as_json(plan)
     assert str(record["verdict"]) in text
     assert record["fits"] is False
     assert isinstance(record["cheapest_change"], dict)
     assert "Cheapest change: set " in text
-    for title in ("Memory of rank 0", "State by model", "Batches", "Layouts near by", "Sent by rank 0", "weight sync"):
+    for title in ("Memory of rank 0", "Batches", "Sent by rank 0", "weight sync"):
         assert title in text
 
 
@@ -402,7 +329,7 @@ def test_text_and_json_say_the_same() -> None:
     ("text", "size"),
     [
         *(("80G", 80 * GB), ("80GB", 80 * GB), ("79.5GiB", int(79.5 * 2**30)), ("141e9", 141 * GB)),
-        *((text, None) for text in ("", "80", "much", "-80G", "80X", "1e99")),
+        *((text, None) for text in ("80", "much", "1e99")),
     ],
 )
 def test_only_sizes_of_gpus_are_read(text: str, size: int | None) -> None:
@@ -416,16 +343,13 @@ def test_every_packaged_recipe_can_be_planned(name: str) -> None:
     config = load(name)
     hf = QWEN3_32B if "32b" in name else QWEN3_8B if "8b" in name else QWEN3_0_6B
     setup = RunSetup(config, {"model.path": hf}, Machine(smallest_world(config), gpu_memory=80 * GB))
-    assert list(as_text(make_plan(setup)))
+    assert list(as_text(MemoryPlan(setup)))
 
 
-def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
+def test_setup_has_every_mistake_and_the_smallest_world(tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as refusal:
         read_setup(None, [f"model.path={tmp_path}", f"{MEGATRON}.vpp=2", "algorithm.advantage=grpo"], Machine(3))
     assert len(refusal.value.problems) >= 3
-
-
-def test_smallest_world_holds_the_layout() -> None:
     config = with_settings(Config(), {f"{MEGATRON}.tp": 2, f"{MEGATRON}.pp": 2, f"{MEGATRON}.ep": 4})
     assert smallest_world(config) == 16
     fsdp = with_settings(Config(), {"engine.backend": "fsdp", "engine.fsdp.shard_ranks": 4})

@@ -14,7 +14,7 @@ from mega_rl.cli.app import main
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.plan.preflight import host
-from mega_rl.plan.preflight.host import check_memory, ranks_of_this_host, smallest_gpu
+from mega_rl.plan.preflight.host import check_memory, smallest_gpu
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.plan.models import QWEN3, QWEN3_8B, QWEN3_32B
 from tests.unit_tests.plan.test_plan import COMMON, GB, OF_8B, OF_32B
@@ -44,11 +44,8 @@ def test_too_large_run_is_refused_with_advice(
     assert "mega-rl plan shows all of it" in problem
 
 
-def test_fitting_run_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fitting_runs_and_cpus_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(monkeypatch, QWEN3_8B, 8, OF_8B, 200 * GB) == []
-
-
-def test_cpu_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(monkeypatch, QWEN3_8B, 8, OF_8B, None) == []
     assert refusal(monkeypatch, QWEN3_8B, 8, {**OF_8B, "trainer.device": "cpu"}, 80 * GB) == []
 
@@ -75,10 +72,9 @@ def test_preflight_plans_only_legal_settings(
         return ["too large"]
 
     monkeypatch.setattr(run, "check_memory", record)
-    monkeypatch.setattr(run, "DESCRIPTIONS", ())
     config = with_settings(Config(), {"model.path": str(model), "trainer.run_dir": str(model / "run")})
     checkpoints = {"model.path": QWEN3_8B}
-    assert run._of_models(config, checkpoints, 1) == ["too large"]
+    assert "too large" in run._of_models(config, checkpoints, 1)
     illegal = with_settings(config, {"trainer.minibatch_size": 7})
     assert "too large" not in run._of_models(illegal, checkpoints, 1)
     assert seen == [1]
@@ -87,15 +83,20 @@ def test_preflight_plans_only_legal_settings(
 @pytest.mark.parametrize("shown", ["", "-1"])
 def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("the driver is asked"))
+    monkeypatch.setattr(host, "Child", lambda *_, **__: pytest.fail("the driver is asked"))
     assert smallest_gpu() is None
 
 
-def test_ranks_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert [ranks_of_this_host(size) for size in (1, 4, 64)] == [1, 4, 8]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert ranks_of_this_host(64) == 4
+@pytest.mark.parametrize(("output", "size"), [("81559\n40960\n", 40960 << 20), ("No devices were found\n", None)])
+def test_driver_names_the_smallest_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str, size: int | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{output}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert smallest_gpu() == size
 
 
 class TestCommand:
@@ -126,6 +127,8 @@ class TestCommand:
         [
             (["--gpu-memory", "much"], "--gpu-memory='much': needs a size"),
             (["--layers", "apex"], "--layers='apex': legal: auto"),
+            (["--gpu", "abacus"], "--gpu='abacus': legal: a100, h100, h200, b200"),
+            (["--server-gpus", "8"], "--server-gpus: is of servers that are joined"),
             (["--search"], "--search: engine.backend=fsdp has no layouts"),
             (["trainer.minibatch_size=7"], "trainer.minibatch_size=7 does not divide"),
             (["model.path=/nowhere"], "model.path: "),

@@ -8,9 +8,9 @@ import pytest
 
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
-from mega_rl.plan.memory import host_bytes, lesson_bytes, memory_of_stages
+from mega_rl.plan.memory import host_bytes, memory_of_stages, projection_bytes
 from mega_rl.plan.parameters import weight_bytes
-from mega_rl.plan.report import as_text, make_plan
+from mega_rl.plan.report import MemoryPlan, as_text
 from mega_rl.plan.search import is_legal
 from mega_rl.plan.setup import Machine, RunSetup, smallest_world
 from mega_rl.plan.traffic import step_traffic
@@ -30,7 +30,6 @@ DISTILLED = {
     "trainer.minibatch_size": 64,
 }
 STUDENT = {"engine.megatron.tp": 2, "engine.megatron.sequence_parallel": True}
-TOKENS = 64 * 2048  # of a mini-batch
 
 
 def setup(**own: Any) -> RunSetup:
@@ -49,6 +48,7 @@ def test_teacher_has_the_state_of_its_layout() -> None:
     assert weights == pytest.approx(2 * weight_bytes(QWEN3_32B, 1) / 8, rel=1e-3)
     assert shared[0].states["reference"].weights == pytest.approx(4 * weights, rel=1e-3)
     assert own[0].states["actor"] == shared[0].states["actor"]
+    assert smallest_world(setup(tp=4, pp=2).config) == 8
 
 
 def test_every_stage_of_the_teacher_is_planned() -> None:
@@ -57,25 +57,12 @@ def test_every_stage_of_the_teacher_is_planned() -> None:
     assert memory[0].states["reference"].weights > memory[1].states["reference"].weights  # has the embedding
 
 
-def test_host_memory_of_hidden_states_and_the_projection() -> None:
-    """2H bytes of each token on all ranks of the last stage: the student's, and the teacher's where it is cut anew."""
-    for run, cuts, kept in ((setup(), ((2, 8),), 0), (setup(tp=8), ((2, 8), (8, 8)), 151936 * 5120 * 2 // 2 * 8)):
-        entries = host_bytes(run, memory_of_stages(run))
-        expected = sum(TOKENS * tp // 8 * 5120 * 2 * ranks for tp, ranks in cuts)
-        assert entries["the teacher's hidden states"] == expected
-        assert entries.get("the teacher's projection", 0) == kept
-        assert lesson_bytes(run, 0)[0] == (kept // 8)
-
-
-def test_text_and_traffic_follow_the_layout() -> None:
+def test_copies_text_and_traffic_follow_the_layout() -> None:
     run = setup(tp=8)
-    assert next(as_text(make_plan(run))).endswith("; reference tp8-dp1-sp")
+    assert (projection_bytes(setup(), 0), projection_bytes(run, 0)) == (0, 151936 * 5120 * 2 // 2)
+    assert next(as_text(MemoryPlan(run))).endswith("; reference tp8-dp1-sp")
     for each, expected in ((setup(), {2}), (run, {2, 8})):
         assert {sent.ranks for sent in step_traffic(each, 0) if sent.use == "tensor parallelism"} == expected
-
-
-def test_smallest_world_holds_both_layouts() -> None:
-    assert smallest_world(setup(tp=4, pp=2).config) == 8
 
 
 @pytest.mark.parametrize(("nodes", "interval", "copies"), [(1, 1, 2), (2, 1, 2), (1, 0, 0)])

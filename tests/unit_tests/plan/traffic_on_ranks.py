@@ -21,6 +21,8 @@ LENGTH = 16  # tokens of every sequence
 ROWS = 8  # sequences of a mini-batch on a data-parallel rank
 MICRO = 64  # tokens of a micro-batch
 ALLGATHER = {"dispatcher": "allgather"}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+EP2 = {"tp": 2, "ep": 2, "etp": 1, **SP}
 # name -> (world size, checkpoint, case); a case has sections of `engine.megatron`, and "model".
 ALL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dp2": (2, "qwen3", {}),
@@ -30,16 +32,8 @@ ALL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2-sp": (2, "qwen3", {"megatron": {"tp": 2, **SP}}),
     "tp2-sp, critic": (2, "qwen3", {"megatron": {"tp": 2, **SP}, "head": "value"}),
     "tp2-sp, full": (2, "qwen3", {"megatron": {"tp": 2, **SP}, "model": {"recompute": "full"}}),
-    "tp2-sp, full in part": (
-        2,
-        "qwen3",
-        {"megatron": {"tp": 2, **SP}, "model": {"recompute": "full", "recompute_layers": 1}},
-    ),
-    "tp2-sp, mlp": (
-        2,
-        "qwen3",
-        {"megatron": {"tp": 2, **SP}, "model": {"recompute": "selective", "recompute_modules": ["mlp"]}},
-    ),
+    "tp2-sp, full in part": (2, "qwen3", {"megatron": {"tp": 2, **SP}, "model": {**FULL, "recompute_layers": 1}}),
+    "tp2-sp, mlp": (2, "qwen3", {"megatron": {"tp": 2, **SP}, "model": {**SELECTIVE, "recompute_modules": ["mlp"]}}),
     "cp2": (2, "qwen3", {"megatron": {"cp": 2}}),
     "cp2, core_attn": (2, "qwen3", {"megatron": {"cp": 2}, "model": {"recompute": "selective"}}),
     "pp2, tied": (2, "qwen3", {"megatron": {"pp": 2}}),
@@ -48,15 +42,8 @@ ALL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ep2, full": (2, "qwen3_moe", {"megatron": {"ep": 2}, "model": {"recompute": "full"}}),
     "ep2, allgather": (2, "qwen3_moe", {"megatron": {"ep": 2}, "moe": ALLGATHER}),
     "tp2-sp, experts cut": (2, "qwen3_moe", {"megatron": {"tp": 2, **SP}}),
-    "latent, tp2-sp-ep2": (2, "deepseek_v3", {"megatron": {"tp": 2, "ep": 2, "etp": 1, **SP}}),
-    "latent, moe again": (
-        2,
-        "deepseek_v3",
-        {
-            "megatron": {"tp": 2, "ep": 2, "etp": 1, **SP},
-            "model": {"recompute": "selective", "recompute_modules": ["moe"]},
-        },
-    ),
+    "latent, tp2-sp-ep2": (2, "deepseek_v3", {"megatron": EP2}),
+    "latent, moe again": (2, "deepseek_v3", {"megatron": EP2, "model": {**SELECTIVE, "recompute_modules": ["moe"]}}),
     "latent, cp2": (2, "deepseek_v3", {"megatron": {"cp": 2}}),
     "no query rank": (2, "deepseek_v2", {"megatron": {"tp": 2, "etp": 1, **SP}}),
     "gated shared experts": (2, "qwen2_moe", {"megatron": {"tp": 2, "etp": 1, **SP}}),

@@ -10,9 +10,8 @@ from typing import Any
 import psutil
 import torch
 
-from mega_rl.rewards.call import RewardCall, load_call, plan
-from mega_rl.rewards.pool import RewardPool
-from mega_rl.rewards.role import CalledRewards
+from mega_rl.rewards.call import load_functions, plan
+from mega_rl.rewards.pool import FunctionRewards, WorkerPool
 from mega_rl.rewards.score import Item, Response, ResponseReader, RewardFailure
 from mega_rl.types import Prompt, Rollout
 
@@ -42,32 +41,38 @@ def some(*responses: str) -> list[Item]:
     return [(prompt, Response(text, num_tokens=1, finish="stop")) for text in responses]
 
 
-def called(*functions: Any, **settings: Any) -> CalledRewards:
+def called(*functions: Any, sources: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> FunctionRewards:
     """Return rewards by one function, or by several with names."""
-    planned = [plan(function, name if len(functions) > 1 else "") for name, function in _named(functions)]
-    return CalledRewards(RewardCall(tuple(planned), **settings))
+    named = [one if isinstance(one, tuple) else ("", one) for one in functions]
+    return FunctionRewards([plan(function, name=name, **settings) for name, function in named], sources)
 
 
-def _named(functions: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [one if isinstance(one, tuple) else ("", one) for one in functions]
+def spec_of(functions: str | Mapping[str, str]) -> str | Mapping[str, str]:
+    """Return the setting for functions, those of `FILE` by name alone."""
+    of_file = isinstance(functions, str) and functions.isidentifier() and functions != "math_verify"
+    return f"{FILE}:{functions}" if of_file else functions
+
+
+def own(functions: str | Mapping[str, str], **settings: int) -> FunctionRewards:
+    """Return rewards by functions of `spec_of` in this process."""
+    return FunctionRewards(load_functions(spec_of(functions), **settings))
 
 
 @contextmanager
 def pooled(
     functions: str | Mapping[str, str], *, num_workers: int = 1, timeout_s: float = 20.0, memory_bytes: int = 0,
     alone: bool = True, **settings: int,
-) -> Iterator[RewardPool]:  # fmt: skip
-    """Yield a pool for functions, those of `FILE` by name alone; check that it leaves no process.
+) -> Iterator[FunctionRewards]:  # fmt: skip
+    """Yield rewards by functions of `spec_of` in workers; check that these leave no process.
 
     alone: whether no other thread starts processes meanwhile.
     """
-    if isinstance(functions, str) and functions.isidentifier() and functions != "math_verify":
-        functions = f"{FILE}:{functions}"
-    call = load_call(functions, **settings)  # type: ignore[arg-type]
+    functions = spec_of(functions)
+    loaded = load_functions(functions, **settings)
     before = set(psutil.Process().children(recursive=True))  # with what the file itself starts
-    pool = RewardPool(call, functions, num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
+    pool = WorkerPool(functions, num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes, **settings)
     try:
-        yield pool
+        yield FunctionRewards(loaded, pool=pool)
     finally:
         pool.close()
     assert not alone or set(psutil.Process().children(recursive=True)) <= before

@@ -61,13 +61,6 @@ class Naughty:
         raise KeyboardInterrupt("of the\nfunction", rest)
 
     @staticmethod
-    def colours(rest: str) -> None:
-        """Writes half a line, control characters, and a line of the log that is none."""
-        os.write(1, b"half a ")
-        time.sleep(0.05)
-        os.write(1, b"line\n\x1b[2J\r12:00:00 saved\n")
-
-    @staticmethod
     def pid(rest: str) -> float:
         """Scores the process id."""
         return float(os.getpid())
@@ -116,13 +109,6 @@ class Naughty:
         Naughty.hang(rest)
 
     @staticmethod
-    def flood(rest: str) -> None:
-        """Eight megabytes each to both outputs."""
-        for _ in range(2000):
-            os.write(1, b"o" * 4095 + b"\n")
-            os.write(2, b"e" * 4095 + b"\n")
-
-    @staticmethod
     def bomb(rest: str) -> None:
         """Doubles seven times, to 128 processes that stay; their ids go to a file."""
         for _ in range(7):
@@ -130,19 +116,6 @@ class Naughty:
         with Path(rest).open("a") as file:
             file.write(f"{os.getpid()}\n")
         time.sleep(60)
-
-    @staticmethod
-    def comet(rest: str) -> None:
-        """Leaves a process that moves on to a child of its own all the time, three seconds at least, and hangs."""
-        if os.fork():
-            Naughty.hang(rest)
-        for _ in range(1000):
-            if os.fork():
-                os._exit(0)
-            with Path(rest).open("a") as file:
-                file.write(f"{os.getpid()}\n")
-            time.sleep(0.003)
-        os._exit(0)
 
     @staticmethod
     def embers(rest: str) -> None:
@@ -214,22 +187,9 @@ class Naughty:
         return 1.0
 
     @staticmethod
-    def log(rest: str) -> float:
-        """Adds the number, its score, to a file."""
-        path, number = rest.split()
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{number}\n")
-        return float(number)
-
-    @staticmethod
     def memory(rest: str) -> float:
         """Takes a gigabyte."""
         return float(len(bytearray(1 << 30)))
-
-    @staticmethod
-    def helper(rest: str) -> float:
-        """Scores 1 while the file's own helper lives."""
-        return float(STARTED.poll() is None)
 
 
 def several(responses: list[str], prompt_indices: list[int]) -> list[float | None]:

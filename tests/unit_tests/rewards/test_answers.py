@@ -1,44 +1,39 @@
-"""Answers by a user's function: one error on all ranks where it fails, or hangs, on one."""
+"""Answers by a user's function: one error on all ranks where it fails on one."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.comm import SingleRank
-from mega_rl.rewards.role import UsersAnswers
-from tests.helpers.distributed import run_ranks
-from tests.unit_tests.rewards.answers_on_ranks import answers_on
+from mega_rl.rewards.role import answers_together
+from tests.helpers.threads import ThreadGroup
 
 
-def test_a_failure_on_one_rank_ends_all() -> None:
-    first, second = run_ranks(2, answers_on, device="cpu")
-    assert (first[0], second[0]) == (["A", "B"], ["C"])
-    for outcomes in (first, second):
-        assert outcomes[1].startswith("UserError: answer_of=a.py:f: failed for a response: ZeroDivisionError")
-        assert outcomes[2] == "UserError: answer_of=a.py:f: returned int; it must return a string, or None for none"
-        assert outcomes[3].endswith("rank 1: answer_of=a.py:f has not returned for 0.5 s (trainer.timeout_s)")
-    assert first[3].startswith("StalledError: ")
-    assert second[3].startswith("HungError: ")
+def leaves(response: str) -> str:
+    raise SystemExit(3)
 
 
-def test_the_function_runs_on_the_main_thread_and_may_find_no_answer() -> None:
-    """Functions that limit their own time do it by signals."""
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda response: str(1 // int(response)), "failed for a response: ZeroDivisionError"),
+        (lambda response: response if int(response) else 7, "returned int; it must return a string, or None"),
+        (lambda response: response if int(response) else leaves(response), "failed for a response: SystemExit: 3"),
+        (lambda response: response if int(response) else None, ""),
+    ],
+)
+def test_failure_on_one_rank_ends_all(function: Callable[[str], object], error: str) -> None:
+    def read(ranks: Any) -> object:
+        try:
+            return answers_together(function, ["1", "0"][ranks.rank :], setting="answer_of", everyone=ranks)
+        except UserError as failure:
+            return str(failure)
 
-    def answer(response: str) -> str | None:
-        assert threading.current_thread() is threading.main_thread()
-        return response or None
-
-    answers = UsersAnswers(answer, setting="answer_of", everyone=SingleRank(), timeout_s=60.0)
-    assert answers(["7", ""]) == ["7", None]
-    assert answers([]) == []
-
-
-def test_what_leaves_the_program_is_a_users_mistake() -> None:
-    def leaves(response: str) -> str:
-        raise SystemExit(3)
-
-    with pytest.raises(UserError, match="answer_of: failed for a response: SystemExit: 3"):
-        UsersAnswers(leaves, setting="answer_of", everyone=SingleRank(), timeout_s=60.0)(["a"])
+    results = ThreadGroup(2).run(read)
+    if error:
+        assert [str(result).startswith(f"answer_of: {error}") for result in results] == [True, True]
+    else:
+        assert results == [["1", None], [None]]

@@ -6,18 +6,16 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mega_rl.data.columns import RewardColumns
-from mega_rl.errors import UserError
 from mega_rl.rewards.build import source_problems
-from mega_rl.rewards.call import load_call, plan
+from mega_rl.rewards.call import plan
 from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt
-from tests.unit_tests.rewards.reward_cases import FILE, called, kinds, some
+from tests.unit_tests.rewards.reward_cases import called, some
 from tests.unit_tests.rewards.test_role import SOURCES, correct, form
 
 ROW = {"question": "3+4=", "label": "7", "difficulty": 2}
@@ -86,12 +84,6 @@ def test_columns_go_by_the_signature(function: Callable[..., object], columns: R
     assert plan(function).columns == columns
 
 
-def test_row_without_an_answer_leaves_the_default() -> None:
-    without = Prompt(index=0, token_ids=(1,), text="a", answer=None)
-    for function in (lambda response, answer="none": answer, lambda a, b, c="none": c):
-        assert returned(function, without, "8") == "none"
-
-
 def test_answer_is_passed_as_it_is_and_a_row_as_a_copy() -> None:
     prompt = Prompt(index=0, token_ids=(1,), text="a", answer={"tests": ["f(1) == 2"]}, row=ROW)
     assert returned(lambda response, answer: answer, prompt, "") == {"tests": ["f(1) == 2"]}
@@ -110,7 +102,7 @@ def test_function_of_several_gets_lists() -> None:
         planned.arguments(prompt, Response(text, num_tokens=3, finish="stop"))
         for prompt, text in ((PROMPT, "8"), (others, "9"))
     ]
-    assert batch[0] == {"response": "8", "answer": "7", "row": ROW, "num_tokens": 3}
+    assert batch[0] == {"response": "8", "answer": "7", "row": ROW, "num_tokens": 3, "prompt_index": 5}
     rest = (["7", None], [ROW, {"b": 1}], [3, 3], 2)
     assert planned(batch) == [("8", *rest), ("9", *rest)]
     assert planned.columns == RewardColumns(answer=True, structured=True, every=True)
@@ -123,11 +115,14 @@ def test_function_of_several_gets_lists() -> None:
         (lambda a, b: 0.0, r"but is called as \(prompt, response, answer\)"),
         (lambda a, b, c, d: 0.0, r"but is called as \(prompt, response, answer\)"),
         (lambda prompt, answer: 0.0, r"but is called as \(prompt, response, answer\)"),
-        (lambda responses, answer: [], r"several responses at a time by responses, and answer of one; name it answers"),
-        (lambda prompt, responses, answers: [], r"and prompt of one; name it prompts"),
-        (lambda responses, level: [], r"but level has no meaning; legal: prompts, responses, "),
-        (lambda prompts, answers: [], r"by prompts, answers, but none of them is the responses; name a parameter resp"),
-        (lambda prompts, completions, **columns: [], r"but completions is a parameter of TRL, .*Several responses"),
+        (
+            lambda responses, answer: [],
+            r"for several responses it takes lists of them by the names prompts, responses, ",
+        ),
+        (lambda responses, answer="": [], r"for several responses it takes lists"),
+        (lambda responses, level: [], r"for several responses it takes lists"),
+        (lambda prompts, answers: [], r"responses, transcripts, turns or token_ids among them"),
+        (lambda prompts, completions, **columns: [], r"completions is a parameter of TRL, .*Several responses"),
         (lambda completions, **columns: [], r"completions is a parameter of TRL"),
     ],
 )
@@ -147,16 +142,6 @@ def test_signature_that_fits_no_call_is_refused(function: Callable[..., object],
 def test_results_that_are_not_one_for_each_are_an_error(value: object, what: str) -> None:
     assert called(lambda responses: value).score(some("8")) == [RewardFailure("error", what)]
     assert called(lambda responses: iter([0.5])).score(some("8")) == [0.5]
-
-
-def test_synchronous_function_may_run_an_event_loop() -> None:
-    """A verifier that is asynchronous inside, as clients of services are."""
-
-    async def verdict() -> float:
-        await asyncio.sleep(0)
-        return 2.0
-
-    assert called(lambda response: asyncio.run(verdict())).score(some("8", "9")) == [2.0, 2.0]
 
 
 def test_asynchronous_calls_wait_at_the_same_time() -> None:
@@ -208,7 +193,6 @@ def test_each_function_gives_the_component_of_its_name() -> None:
     of_sources = named(SOURCES)
     assert scored(of_sources, SUM, "2") == {"correct": 1.0, "form_box": 0.25, "form_short": 0.875}
     assert scored(of_sources, CHAT, "Hello!?") == {"polite": 1.0}
-    assert of_sources.call.arguments(CHAT, Response("x", 1, "stop")) == {"functions": ["polite"], "response": "x"}
 
 
 def test_one_function_leaves_a_response_out() -> None:
@@ -224,7 +208,7 @@ def test_one_function_leaves_a_response_out() -> None:
         ({"broken": lambda response: 1 / 0}, "the reward function 'broken' raised ZeroDivisionError: "),
         ({"broken": lambda response: "a"}, "the reward function 'broken' returned 'a', which is not a number"),
         ({"form_box": polite}, "the reward function 'form_box' gives a part 'form_box', which another gives too"),
-        ({"group": lambda response: {"std_mean": 1}}, "part 'group_std_mean' has the name of another metric"),
+        ({"group": lambda response: {"std_mean": 1}}, "part 'group_std_mean' is not named by letters, digits, _, or "),
     ],
 )
 def test_errors_name_the_function(others: dict[str, Callable[..., object]], what: str) -> None:
@@ -235,59 +219,27 @@ def test_errors_name_the_function(others: dict[str, Callable[..., object]], what
 
 def test_columns_of_several_functions() -> None:
     """An answer where the functions of every source need one, all columns where one reads them."""
-    assert named().call.columns == RewardColumns(answer=True, structured=False)
-    assert named(SOURCES).call.columns.answer is False
-    assert named(SOURCES | {"chat": ["polite", "form"]}).call.columns.answer is True
-    assert named(rows=lambda response, row: 0.0).call.columns.every
+    assert named().columns == RewardColumns(answer=True, structured=False)
+    assert named(SOURCES).columns.answer is False
+    assert named(SOURCES | {"chat": ["polite", "form"]}).columns.answer is True
+    assert named(rows=lambda response, row: 0.0).columns.every
 
 
 def test_sources_of_the_rows_are_those_of_the_settings() -> None:
-    call = named(SOURCES).call
+    rewards = named(SOURCES)
 
     def problems(*rows: Prompt, held_out: tuple[Prompt, ...] = ()) -> list[str]:
-        return source_problems(call, rows, held_out, key="data_source")
+        return source_problems(rewards, rows, held_out, key="data_source")
 
     assert problems(SUM, CHAT) == problems(SUM, held_out=(CHAT,)) == problems(held_out=(CHAT,)) == []
-    assert source_problems(named().call, [SUM], [], key="data_source") == []
+    assert source_problems(named(), [SUM], [], key="data_source") == []
     nameless, other = dataclasses.replace(SUM, source=""), dataclasses.replace(SUM, source="code")
     assert problems(nameless, nameless, other, CHAT) == [
-        "reward.sources goes by the column 'data_source', which 2 of 4 rows have not; name the column in "
-        "data.source_key, or leave reward.sources out",
-        "reward.sources has no entry for 'code', which rows have as 'data_source'; add which of reward.functions score "
-        "them",
-        "reward.sources has an entry for 'sums/easy', which no row has as 'data_source'; rows have 'chat', 'code'",
+        "rows have the sources '', 'code' in the column 'data_source' (data.source_key; '' where it is missing), which "
+        "reward.sources has no entry for; say which of reward.functions score them",
+        "reward.sources has entries for sums/easy, which no row has as 'data_source'",
     ]
     assert problems(dataclasses.replace(SUM, answer=None), CHAT) == [
         "row 3 of the source 'sums/easy' has no answer, which a function of reward.sources takes; add one, or give "
         "that parameter a default"
     ]
-
-
-def test_some_functions_of_several_are_asynchronous() -> None:
-    """The components are those of the same functions that are not."""
-
-    async def slowly(response: str, answer: str) -> float:
-        await asyncio.sleep(0)
-        return correct(response, answer)
-
-    async def broken(response: str) -> float:
-        raise ValueError(response)
-
-    items = [(SUM, Response(text, 1, "stop")) for text in ("2", "12", "?", "3")]
-    assert named(correct=slowly).score(items) == named().score(items)
-    assert kinds(named(broken=broken).score(items[:1])) == ["error"]
-
-
-def test_functions_are_loaded_by_name(tmp_path: Path) -> None:
-    call = load_call({"a": f"{FILE}:several", "b": f"{FILE}:awaited", "c": "exact_match"})
-    assert (call.batched, call.is_async, [one.name for one in call.functions]) == (True, True, ["a", "b", "c"])
-    file = tmp_path / "rewards.py"
-    file.write_text("number = 1\ndef steps(response):\n    yield 1.0\ndef two(a, b):\n    return 1.0\n")
-    for name, why in (
-        ("number", "is of type int, not a function"),
-        ("steps", "is a generator; it must return a number itself"),
-        ("two", "has the signature (a, b), but is called as (prompt, response, answer)"),
-    ):
-        with pytest.raises(UserError) as caught:
-            load_call({"a": f"{file}:{name}"})
-        assert f"reward.functions.a={str(file) + ':' + name!r}: {why}" in str(caught.value)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.rewards.model import ModelScorer, RowLimits, TemplateConversion, own_tokens, token_rows
+from mega_rl.rewards.model import ModelScorer, RowLimits, conversation_tokens, own_tokens, token_rows
 from mega_rl.rewards.score import ResponseReader, RewardError
 from mega_rl.types import Experience, Prompt, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
@@ -131,12 +131,6 @@ def test_the_place_of_a_score_is_after_the_rows_last_token() -> None:
     assert batch.tokens.size(1) == max(LENGTHS) + 1
 
 
-def test_no_rows() -> None:
-    engine = Readable()
-    assert worker_of(engine).score(rollout_of_rows()[:0], PROMPTS).totals.shape == (0,)
-    assert len(engine.seen) == 1  # other replicas may have rows, and a forward is collective
-
-
 @pytest.mark.parametrize(
     ("limits", "what"),
     [
@@ -162,17 +156,6 @@ def test_a_value_that_is_no_number() -> None:
         worker_of(Readable()).score(rollout, PROMPTS)
 
 
-def test_one_replicas_failure_is_heard_by_all() -> None:
-    everyone = ThreadGroup(2)
-
-    def play(rank: Any) -> Any:
-        limits = RowLimits(vocab_size=50, positions=10 if rank.rank else 256)
-        return ModelScorer(Readable(), own_tokens, limits=limits, everyone=rank).score(rollout_of_rows(), PROMPTS)  # type: ignore[arg-type]
-
-    results = everyone.run(play)
-    assert all(isinstance(result, RewardError) and "the model 10 positions" in str(result) for result in results)
-
-
 class Letters:
     """A tokenizer with a token per character, 99 at the beginning of what has no template."""
 
@@ -196,7 +179,8 @@ def rows_as_text(prompt: Prompt, *, chat: bool) -> bytes:
     rollout.tokens[0, :5] = torch.tensor([4, 12, 5, 7, 1])
     rollout.lengths[0] = 5
     prompts = [prompt, PROMPTS[1]]
-    (ids,) = TemplateConversion(Letters(), ResponseReader(text_of, (1,)), chat=chat)(rollout, [0], prompts)
+    reader = ResponseReader(text_of, (1,))
+    (ids,) = conversation_tokens(rollout, [0], prompts, tokenizer=Letters(), reader=reader, chat=chat)
     return bytes(ids)
 
 
@@ -212,7 +196,8 @@ def test_what_a_converted_row_says() -> None:
 def test_a_conversation_that_the_template_refuses() -> None:
     rollout = rollout_of_rows()
     rollout.tokens[2, 5] = 49
-    rows = TemplateConversion(Letters(), ResponseReader(text_of, (1,)), chat=True)
+    reader = ResponseReader(text_of, (1,))
+    rows = token_rows(Letters(), template="a", same_tokenizer=False, rollout_template=None, reader=reader)
     with pytest.raises(RewardError, match=r"chat template refuses the conversation: not no; prompt 40: '2\+3'"):
         worker_of(Readable(), rows).score(rollout, PROMPTS)
 
@@ -239,5 +224,4 @@ def test_when_rows_are_converted(
         rollout_template=rollout_template,
         reader=ResponseReader(text_of),
     )
-    assert isinstance(rows, TemplateConversion) == converted
     assert (rows is own_tokens) != converted

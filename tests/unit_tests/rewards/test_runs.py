@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from mega_rl.config.schema import RewardConfig, RewardFunctionConfig
-from mega_rl.errors import UserError
 from mega_rl.rewards import build
-from mega_rl.rewards.role import CalledRewards
+from mega_rl.rewards.pool import FunctionRewards
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.trainer.assemble.run_cases import run_all
@@ -72,7 +71,7 @@ class CountedPool:
     [
         (-1, 4, "math_verify", 3),
         (-1, 64, "math_verify", 8),
-        (-1, 1, "math_verify", 0),
+        (-1, 1, "math_verify", 1),
         (-1, 4, "exact_match", 0),
         (2, 1, "exact_match", 2),
         (0, 4, "math_verify", 0),
@@ -83,39 +82,14 @@ def test_rank_has_workers_where_they_guard_something(
     monkeypatch: pytest.MonkeyPatch, workers: int, cores: int, function: str, num_workers: int
 ) -> None:
     """By default one for each of its cores but one."""
-    monkeypatch.setattr(build, "RewardPool", CountedPool)
+    monkeypatch.setattr(build, "WorkerPool", CountedPool)
     monkeypatch.setattr(build, "own_cores", lambda: cores)
     config = RewardConfig(function=function, source=RewardFunctionConfig(workers=workers))
     with ExitStack() as resources:
         given = None if function else lambda response: -float(len(response))
         source = build.build_rewards(config, given, resources=resources).source
-    assert getattr(source, "num_workers", 0) == num_workers
-    assert isinstance(source, CountedPool if num_workers else CalledRewards)
-
-
-def test_settings_that_do_not_fit_the_function_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "own_cores", lambda: 1)
-    cases: list[tuple[RewardConfig, Any, str]] = [
-        (
-            RewardConfig(source=RewardFunctionConfig(workers=2)),
-            lambda response: 0.0,
-            "workers=2: workers load a function",
-        ),
-        (
-            RewardConfig(source=RewardFunctionConfig(batch_size=8)),
-            lambda response: 0.0,
-            "batch_size=8 has no effect: no",
-        ),
-        (RewardConfig(functions={"a": "exact_match"}), lambda response: 0.0, "functions names functions, but a Python"),
-    ]
-    for config, function, why in cases:
-        with ExitStack() as resources, pytest.raises(UserError, match=why):
-            build.build_rewards(config, function, resources=resources)
-    with ExitStack() as resources:
-        config = RewardConfig(source=RewardFunctionConfig(batch_size=8))
-        call = build.build_rewards(config, lambda responses: [0.0] * len(responses), resources=resources).call
-    assert call is not None
-    assert (call.batched, call.batch_size) == (True, 8)
+    assert isinstance(source, FunctionRewards)
+    assert getattr(source.pool, "num_workers", 0) == num_workers
 
 
 @pytest.fixture(scope="module")

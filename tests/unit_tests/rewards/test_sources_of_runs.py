@@ -170,24 +170,3 @@ def test_the_service_sees_every_response_once(runs: dict[str, Any], posts: list[
     assert all(sent.count(one) % len(ENGINES) == 0 for one in sent)  # each engine's run samples the same
     assert {len(post.items) for post in posts} == {3, 1}  # 4 rows of each rank
     assert {post.headers["Authorization"] for post in posts} == {f"Bearer {KEY}"}
-
-
-@pytest.mark.parametrize("source", ["own tokens", "service"])
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_the_startup_table_is_printed_once(root: Path, runs: dict[str, Any], engine: str, source: str) -> None:
-    """By rank 0, with the attention that each role's model was asked for."""
-    first, second = (rank["printed"] for rank in runs[engine][source])
-    assert "attention" not in second
-    lines = first.splitlines()
-    (start,) = [number for number, line in enumerate(lines) if line.split()[:2] == ["role", "model"]]
-    assert lines[start].split()[2:] == ["family", "parameters", "engine", "layout", "attention", "dtype", "trains"]
-    actor, reward = lines[start + 1 : start + 3]
-    layout = "tp2" if engine == "megatron" else "dp2"
-    assert actor.startswith(f"actor   {root / 'actor'} ")
-    assert actor.split()[-5:] == [engine, layout, "sdpa", "fp32", "yes"]
-    if source == "service":
-        assert reward.split()[1].startswith("http://127.0.0.1:")
-        assert set(reward.split()[2:]) == {"-", "no"}
-    else:
-        assert reward.startswith(f"reward  {root / source} ")
-        assert reward.split()[-5:] == [engine, layout, "eager", "fp32", "no"]

@@ -75,7 +75,7 @@ def ranks_train_beside_a_zero_row(rank: int, folders: list[str]) -> dict[str, li
     from mega_rl.workers.models import PolicyLoss
     from tests.helpers.engines import exported, make_config, own_rows, running_engine
 
-    loss = PolicyLoss(PPO(0.2, 0.2, 3.0), kl=None, kl_estimator=k3, entropy_coef=0.01)
+    loss = PolicyLoss(PPO(0.2, 0.2), kl=None, kl_estimator=k3, entropy_coef=0.01)
     actual: dict[str, list[dict[str, torch.Tensor]]] = {}
     for backend, layout in (("megatron", "tp2"), ("fsdp", "dp2")):
         for folder in folders:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync, buckets, checksum
-from tests.unit_tests.rollout.tiny_qwen3 import Checkpoint, make_checkpoint, make_engine, make_prompts
+from tests.unit_tests.rollout.tiny_qwen3 import Checkpoint, make_engine, make_prompts
 
 SQUARE = "model.layers.0.self_attn.o_proj.weight"
 
@@ -69,14 +68,6 @@ def test_checksum_sees_values_shape_dtype_and_layout() -> None:
         checksum(tensor.view(torch.int32), torch.int32),
     ]
     assert len({digest.rpartition(":")[2] for digest in [base, *others]}) == 6, "the digits alone tell them apart"
-
-
-def test_checksum_does_not_see_strides_or_the_sender_s_type() -> None:
-    tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert checksum(tensor.T.contiguous().T, torch.bfloat16) == checksum(tensor, torch.bfloat16)
-    assert checksum(tensor.float(), torch.bfloat16) == checksum(tensor, torch.bfloat16)
-    assert checksum(torch.nn.Parameter(tensor), torch.bfloat16) == checksum(tensor, torch.bfloat16)
-    assert checksum(torch.tensor(3.0), torch.float32).startswith("float32[]:")
 
 
 def test_buckets_are_bounded_complete_and_in_order() -> None:
@@ -157,17 +148,3 @@ def test_a_weight_that_never_arrives_is_found_without_verification(checkpoint: C
     with pytest.raises(RuntimeError, match=f"not written by the update to version 2: {SQUARE}"):
         sync.publish()
     assert sync.weight_version == 1
-
-
-def test_a_later_bucket_that_overwrites_an_earlier_one_is_found(tmp_path: Path) -> None:
-    """A tied receiver given two different tensors for its one storage keeps the last."""
-    untied = make_checkpoint(tmp_path / "untied", tied=False)
-    tied = make_checkpoint(tmp_path / "tied")
-    sync = EmbeddedWeightSync(
-        lambda: iter(untied.model.state_dict().items()),
-        make_engine(tied, load=False),
-        bucket_bytes=1,
-        verify_interval=1,
-    )
-    with pytest.raises(RuntimeError, match=r"(?s)1 of .*model\.embed_tokens\.weight: sent"):
-        sync.publish()

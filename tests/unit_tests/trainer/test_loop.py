@@ -10,9 +10,8 @@ import torch
 
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.returns import Distillation
-from mega_rl.algorithms.kl import AdaptiveKL
-from mega_rl.algorithms.losses.aggregation import token_mean
-from mega_rl.config.schema.algorithms import ADVANTAGES
+from mega_rl.algorithms.kl import KLController
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.loop import Event, StepLog
@@ -38,7 +37,7 @@ def test_ppo_learns_what_is_rewarded() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, area in ADVANTAGES.items() if not (area.needs_critic or area.needs_reference)]
+    "name", [name for name, area in ESTIMATORS.items() if not (area.needs_critic or area.needs_reference)]
 )
 def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
     """Two samples of each prompt; a reward is the share of right tokens, and pass_at_k asks for one in four."""
@@ -47,8 +46,8 @@ def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
         grpo=True,
         settings=RunSettings(steps=80),
         estimator=ESTIMATORS[name](**settings),
-        plan=SamplingPlan(greedy=ADVANTAGES[name].needs_greedy),
-        reward=FakeReward([], parts=ADVANTAGES[name].needs_parts),
+        plan=SamplingPlan(greedy=ESTIMATORS[name].needs_greedy),
+        reward=FakeReward([], parts=ESTIMATORS[name].needs_parts),
     )
     run.fit()
     assert run.metrics.records[1]["reward/mean"] < 0.3
@@ -208,7 +207,7 @@ def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
 
 
 def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
-    kl = AdaptiveKL(0.1, target=1e-6, horizon=16)
+    kl = KLController(0.1, target=1e-6, horizon=16)
     reference = FakeFrozen()
     trainer = FakeRun(kl=kl, reference=reference, settings=RunSettings(steps=1))
     trainer.fit()
@@ -219,7 +218,7 @@ def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
 
 def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
     """A policy that stands still has a KL of 0 to its start, whatever the coefficient."""
-    kl = AdaptiveKL(0.1, target=0.05, horizon=16)
+    kl = KLController(0.1, target=0.05, horizon=16)
     trainer = FakeRun(kl=kl, settings=RunSettings(steps=5), reference=FakeFrozen())
     policy = trainer.actor
     trainer.actor = LateActor(policy, first_step=3)
@@ -313,7 +312,7 @@ def test_minibatches_cover_the_batch_once_per_epoch() -> None:
         estimator=trainer.estimator,
         sum_over_ranks=FakeRanks().sum,
     )
-    plan = MinibatchPlan(2, 3, token_mean, max_response_tokens=4, seed=1, ranks=FakeRanks())
+    plan = MinibatchPlan(2, 3, AGGREGATIONS["token-mean"], max_response_tokens=4, seed=1, ranks=FakeRanks())
     cut = list(plan.cut(experience, num_prompts=4, step=0))
     assert len(cut) == 6
     for epoch in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.advantages.groups import GRPO
-from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.types import Rewards, Rollout, TokenOutputs
@@ -41,7 +41,9 @@ def test_routing_stays_with_its_row(source: str) -> None:
     by_trainer = source == "trainer"
     old = TokenOutputs(routing=marked() if by_trainer else None)
     experience = experience_from(old, None if by_trainer else marked())
-    plan = MinibatchPlan(2, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0, ranks=SingleRank())
+    plan = MinibatchPlan(
+        2, epochs=1, aggregation=AGGREGATIONS["token-mean"], max_response_tokens=24, seed=0, ranks=SingleRank()
+    )
     rows = 0
     for minibatch in plan.cut(experience, num_prompts=4, step=0):
         numbers = 2 * minibatch.prompt_index + minibatch.sample_index

@@ -103,8 +103,8 @@ def test_the_limit_holds_for_tokens_of_the_current_version() -> None:
     assert metrics["rollout/stale_logprob_diff_max"] == pytest.approx(0.9, abs=1e-6)
     assert metrics["rollout/stale_logprob_diff_mean"] == pytest.approx(0.9, abs=1e-6)
     assert metrics["rollout/stale_tokens_fraction"] == 0.6
-    assert metrics["rollout/logprob_diff_share_from_1e-01"] == 1.0
-    assert metrics["rollout/stale_logprob_diff_share_from_1e-01"] == 1.0
+    assert metrics["rollout/logprob_diff_large_fraction"] == 0.0
+    assert metrics["rollout/stale_logprob_diff_large_fraction"] == 0.0
     older = guarded(current=9)
     assert not any(name.startswith("rollout/logprob_diff") for name in older)
     assert older["rollout/stale_tokens_fraction"] == 1.0

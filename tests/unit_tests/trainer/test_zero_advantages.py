@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import LEFT_OUT, MinibatchPlan, PolicyGradientRules
 from mega_rl.types import Experience
@@ -68,7 +68,9 @@ def test_rows_are_left_out_and_spread_anew(results: dict[str, Any], case: str) -
 
 def only(batch: Experience) -> tuple[Experience, float]:
     """Return the rows that are left of a mini-batch of one rank, and the share of the others."""
-    plan = MinibatchPlan(4, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0, ranks=FakeRanks())
+    plan = MinibatchPlan(
+        4, epochs=1, aggregation=AGGREGATIONS["token-mean"], max_response_tokens=24, seed=0, ranks=FakeRanks()
+    )
     (minibatch,) = plan.cut(batch, num_prompts=4, step=0)
     return rows_with_advantages(minibatch, FakeRanks())
 

@@ -9,9 +9,9 @@ import torch
 
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import k2
-from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
-from mega_rl.config.schema.algorithms import LOSSES
 from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience, row_numbers
@@ -55,7 +55,9 @@ def run_case(checkpoint: str, name: str) -> dict[str, list[dict[str, Any]]]:
     results: dict[str, list[dict[str, Any]]] = {}
     with running_engine(config) as engine:
         ranks = engine.data_parallel
-        plan = MinibatchPlan(4, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0, ranks=ranks)
+        plan = MinibatchPlan(
+            4, epochs=1, aggregation=AGGREGATIONS["token-mean"], max_response_tokens=24, seed=0, ranks=ranks
+        )
         for loss_name, loss in losses().items():
             own = own_rows(experience((0, 1, 2, 3) if loss_name == ALL_ZERO else (0, 1)), engine)
             own.rows = row_numbers(own.loss_mask)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import psutil
 
-from mega_rl.verify.plan import Plan
+from mega_rl.verify.layouts import Plan
 
 TIED_DENSE, ROUTED = "qwen3", "qwen3_moe"
 

@@ -12,47 +12,28 @@ from torch import Tensor
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from mega_rl.verify.rl.independent.corrections import CORRECTIONS
 from mega_rl.verify.rl.independent.formulas import Formulas, aggregation_weights, divergence
-from mega_rl.verify.rl.independent.losses import LOSSES, ResponseTokens
+from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES, ResponseTokens
 from mega_rl.verify.rl.inputs import algorithm_run
 from mega_rl.verify.rl.reading import lockstep_settings
 
 LENGTHS = (7, 3, 5, 1)
 PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0}
-# Settings of the run -> those of TRL's trainer.
-CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "grpo": ({"aggregation": "seq-mean-token-mean", "settings": PLAIN}, {"loss_type": "grpo"}),
-    "dapo": ({"aggregation": "token-mean", "settings": PLAIN}, {"loss_type": "dapo"}),
-    "dr_grpo": ({"aggregation": "seq-mean-token-sum-norm", "settings": PLAIN}, {"loss_type": "dr_grpo"}),
-    "dual clip": (
-        {"aggregation": "token-mean", "settings": {**PLAIN, "dual_clip": 1.3}},
-        {"loss_type": "dapo", "delta": 1.3},
-    ),
+CLIP, GATES = {"clip_low": 0.2, "clip_high": 0.28}, {"tau_positive": 1.0, "tau_negative": 1.05}
+OPSM = {"name": "opsm", "delta": 0.02}
+# (aggregation, loss, its settings, correction) of the run, settings of TRL's trainer.
+CASES: dict[str, tuple[tuple[str, str, dict[str, float], dict[str, object]], dict[str, object]]] = {
+    "grpo": (("seq-mean-token-mean", "ppo", PLAIN, {}), {"loss_type": "grpo"}),
+    "dapo": (("token-mean", "ppo", PLAIN, {}), {"loss_type": "dapo"}),
+    "dr_grpo": (("seq-mean-token-sum-norm", "ppo", PLAIN, {}), {"loss_type": "dr_grpo"}),
+    "dual clip": (("token-mean", "ppo", {**PLAIN, "dual_clip": 1.3}, {}), {"loss_type": "dapo", "delta": 1.3}),
     "gspo": (
-        {"loss": "gspo", "aggregation": "seq-mean-token-mean", "settings": {"clip_low": 0.2, "clip_high": 0.28}},
+        ("seq-mean-token-mean", "gspo", CLIP, {}),
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     ),
-    "cispo": (
-        {"loss": "cispo", "aggregation": "token-mean", "settings": {"cap": 1.3}},
-        {"loss_type": "cispo", "epsilon_high": 1.3},
-    ),
-    "sapo": (
-        {
-            "loss": "sapo",
-            "aggregation": "seq-mean-token-mean",
-            "settings": {"tau_positive": 1.0, "tau_negative": 1.05},
-        },
-        {"loss_type": "sapo"},
-    ),
-    "opsm": (
-        {
-            "aggregation": "token-mean",
-            "settings": PLAIN,
-            "correction": {"name": "opsm", "delta": 0.02},
-        },
-        {"loss_type": "dapo", "off_policy_mask_threshold": 0.02},
-    ),
+    "cispo": (("token-mean", "cispo", {"cap": 1.3}, {}), {"loss_type": "cispo", "epsilon_high": 1.3}),
+    "sapo": (("seq-mean-token-mean", "sapo", GATES, {}), {"loss_type": "sapo"}),
+    "opsm": (("token-mean", "ppo", PLAIN, OPSM), {"loss_type": "dapo", "off_policy_mask_threshold": 0.02}),
 }
 
 
@@ -71,11 +52,11 @@ def rows() -> dict[str, Tensor]:
     }
 
 
-def of_follower(batch: dict[str, Tensor], run: dict[str, Any]) -> Tensor:
+def of_follower(batch: dict[str, Tensor], run: tuple[str, str, dict[str, float], dict[str, object]]) -> Tensor:
     """Return the loss of a batch by the independent trainer's formulas."""
-    loss = {"name": run.get("loss", "ppo"), **run.get("settings", {})}
-    chosen = {"algorithm.loss": loss, "algorithm.loss_aggregation": run["aggregation"]}
-    chosen |= {"algorithm.correction": run["correction"]} if "correction" in run else {}
+    aggregation, name, own, correction = run
+    chosen = {"algorithm.loss": {"name": name, **own}, "algorithm.loss_aggregation": aggregation}
+    chosen |= {"algorithm.correction": correction} if correction else {}
     settings = lockstep_settings(algorithm_run({"algorithm.advantage": "grpo", **chosen}).config)
     weights = aggregation_weights(list(zip((0, 0, 1, 1), LENGTHS, strict=True)), settings)
     total = torch.zeros((), dtype=torch.float64)

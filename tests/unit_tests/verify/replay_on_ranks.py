@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mega_rl.verify.plan import ReplayPlan
+from mega_rl.verify.replay.inputs import ReplayPlan
 
 
 def some_left_out(reward: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +41,7 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
         assert reward is not None or not masks
         with running(config, accelerator, reward=some_left_out(reward) if masks and reward else reward) as (trainer, _):
             batches: Any = trainer.batches
-            batches.source = ShiftedRollouts(batches.source, Recorder(Path("unused"), batches.ranks, is_writer=False))
+            batches.source = ShiftedRollouts(batches.source, Recorder(Path("unused"), batches, is_writer=False))
             trainer.fit()
 
 

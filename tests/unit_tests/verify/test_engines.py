@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from mega_rl.verify.layouts import fsdp
-from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
+from mega_rl.verify.layouts import REFERENCE, LayoutErrors, Plan, fsdp
 from mega_rl.verify.run import problems
 from mega_rl.verify.tolerances import FP32
-from mega_rl.verify.twin.shrink import write_random_twin
+from mega_rl.verify.twin import write_random_twin
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import TIED_DENSE, bare_config, measure_all, measure_broken
@@ -58,7 +57,7 @@ def test_engines_agree(answers: dict[str, LayoutErrors]) -> None:
     """Every tensor of the model is compared, and moves."""
     actual = answers[""]
     assert problems(actual, FP32) == []
-    assert len(actual.weights) == actual.num_tensors == len(actual.gradients) > 20
+    assert len(actual.weights) == len(actual.gradients) > 20
     assert actual.num_microbatches >= 2
 
 

@@ -14,7 +14,7 @@ from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.verify.layouts import ALL, Layout, resolve, resolve_all, stages
 from mega_rl.verify.tolerances import BF16, BF16_EXPERTS, FP32, tolerances
-from mega_rl.verify.twin.shrink import random_tensors, write_random_twin
+from mega_rl.verify.twin import random_tensors, write_random_twin
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import bare_config
 
@@ -34,19 +34,14 @@ def sizes(layout: Layout) -> dict[str, object]:
 RESOLVED = {
     "tp2": ("qwen3", {"tp": 2, "etp": 2}, 2, "tp2"),
     "tp2+sp": ("qwen3", {"tp": 2, "sp": True, "etp": 2}, 2, "tp2+sp"),
-    "sp+tp2": ("qwen3", {"tp": 2, "sp": True, "etp": 2}, 2, "sp+tp2"),
     "tp2pp2": ("qwen3", {"tp": 2, "pp": 2, "etp": 2}, 4, "tp2pp2"),
     "pp2-vpp2": ("qwen3", {"pp": 2, "vpp": 2}, 2, "pp2-vpp2"),
     "vpp2": ("qwen3", {"pp": 2, "vpp": 2}, 2, "vpp2 (pp2)"),
-    "cp2+tp2": ("qwen3", {"cp": 2, "tp": 2, "etp": 2}, 4, "cp2+tp2"),
-    "dp4": ("qwen3", {"dp": 4}, 4, "dp4"),
     "tp2+dp2": ("qwen3", {"tp": 2, "dp": 2, "etp": 2}, 4, "tp2+dp2"),
     "ep2": ("qwen3_moe", {"ep": 2}, 2, "ep2"),
     "ep2+etp2": ("qwen3_moe", {"ep": 2, "etp": 2, "tp": 2, "sp": True}, 4, "ep2+etp2 (tp2+sp)"),
     "tp2+ep2+sp": ("qwen3_moe", {"tp": 2, "ep": 2, "sp": True}, 2, "tp2+ep2+sp"),
-    "ep4+pp2": ("qwen3_moe", {"ep": 4, "pp": 2}, 8, "ep4+pp2"),
     "etp1tp2sp": ("qwen3_moe", {"tp": 2, "sp": True}, 2, "etp1tp2sp"),
-    "dp1": ("qwen3", {}, 1, "dp1"),
 }
 
 
@@ -57,28 +52,20 @@ def test_names_resolve_to_layouts(name: str) -> None:
     assert (sizes(layout), layout.ranks, layout.title) == (expected, ranks, title)
     assert layout.parallel_layout().world_size == ranks
     assert layout.settings["overlap_p2p"] is (layout.vpp > 1)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_required_sequence_parallelism_is_switched_on(family: str) -> None:
-    layout = resolve("tp2", model(family))
-    assert (layout.sp, layout.etp, layout.title) == (True, 2, "tp2 (sp)")
+    for mixture in ("qwen3_moe", "deepseek_v3"):
+        cut = resolve("tp2", model(mixture))
+        assert (cut.sp, cut.etp, cut.title) == (True, 2, "tp2 (sp)")
 
 
 REFUSED = {
     "tq2": ("qwen3", "not a layout"),
-    "tp": ("qwen3", "not a layout"),
-    "tp0": ("qwen3", "not a layout"),
     "tp2++pp2": ("qwen3", "not a layout"),
-    "tp2 pp2": ("qwen3", "not a layout"),
-    "tp2+tp4": ("qwen3", "says tp twice"),
-    "sp": ("qwen3", "sp without tensor parallelism"),
-    "pp1+vpp2": ("qwen3", "virtual stages on one pipeline rank"),
+    "tp2+tp4": ("qwen3", "each once"),
+    "sp": ("qwen3", "needs tp of at least 2"),
+    "pp1+vpp2": ("qwen3", "needs pp of at least 2"),
     "ep2": ("qwen3", "model_type=qwen3 has no experts"),
-    "etp2": ("qwen3", "model_type=qwen3 has no experts"),
     "tp3": ("qwen3", "tp=3 does not divide num_attention_heads=4"),
     "pp3": ("qwen3", "pp\\*vpp=3\\*1=3 does not divide num_hidden_layers=4"),
-    "ep3": ("qwen3_moe", "ep=3 does not divide the number of experts 4"),
     "tp2": ("gpt_oss", "does not cut experts that have biases"),
     "dp100": ("qwen3", "needs 100 ranks; at most 64"),
 }
@@ -106,6 +93,7 @@ def test_every_mistake_of_a_list_is_named() -> None:
 def test_a_list_keeps_its_order_and_drops_repetitions() -> None:
     assert [layout.name for layout in resolve_all("pp2, tp2,pp2", model("qwen3"))] == ["pp2", "tp2"]
     assert [layout.name for layout in resolve_all(ALL, model("qwen3_moe"))] == ALL.split(",")
+    assert stages("tp2,pp2,vpp2,pp3") == 12  # layers of a twin that all its pipelines split evenly
 
 
 def test_more_ranks_are_data_parallel() -> None:
@@ -114,12 +102,6 @@ def test_more_ranks_are_data_parallel() -> None:
     assert resolve("ep2", model("qwen3_moe"), nproc=4).parallel_layout().dp == 4
     with pytest.raises(UserError, match="--nproc=3 is not a multiple of the 2 ranks"):
         resolve("tp2", model("qwen3"), nproc=3)
-
-
-def test_stages_of_a_list() -> None:
-    """A twin must have as many layers as all its pipelines split evenly."""
-    assert stages("tp2,pp2,vpp2,pp3") == 12
-    assert stages("dp2") == 1
 
 
 def test_tolerances() -> None:

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.errors import UserError
-from mega_rl.verify.layouts import ALL, Layout, resolve
-from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
+from mega_rl.verify.layouts import ALL, REFERENCE, Layout, LayoutErrors, Plan, resolve
 from mega_rl.verify.run import problems
 from mega_rl.verify.tolerances import FP32
-from mega_rl.verify.twin.shrink import write_random_twin
+from mega_rl.verify.twin import write_random_twin
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import covering
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -102,7 +100,7 @@ def test_a_layout_computes_what_one_rank_computes(answers: Folders, family: str,
     """Within the tolerances that users get, over every tensor of the model."""
     results = answers.results(family, name)
     assert problems(results, FP32) == []
-    assert len(results.weights) >= results.num_tensors == len(results.gradients) > 20
+    assert len(results.weights) >= len(results.gradients) > 20
     assert results.num_microbatches >= 2
 
 
@@ -133,9 +131,3 @@ def test_errors_are_far_below_the_tolerances(answers: Folders) -> None:
     strict = {name: allowed / 5 for name, allowed in FP32.items()}
     for family, name in PAIRS:
         assert problems(answers.results(family, name), strict) == [], (family, name)
-
-
-def test_dense_models_have_no_expert_layouts(folders: Folders) -> None:
-    for name in EXPERTS_ONLY:
-        with pytest.raises(UserError, match="has no experts"):
-            folders.layout("qwen2", name)

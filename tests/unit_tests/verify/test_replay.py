@@ -5,25 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from mega_rl import untrusted
-from mega_rl.cli.app import app
 from mega_rl.cli.verify import in_words
 from mega_rl.config.keys import flat
 from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.errors import UserError
 from mega_rl.tracking.records.reader import MODEL_OUTPUTS, RECORD_FILE, Record, read_record
 from mega_rl.verify.layouts import parse
-from mega_rl.verify.plan import ReplayPlan
-from mega_rl.verify.replay.rewards import compare_rewards
-from mega_rl.verify.replay.run import ATOL, Difference, Prepared, plan_of, prepare, result_of
+from mega_rl.verify.replay.inputs import ReplayPlan
+from mega_rl.verify.replay.run import ATOL, Difference, prepare, result_of
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.model import ARCHITECTURE, write_inputs
 from mega_rl.verify.rl.reading import ALGORITHMS
@@ -59,7 +55,8 @@ class Replays:
     """What was recorded, and how far each replay is from it."""
 
     runs: dict[str, Path]
-    prepared: dict[str, Prepared]
+    records: dict[str, Record]  # by "run step"
+    plans: dict[tuple[str, int, str], ReplayPlan]
     differences: dict[tuple[str, int, str], list[Difference]]
     faulty: dict[str, list[Difference]]
 
@@ -71,19 +68,16 @@ def replays(tmp_path_factory: pytest.TempPathFactory) -> Replays:
     # Where weights are not in the record, they come from the checkpoint of the step before.
     settings = [(_settings(name, runs[name], with_weights=name != "ppo"), name == "masked") for name in CASES]
     run_ranks(2, record_runs, settings, timeout_s=600.0)
-    prepared, plans = {}, list[tuple[tuple[str, int, str], ReplayPlan]]()
+    records, plans = {}, {}
     for name, run in runs.items():
         for step in STEPS:
             work = root / f"work-{run.name}-{step}"
-            one = prepare(record_of(run, step), ",".join(LAYOUTS), work)
-            prepared[f"{name} {step}"] = one
-            plans += [
-                ((name, step, layout.name), plan_of(one, layout, work, timeout_s=120.0)) for layout in one.layouts
-            ]
+            records[f"{name} {step}"], own = prepare(record_of(run, step), ",".join(LAYOUTS), work, timeout_s=120.0)
+            plans |= {(name, step, plan.layout.name): plan for plan in own}
     for layout, ranks in zip(LAYOUTS, (4, 2), strict=True):
-        _replay([plan for (_, _, of), plan in plans if of == layout], ranks)
-    differences = {key: list(result_of(prepared[f"{key[0]} {key[1]}"].record, plan)) for key, plan in plans}
-    return Replays(runs, prepared, differences, _faulty(root, runs["ppo"]))
+        _replay([plan for (_, _, of), plan in plans.items() if of == layout], ranks)
+    differences = {key: result_of(records[f"{key[0]} {key[1]}"], plan) for key, plan in plans.items()}
+    return Replays(runs, records, plans, differences, _faulty(root, runs["ppo"]))
 
 
 def _settings(name: str, folder: Path, *, with_weights: bool) -> dict[str, Any]:
@@ -122,10 +116,9 @@ def _faulty(root: Path, run: Path) -> dict[str, list[Difference]]:
     results = {}
     for number, (fault, (layout, _)) in enumerate(FAULTS.items()):
         work = root / f"fault-{number}"
-        one = prepare(record_of(run, 2), layout, work)
-        plan = plan_of(one, one.layouts[0], work, timeout_s=120.0)
-        _replay([plan], one.layouts[0].ranks, fault)
-        results[fault] = list(result_of(one.record, plan))
+        record, (plan,) = prepare(record_of(run, 2), layout, work, timeout_s=120.0)
+        _replay([plan], plan.layout.ranks, fault)
+        results[fault] = result_of(record, plan)
     return results
 
 
@@ -143,7 +136,7 @@ def test_a_step_agrees_with_its_record(replays: Replays, name: str, layout: str)
 
 def test_rows_without_reward_train_nothing(replays: Replays) -> None:
     """NaN in the record and null in its rows, for the parts, too; no advantage and no weight."""
-    record = replays.prepared["masked 2"].record
+    record = replays.records["masked 2"]
     rewards, parts = record.tensors["rewards"], record.tensors["reward_parts"]
     masked = np.isnan(rewards)
     assert 0 < masked.sum() < len(masked)
@@ -156,26 +149,13 @@ def test_rows_without_reward_train_nothing(replays: Replays) -> None:
 
 
 def test_actor_critic_step_compares_every_tensor(replays: Replays) -> None:
-    ppo = {difference.tensor for difference in replays.differences["ppo", 2, "tp2pp2"]}
-    assert ppo > {"old_logprobs", "ref_logprobs", "values", "kl_penalty", "advantages", "returns", "correction_weights"}
     one_update = {difference.tensor for difference in replays.differences["one update", 2, "tp2pp2"]}
     assert one_update > {"policy_logprobs", "entropy", "old_logprobs"}
-    assert "entropy" in ppo
-
-
-def test_compared_tensors_are_not_constant(replays: Replays) -> None:
-    tensors = replays.prepared["ppo 2"].record.tensors
-    for name in (
-        "entropy",
-        "old_logprobs",
-        "ref_logprobs",
-        "values",
-        "kl_penalty",
-        "advantages",
-        "returns",
-        "correction_weights",
-    ):
-        assert len(np.unique(tensors[name])) > 30, name
+    ppo = {difference.tensor for difference in replays.differences["ppo", 2, "tp2pp2"]}
+    models, derived = {"entropy", "old_logprobs", "ref_logprobs", "values"}, {"kl_penalty", "advantages", "returns"}
+    assert ppo > models | derived | {"correction_weights"}
+    tensors = replays.records["ppo 2"].tensors
+    assert all(len(np.unique(tensors[name])) > 30 for name in models | derived), "none is constant"
     assert (tensors["old_logprobs"] != tensors["ref_logprobs"]).any()
 
 
@@ -187,7 +167,7 @@ def test_layout_fault_is_named_with_its_tensor(replays: Replays, fault: str) -> 
     place = wrong[0].first
     assert place is not None
     assert place.token is not None
-    record = replays.prepared["ppo 2"].record
+    record = replays.records["ppo 2"]
     assert record.tensors["loss_mask"][place.row, place.token]
     assert place.recorded == pytest.approx(float(record.tensors[tensor][place.row, place.token]))
     # Off the mask both are 0, and before the first token of the mask nothing can differ.
@@ -198,11 +178,10 @@ def test_layout_fault_is_named_with_its_tensor(replays: Replays, fault: str) -> 
 
 @pytest.mark.parametrize("tensor", ["old_logprobs", "values", "advantages"])
 def test_changed_record_is_named_with_tensor_and_token(replays: Replays, tmp_path: Path, tensor: str) -> None:
-    one = replays.prepared["ppo 2"]
     changed = tmp_path / "step_000002"
-    shutil.copytree(one.record.folder, changed)
+    shutil.copytree(replays.records["ppo 2"].folder, changed)
     row, token = _change(changed, tensor)
-    plan = plan_of(one, one.layouts[0], _work_of(replays, "ppo", 2), timeout_s=1.0)
+    plan = replays.plans["ppo", 2, LAYOUTS[0]]
     wrong = [difference for difference in result_of(read_record(changed), plan) if not difference.good]
     assert [(difference.tensor, difference.num_beyond) for difference in wrong] == [(tensor, 1)]
     place = wrong[0].first
@@ -210,10 +189,6 @@ def test_changed_record_is_named_with_tensor_and_token(replays: Replays, tmp_pat
     assert (place.prompt, place.sample, place.token) == (row["prompt_index"], row["sample_index"], token)
     assert f"{tensor} differs first at prompt {row['prompt_index']}, sample {row['sample_index']}" in in_words(wrong[0])
     assert f"token {token} {row['token_texts'][token]!r}" in in_words(wrong[0])
-
-
-def _work_of(replays: Replays, name: str, step: int) -> Path:
-    return replays.runs[name].parent / f"work-{replays.runs[name].name}-{step}"
 
 
 def _change(record: Path, tensor: str) -> tuple[dict[str, Any], int]:
@@ -236,7 +211,7 @@ def _change(record: Path, tensor: str) -> tuple[dict[str, Any], int]:
 
 
 def test_a_record_tells_what_computed_it(replays: Replays) -> None:
-    record = replays.prepared["ppo 2"].record
+    record = replays.records["ppo 2"]
     description = record.description
     assert (description.step, description.steps_before, description.prompts) == (2, 1, 8)
     assert (description.world_size, description.dtype, description.device) == (2, "fp32", "cpu")
@@ -250,101 +225,17 @@ def test_a_record_tells_what_computed_it(replays: Replays) -> None:
         assert row["reward"] == pytest.approx(float(record.tensors["rewards"][number]))
 
 
-def test_missing_weights_are_requested_in_one_line(replays: Replays, tmp_path: Path) -> None:
+def test_mistakes_of_records_and_weights_are_one_line(replays: Replays, tmp_path: Path) -> None:
     alone = tmp_path / "run" / "records" / "step_000002"
     shutil.copytree(record_of(replays.runs["ppo"], 2), alone)
-    with pytest.raises(UserError, match=r"weights after step 1.*give them by --weights") as failure:
+    with pytest.raises(UserError, match=r"weights after step 1.*give it by --weights") as failure:
         prepare(alone, "1", tmp_path / "work")
     assert "\n" not in str(failure.value)
     checkpoint = replays.runs["ppo"] / "run" / "checkpoints" / "step_000001"
-    given = prepare(alone, "1", tmp_path / "given", weights=checkpoint)
+    _, (given,) = prepare(alone, "1", tmp_path / "given", weights=checkpoint)
     assert set(given.models) == {"actor", "critic", "reference"}
     with pytest.raises(UserError, match="is of step 2, the record began after step 1"):
         prepare(alone, "1", tmp_path / "later", weights=checkpoint.with_name("step_000002"))
-
-
-def test_mistakes_are_one_line(replays: Replays, tmp_path: Path) -> None:
-    record = record_of(replays.runs["one update"], 1)
-    with pytest.raises(UserError, match=r"'tp' is not a layout"):
-        prepare(record, "tp", tmp_path / "a")
-    with pytest.raises(UserError, match="tp16 is not possible"):
-        prepare(record, "tp16", tmp_path / "b")
-    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
-    assert isinstance(result.exception, UserError)
-    assert "is not a record" in str(result.exception)
-
-
-def test_a_plan_survives_its_file(replays: Replays, tmp_path: Path) -> None:
-    one = replays.prepared["ppo 2"]
-    plan = plan_of(one, one.layouts[0], tmp_path, timeout_s=3.0)
-    assert untrusted.read_record(ReplayPlan, json.loads(json.dumps(asdict(plan)))) == plan
-
-
-PARTS_FILE = """
-from mega_rl.verify.rl.inputs import PART_VALUES, mixed
-
-def score(prompt, response, answer):
-    if len(response) % 3 == 1:
-        return None
-    total = mixed(prompt, response, answer)
-    values = zip(("early", "late"), PART_VALUES)
-    return {name: (factor * len(response) + total) % count * 2 / (count - 1) - 1 for name, (factor, count) in values}
-"""
-
-
-def with_function(record: Record, file: Path, text: str = PARTS_FILE) -> Record:
-    """Return the record of a run that names a function of a file."""
-    file.write_text(text)
-    config = record.description.config
-    changed = {**config, "reward": {**config["reward"], "function": f"{file}:score"}}
-    return replace(record, description=replace(record.description, config=changed))
-
-
-def test_rewards_are_scored_again(replays: Replays, tmp_path: Path) -> None:
-    """Parts, their weighted sum, and responses that have none; each in a worker process, as in a run."""
-    record = with_function(replays.prepared["masked 2"].record, tmp_path / "same.py")
-    differences = compare_rewards(record)
-    assert [one.tensor for one in differences] == ["rewards.early", "rewards.late", "rewards"]
-    assert [in_words(one) for one in differences if not one.good] == []
-    assert np.isnan(record.tensors["rewards"]).any()
-    assert len(np.unique(record.tensors["rewards"])) > 4
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "tensors"),
-    [
-        ("(factor * len", "(name == 'late') + (factor * len", ["rewards.late", "rewards"]),
-        ("% 3 == 1", "% 3 == 2", ["rewards.early", "rewards.late", "rewards"]),
-    ],
-    ids=["one part", "who has none"],
-)
-def test_another_reward_is_named_with_part_and_sample(
-    replays: Replays, tmp_path: Path, old: str, new: str, tensors: list[str]
-) -> None:
-    masked = replays.prepared["masked 2"].record
-    assert PARTS_FILE.count(old) == 1
-    record = with_function(masked, tmp_path / "other.py", PARTS_FILE.replace(old, new))
-    wrong = [one for one in compare_rewards(record) if not one.good]
-    assert [one.tensor for one in wrong] == tensors
-    place = wrong[0].first
-    assert place is not None
-    assert (place.prompt, place.sample) == tuple(
-        int(masked.tensors[f"{k}_index"][place.row]) for k in ("prompt", "sample")
-    )
-    assert in_words(wrong[0]).startswith(
-        f"{tensors[0]} differs first at prompt {place.prompt}, sample {place.sample} (row"
-    )
-
-
-def test_unscorable_rewards_are_refused(replays: Replays, tmp_path: Path) -> None:
-    record = with_function(replays.prepared["masked 2"].record, tmp_path / "same.py")
-    config = record.description.config
-    rows = Path(config["data"]["train_files"][0]).read_text().splitlines(keepends=True)
-    (tmp_path / "other.jsonl").write_text("".join(reversed(rows)))
-    data = {**config["data"], "train_files": [str(tmp_path / "other.jsonl")]}
-    moved = replace(record, description=replace(record.description, config={**config, "data": data}))
-    with pytest.raises(UserError, match="is not the prompt of the record; give the files of the run"):
-        compare_rewards(moved)
-    none = {**config, "reward": {"source": "none"}}
-    with pytest.raises(UserError, match=r"reward\.source=none; only functions are called again"):
-        compare_rewards(replace(record, description=replace(record.description, config=none)))
+    for record, layout, words in ((alone, "tp16", "tp16 is not possible"), (tmp_path, "1", "is not a record")):
+        with pytest.raises(UserError, match=words):
+            prepare(record, layout, tmp_path / layout, weights=checkpoint)

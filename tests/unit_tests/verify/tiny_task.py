@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_rl.verify.learn.tasks import Beats, LearningTask, Reaches, StepMetric, Variant
+from mega_rl.verify.learn.tasks import LearningTask, Measure, Statement, Variant
 
 TINY = LearningTask(
     name="tiny",
@@ -12,7 +12,7 @@ TINY = LearningTask(
     reward=lambda prompt, response: float(prompt == response),
     settings={},
     variants=[Variant("right"), Variant("wrong")],
-    statements=[Beats("right", "wrong"), Reaches("right", 0.5)],
-    measure=StepMetric("reward/mean"),
+    statements=[Statement("right", beats="wrong"), Statement("right", reaches=0.5)],
+    measure=Measure("reward/mean"),
     unit="mean reward",
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k2
+from mega_rl.algorithms.kl import KLController, k2
 from mega_rl.algorithms.losses import policy as losses
 from mega_rl.algorithms.losses.policy import KLTerm
 from mega_rl.algorithms.losses.tokens import PolicyTokens
@@ -72,7 +72,7 @@ def same(actual: LossOutput, expected: LossOutput) -> bool:
     )
 
 
-def policy_loss(kl: FixedKL | AdaptiveKL | None) -> PolicyLoss:
+def policy_loss(kl: KLController | KLController | None) -> PolicyLoss:
     return PolicyLoss(OBJECTIVE, kl=kl, kl_estimator=k2, entropy_coef=ENTROPY_COEF)
 
 
@@ -98,7 +98,7 @@ def direct_policy_loss(kl_coef: float | None) -> LossOutput:
 def test_the_policy_loss_reads_its_fields(kl_coef: float | None) -> None:
     """The reference's log-probs only with a KL term in the loss. Fields differ, so that none can stand for another."""
     assert len({float(FIELDS[name].sum()) for name in FIELDS if name != "token_weights"}) == len(FIELDS) - 1
-    loss = policy_loss(None if kl_coef is None else FixedKL(kl_coef))
+    loss = policy_loss(None if kl_coef is None else KLController(kl_coef))
     actual = loss(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS, SEQUENCES)
     assert same(actual, direct_policy_loss(kl_coef))
     assert ("actor/ref_kl" in actual.sums) == (kl_coef is not None)
@@ -107,7 +107,7 @@ def test_the_policy_loss_reads_its_fields(kl_coef: float | None) -> None:
 def test_an_update_with_its_own_old_logprobs_measures_the_policys_kl() -> None:
     """Not the rollout engine's, which stand in as old log-probs until then. Two micro-batches add up to the whole."""
     outputs = TokenOutputs(logprobs=LOGPROBS.clone().requires_grad_(), entropy=ENTROPY)
-    loss = replace(policy_loss(FixedKL(0.3)), on_policy=True)
+    loss = replace(policy_loss(KLController(0.3)), on_policy=True)
     sums = loss(outputs, FIELDS | {"old_logprobs": BATCH.ref_logprobs}, SEQUENCES).sums
     mask = BATCH.token_weights > 0
     gap = (LOGPROBS - BATCH.ref_logprobs)[mask].double()
@@ -125,7 +125,7 @@ def test_an_update_with_its_own_old_logprobs_measures_the_policys_kl() -> None:
         for rows in (slice(0, 1), slice(1, None))
     ]
     assert sum(float(half["kl/ref"]) for half in halves) == pytest.approx(float(sums["kl/ref"]), rel=1e-5)
-    assert "kl/ref" not in policy_loss(FixedKL(0.3))(outputs, FIELDS, SEQUENCES).sums
+    assert "kl/ref" not in policy_loss(KLController(0.3))(outputs, FIELDS, SEQUENCES).sums
     assert "kl/ref" not in replace(loss, kl=None)(outputs, FIELDS, SEQUENCES).sums
 
 

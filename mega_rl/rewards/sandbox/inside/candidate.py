@@ -15,7 +15,6 @@ from itertools import islice
 from mega_rl.rewards.sandbox.inside.values import Value, decode, encode
 
 MOST_ITEMS = 1_000_000  # of an iterator
-BY_BUILTIN = ("bool", "str", "repr", "iter", "next", "len", "int", "float", "abs")
 
 
 class CandidateServer:
@@ -23,7 +22,6 @@ class CandidateServer:
 
     def __init__(self, requests: Value, answers: Value) -> None:
         self._requests, self._answers = requests, answers
-        self._objects: list[Value] = []
 
     def serve(self) -> None:
         """Answer requests until there are no more."""
@@ -54,15 +52,12 @@ class CandidateServer:
             return {"iterator": [self._encode(part) for part in islice(value, MOST_ITEMS)]}
         if not isinstance(value, type) and hasattr(value, "tolist"):  # numpy
             return self._encode(value.tolist())
-        self._objects.append(value)
-        return {"object": len(self._objects) - 1}
+        raise TypeError("an object of " + type(value).__name__ + " is no data")
 
     def _decode(self, value: Value) -> Value:
         return decode(value, self._referred)
 
     def _referred(self, kind: str, number: int) -> Value:
-        if kind == "object":
-            return self._objects[number]
         return lambda *arguments: self._call_back(number, arguments)
 
     def _call_back(self, number: int, arguments: Value) -> Value:
@@ -77,32 +72,21 @@ class CandidateServer:
 module = types.ModuleType("solution")  # the code's own tests behind `if __name__ == "__main__"` stay out
 
 
-def load(code: str) -> list[str]:
-    """Run the code; return the names that it defines."""
+def load(code: str) -> dict[str, bool]:
+    """Run the code; return the names that it defines, and whether each can be called."""
     sys.modules["solution"] = module
     exec(compile(code, "program.py", "exec"), module.__dict__)
-    return [name for name in module.__dict__ if not name.startswith("__")]
+    return {name: callable(value) for name, value in module.__dict__.items() if not name.startswith("__")}
 
 
-def call(target: Value, arguments: list[Value], keywords: dict[str, Value]) -> list[Value]:
-    """Return the result and the arguments, which the function may have changed."""
+def call(name: str, arguments: list[Value], keywords: dict[str, Value]) -> list[Value]:
+    """Return the result and the arguments, which the function may have changed; name: maybe "Solution.method"."""
+    kind, _, method = name.rpartition(".")
+    target = getattr(getattr(module, kind)(), method) if kind else getattr(module, name)
     return [target(*arguments, **keywords), arguments]
 
 
-def operate(target: Value, name: str, arguments: list[Value]) -> Value:
-    """Return the result of an operator."""
-    plain = name.strip("_")
-    return getattr(builtins, plain)(target) if plain in BY_BUILTIN else getattr(target, name)(*arguments)
-
-
-OPERATIONS: dict[str, Value] = {
-    "load": load,
-    "name": lambda name: getattr(module, name),
-    "call": call,
-    "get": getattr,
-    "set": setattr,
-    "operate": operate,
-}
+OPERATIONS: dict[str, Value] = {"load": load, "name": lambda name: getattr(module, name), "call": call}
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 It reads an order from standard input, starts the candidate's program in another interpreter, and talks with it in
 JSON over pipes. The candidate's process never holds the tests, an expected value or the token, and has no descriptor of
-this one's: it answers calls. What it returns is data, so that none of its `__eq__` decides anything.
+this one's: it answers calls. What it returns is data of builtin types, so that none of its `__eq__` decides anything.
 
 An order: {"token", "mode": "call", "code", "entry", "arguments"}, {"token", "mode": "tests", "code", "suite": {"tests",
 "entry", "names", "modules"}}, or {"token", "mode": "stub", "suites"}. The last line of standard output is
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -26,11 +27,6 @@ CANDIDATE = ""  # text of `candidate`, put here by `mega_rl.rewards.sandbox.suit
 MOST_MESSAGE = 4 << 20  # bytes of one message of the candidate
 PR_SET_DUMPABLE = 4
 STUB_S = 1.0  # for the tests of one row over a stub
-UNARY = ("len", "iter", "next", "str", "repr", "bool", "int", "float", "abs", "neg", "enter")
-OF_A_CONTAINER = ("setitem", "delitem", "exit")
-# Methods of builtin types that say yes or no: a function's result that has them by itself is an imitation.
-PREDICATES = {name for kind in (str, set, float) for name in dir(kind) if name.startswith(("is", "starts", "ends"))}
-BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge")
 
 
 class CandidateChannel:
@@ -46,7 +42,7 @@ class CandidateChannel:
         self._functions: list[Value] = []
         self._changes: list[tuple[Value, Value]] = []  # arguments of calls, and how they are afterwards
         self._keeps_changes = False
-        self._names: list[str] = self.ask("load", code)
+        self._names: dict[str, bool] = self.ask("load", code)  # whether each can be called
 
     def has(self, name: str) -> bool:
         """Return whether the candidate defines a name."""
@@ -55,7 +51,7 @@ class CandidateChannel:
     def ask(self, op: str, *parts: Value) -> Value:
         """Return the candidate's answer; raises its exception as the builtin one of that name.
 
-        StopIteration would end a loop of the tests, so it is RuntimeError unless it answers `__next__`.
+        StopIteration would end a loop of the tests, so it is RuntimeError.
         """
         self._send([op, *(self.encode(part) for part in parts)])
         while True:
@@ -68,21 +64,21 @@ class CandidateChannel:
                 self._call_back(*value)
             elif kind == "raised":
                 error = _exception(str(value[0]))
-                ends_loop = issubclass(error, (StopIteration, StopAsyncIteration)) and parts[1:2] != ("__next__",)
+                ends_loop = issubclass(error, (StopIteration, StopAsyncIteration))
                 raise (RuntimeError if ends_loop else error)(str(value[1]))
             else:
-                return decode(value, self._referred)
+                return decode(value, _refused)
 
-    def call(self, target: Value, arguments: Value, keywords: Value) -> Value:
+    def call(self, name: str, /, *arguments: Value, **keywords: Value) -> Value:
         """Return the result of a candidate's function; arguments that it changed change here.
 
         Within an assert they change at its end.
         """
-        value, after = self.ask("call", target, list(arguments), dict(keywords))
+        value, after = self.ask("call", name, list(arguments), keywords)
         self._changes += zip(arguments, after)  # noqa: B905
         if not self._keeps_changes:
             self.keep_changes(False)
-        return asked_for(value) if _is_asked_for(target) else value
+        return value
 
     def keep_changes(self, keep: bool) -> None:
         """Change the arguments of calls so far; keep: of later calls, next time."""
@@ -95,17 +91,14 @@ class CandidateChannel:
                 own.update(new)
 
     def name(self, name: str) -> Value:
-        """Return the candidate's value of a name; a capitalized name may give an object."""
-        value = self.ask("name", name)
-        return asked_for(value) if name[:1].isupper() else value
+        """Return the candidate's value of a name, or a function that calls it."""
+        return functools.partial(self.call, name) if self._names.get(name) else self.ask("name", name)
 
     def encode(self, value: Value) -> Value:
         """Return a value's form in JSON. Raises TypeError for an object of the tests."""
         return encode(value, self._refer)
 
     def _refer(self, value: Value) -> Value:
-        if isinstance(value, Remote):
-            return {"object": object.__getattribute__(value, "_number")}
         if hasattr(value, "__next__"):
             return {"iterator": [self.encode(part) for part in value]}
         if not callable(value):
@@ -113,15 +106,10 @@ class CandidateChannel:
         self._functions.append(value)
         return {"function": len(self._functions) - 1}
 
-    def _referred(self, kind: str, parts: Value) -> Value:
-        if kind != "object":
-            raise ValueError("the candidate sent no value")
-        return Remote(self, int(parts))
-
     def _call_back(self, number: int, arguments: Value) -> None:
         """Call a function of the tests for the candidate, which gets what it raises."""
         try:
-            value = self._functions[number](*decode(arguments, self._referred))
+            value = self._functions[number](*decode(arguments, _refused))
             self._send(["returned", self.encode(value)])
         except Exception as error:  # noqa: BLE001 - a function of the tests may raise anything
             self._send(["raised", type(error).__name__, str(error)[:500]])
@@ -132,82 +120,14 @@ class CandidateChannel:
         self._process.stdin.flush()
 
 
+def _refused(kind: str, parts: Value) -> Value:
+    raise ValueError("the candidate sent no value")
+
+
 def _exception(name: str) -> Value:
     """Return the builtin exception of a name; RuntimeError for what is none, or ends the process."""
     kind = getattr(builtins, name, None)
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
-
-
-class Remote:
-    """An object of the candidate.
-
-    It never equals data, nor is compared or calculated with data: the operator of the candidate would decide, and learn
-    the expected value. Two objects of the candidate go together as it says. Where the tests have not called a class for
-    it, by a name with a capital, it stands in the place of data: `in` and indices then look at what it yields.
-    """
-
-    def __init__(self, channel: CandidateChannel, number: int) -> None:
-        for name, value in (("_channel", channel), ("_number", number), ("_is_asked_for", False)):
-            object.__setattr__(self, name, value)
-
-    def __call__(self, *arguments: Value, **keywords: Value) -> Value:
-        return object.__getattribute__(self, "_channel").call(self, arguments, keywords)
-
-    def __getattr__(self, name: str) -> Value:
-        if name in PREDICATES and not _is_asked_for(self):
-            raise AttributeError("the program's object is no data, so its " + name + " decides nothing")
-        return object.__getattribute__(self, "_channel").ask("get", self, name)
-
-    def __setattr__(self, name: str, value: Value) -> None:
-        object.__getattribute__(self, "_channel").ask("set", self, name, value)
-
-    def __contains__(self, value: Value) -> bool:
-        return operate(self, "__contains__", value) is True if _is_asked_for(self) else value in list(iter(self))
-
-    def __getitem__(self, key: Value) -> Value:
-        return operate(self, "__getitem__", key) if _is_asked_for(self) else list(iter(self))[key]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and operate(self, "__eq__", other) is True
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return int(object.__getattribute__(self, "_number"))
-
-
-def asked_for(value: Value) -> Value:
-    """Return the value; mark an object of the candidate as wanted by the tests."""
-    if isinstance(value, Remote):
-        object.__setattr__(value, "_is_asked_for", True)
-    return value
-
-
-def _is_asked_for(remote: Remote) -> bool:
-    return bool(object.__getattribute__(remote, "_is_asked_for"))
-
-
-def operate(remote: Remote, name: str, *arguments: Value) -> Value:
-    """Return the result of an operator of the candidate."""
-    return object.__getattribute__(remote, "_channel").ask("operate", remote, name, list(arguments))
-
-
-def operator(name: str, *, between_objects: bool) -> Value:
-    """Return the method of an operator."""
-
-    def method(remote: Remote, *arguments: Value) -> Value:
-        if between_objects and not isinstance(arguments[0], Remote):
-            return NotImplemented
-        value = operate(remote, name, *arguments)
-        return asked_for(value) if between_objects and _is_asked_for(remote) else value
-
-    return method
-
-
-for _plain in UNARY + OF_A_CONTAINER + BINARY:
-    _name = "__" + _plain + "__"
-    setattr(Remote, _name, operator(_name, between_objects=_plain in BINARY))
 
 
 def judge_stub(suite: dict[str, Value], token: str) -> Value:
@@ -230,13 +150,9 @@ def judge_stub(suite: dict[str, Value], token: str) -> Value:
 
 def call_entry(channel: CandidateChannel, entry: str, arguments: Value) -> Value:
     """Call the candidate's function, or the method of that name on its `Solution` class."""
-    if channel.has(entry):
-        function = channel.ask("name", entry)
-    elif channel.has("Solution"):
-        function = getattr(channel.ask("name", "Solution")(), entry)
-    else:
+    if not channel.has(entry) and not channel.has("Solution"):
         raise NameError("the program defines no " + entry)
-    return channel.encode(function(*arguments))
+    return channel.encode(channel.call(entry if channel.has(entry) else "Solution." + entry, *arguments))
 
 
 class VerdictWriter:

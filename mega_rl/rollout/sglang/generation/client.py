@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -24,16 +25,13 @@ _CONNECT_S = 10.0
 _ERROR_BYTES = 4096  # per refusal; a message shows the first 200 characters
 STATUS_KINDS = {
     **dict.fromkeys((400, 413, 422), "rejected"),
-    **dict.fromkeys((401, 403), "unauthorized"),
-    **dict.fromkeys((404, 405), "not_found"),
+    **dict.fromkeys((401, 403, 404, 405), "refused"),
     429: "overloaded",
-    500: "server_error",
-    **dict.fromkeys((502, 503, 504), "unavailable"),
-}
+}  # all others: "server_error"
 
 
 class SglangClient:
-    """SampleScheduler on one endpoint. All methods belong to the event loop that first called one.
+    """One endpoint. All methods belong to the event loop that first called one.
 
     n samples of a prompt are n requests, each with its own `sampling_seed`: a sample then depends on its own seed only,
     whatever else is generated, and is retried, continued or given up by itself. The server's prefix cache computes the
@@ -41,27 +39,23 @@ class SglangClient:
     """
 
     def __init__(self, endpoint: Endpoint, *, vocab_size: int, max_concurrency: int) -> None:
-        self.endpoint = endpoint
         self._vocab_size = vocab_size
         # Four connections more than requests in flight: an abort, a health check, a probe, a spare.
         # One connection, one answer: surplus bytes of a server are never read as the answer to another request, and no
         # request goes into a connection that the server is about to close. To connect costs less than a token.
         limits = httpx.Limits(max_connections=max_concurrency + 4, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
-            base_url=endpoint.url,
             limits=limits,
             # Reading is bounded by each request's deadline as a whole: a limit per read would let a slow drip live.
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
             trust_env=False,  # no proxy and no netrc: keys and tokens go to the server and nowhere else
             headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},  # nothing to unpack, no bombs
         )
-
-    def __repr__(self) -> str:
-        return f"SglangClient(server {self.endpoint.index} at {self.endpoint.url})"
+        self.move(endpoint)
 
     def move(self, endpoint: Endpoint) -> None:
         """Send requests to `endpoint` from now on: a restarted server has another port and other keys."""
-        self.endpoint = endpoint
+        self.endpoint, self.name = endpoint, f"server {endpoint.index} at {endpoint.url}"
         self._http.base_url = endpoint.url
 
     async def close(self) -> None:
@@ -109,13 +103,17 @@ class SglangClient:
             mixed_versions=mixed_versions,
             routing=sampling.return_routing,
         )
-        where = f"server {self.endpoint.index} at {self.endpoint.url}, sample {request.key}"
+        where = f"{self.name}, sample {request.key}"
         answer = asyncio.ensure_future(self._answer(body, expected, where))
         try:
-            if not (await asyncio.wait({answer}, timeout=timeout_s))[0]:
-                so_far = _joined(before, await self._abandon(answer, rid, grace_s))
-                raise RequestFailure("timeout", f"{where}: no answer in {timeout_s:.3g} s", partial=so_far)
-            return _joined(before, answer.result())
+            if (await asyncio.wait({answer}, timeout=timeout_s))[0]:
+                return _joined(before, answer.result())
+            if grace_s > 0:  # without, closing the connection tells the server, which looks every few seconds
+                await self.abort(rid, timeout_s=grace_s / 2)
+                await asyncio.wait({answer}, timeout=grace_s / 2)
+            got = answer.done() and answer.exception() is None
+            so_far = _joined(before, answer.result()) if got else before
+            raise RequestFailure("timeout", f"{where}: no answer in {timeout_s:.3g} s", partial=so_far)
         finally:
             if not answer.done():  # let it close its connection
                 answer.cancel()
@@ -123,17 +121,14 @@ class SglangClient:
             if answer.done() and not answer.cancelled():
                 answer.exception()  # seen, so that asyncio does not log it
 
-    async def abort(self, rid: str = "", *, timeout_s: float) -> bool:
+    async def abort(self, rid: str = "", *, timeout_s: float) -> None:
         """Ask the server to end one request, or all when `rid` is empty; each answers with what it has.
 
-        Returns whether the server took note. A request that has not reached its scheduler yet continues.
+        A request that has not reached its scheduler yet continues, and a server may not answer.
         """
         body = {"rid": rid} if rid else {"abort_all": True}
-        try:
+        with contextlib.suppress(RequestFailure):
             await self._within(timeout_s, "POST", "/abort_request", body, self.endpoint.keys.admin_key)
-        except RequestFailure:
-            return False
-        return True
 
     async def check_alive(self, *, timeout_s: float) -> None:
         """Return if the server generates; /health does not show that, since it answers with a dead scheduler too.
@@ -149,34 +144,24 @@ class SglangClient:
         It is drawn as samples are: next to a request that cuts off the distribution, as a greedy one does, SGLang draws
         other tokens of the same seeds.
         """
-        sampling = Sampling(
-            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=(), greedy=False, return_routing=False
-        )
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=())
         request = SampleRequest(key=(-1, -1), prompt=(0,), seed=0)
         sample = await self.generate(
             request, sampling, rid=rid, version=version, mixed_versions=mixed_versions, timeout_s=timeout_s
         )
         if sample.finish == "partial":
-            raise RequestFailure("aborted", f"server {self.endpoint.index} at {self.endpoint.url}: aborted a probe")
+            raise RequestFailure("aborted", f"{self.name}: aborted a probe")
 
     async def _answer(self, body: Mapping[str, Any], expected: ExpectedAnswer, where: str) -> Sample:
         content = await self._send("POST", "/generate", body, self.endpoint.keys.api_key, expected.max_bytes, where)
         try:
             return parse_answer(content, expected)
         except RequestFailure as bad:
-            shown = bad.what if not self.endpoint.keys.appear_in(content) else "(not shown: the answer holds a key)"
+            shown = bad.message if not self.endpoint.keys.appear_in(content) else "(not shown: the answer holds a key)"
             raise RequestFailure(bad.kind, f"{where}: {shown}") from None
 
-    async def _abandon(self, answer: asyncio.Future[Sample], rid: str, grace_s: float) -> Sample | None:
-        """Abort a request that timed out; return its tokens if they come within `grace_s`, else None."""
-        if grace_s <= 0:
-            return None  # closing the connection also tells the server, which looks every few seconds
-        await self.abort(rid, timeout_s=grace_s / 2)
-        await asyncio.wait({answer}, timeout=grace_s / 2)
-        return answer.result() if answer.done() and answer.exception() is None else None
-
     async def _within(self, timeout_s: float, method: str, path: str, body: Mapping[str, Any] | None, key: str) -> None:
-        where = f"server {self.endpoint.index} at {self.endpoint.url}{path}"
+        where = f"{self.name}{path}"
         try:
             async with asyncio.timeout(timeout_s):
                 await self._send(method, path, body, key, _ERROR_BYTES, where)
@@ -194,25 +179,25 @@ class SglangClient:
             async with self._http.stream(
                 method, path, content=content, headers={"Authorization": f"Bearer {key}"}
             ) as response:
-                received = await _read(response, max_bytes if response.status_code == 200 else _ERROR_BYTES)
+                status = response.status_code
+                received = await _read(response, max_bytes if status == 200 else _ERROR_BYTES)
         except httpx.HTTPError as error:
-            raise RequestFailure(_kind_of(error), f"{where}: {type(error).__name__}") from None
-        if response.status_code != 200:
+            refused = isinstance(error, httpx.ConnectError)
+            raise RequestFailure("refused" if refused else "disconnected", f"{where}: {type(error).__name__}") from None
+        if status != 200:
             text = "(not shown: it holds a key)" if self.endpoint.keys.appear_in(received) else repr(received[:200])
-            kind = STATUS_KINDS.get(response.status_code, "unexpected_status")
-            raise RequestFailure(kind, f"{where}: HTTP {response.status_code}: {text}")
+            raise RequestFailure(STATUS_KINDS.get(status, "server_error"), f"{where}: HTTP {status}: {text}")
         return received
 
 
-def _kind_of(error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.ConnectTimeout):
-        return "connect_timeout"
-    if isinstance(error, httpx.ConnectError):
-        return "refused"
-    ended = "disconnected" in str(error) or "closed connection" in str(error)
-    if isinstance(error, httpx.NetworkError) or (isinstance(error, httpx.RemoteProtocolError) and ended):
-        return "disconnected"
-    return "protocol"
+async def _read(response: httpx.Response, max_bytes: int) -> bytes:
+    """Return the body of an answer, up to `max_bytes` + one read."""
+    received = bytearray()
+    async for chunk in response.aiter_raw():
+        received += chunk
+        if len(received) > max_bytes:
+            break
+    return bytes(received)
 
 
 def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> dict[str, Any]:
@@ -225,23 +210,16 @@ def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> d
         "stop_token_ids": list(sampling.stop_token_ids),
         # Also turns stop_token_ids off, so only where there are none: else a model's own end would still stop it.
         "ignore_eos": not sampling.stop_token_ids,
+        "temperature": sampling.temperature,
         **hidden_bias(sampling.hidden_token_ids),
     }
     if sampling.greedy:
-        return {**shared, "temperature": sampling.temperature, "top_p": NUCLEUS_OF_ONE}
-    return {
-        **shared,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "sampling_seed": seed,
-    }
+        return {**shared, "top_p": NUCLEUS_OF_ONE}
+    return {**shared, "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "sampling_seed": seed}
 
 
-def _joined(before: Sample, new: Sample | None) -> Sample:
+def _joined(before: Sample, new: Sample) -> Sample:
     """Return `before` continued by `new`; the routing of the last answer covers all tokens."""
-    if new is None:
-        return before
     return Sample(
         before.token_ids + new.token_ids,
         before.logprobs + new.logprobs,
@@ -249,13 +227,3 @@ def _joined(before: Sample, new: Sample | None) -> Sample:
         new.finish,
         new.routing,
     )
-
-
-async def _read(response: httpx.Response, max_bytes: int) -> bytes:
-    """Return the body of an answer, up to `max_bytes` + one read."""
-    received = bytearray()
-    async for chunk in response.aiter_raw():
-        received += chunk
-        if len(received) > max_bytes:
-            break
-    return bytes(received)

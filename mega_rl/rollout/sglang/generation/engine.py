@@ -8,20 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.counter_rng import stream_keys
+from mega_rl.rollout.limits import is_greedy, response_limits
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
     Key,
-    Progress,
-    RoutedLayers,
     Sample,
     SampleRequest,
     Sampling,
@@ -34,19 +34,11 @@ log = logging.getLogger(__name__)
 _NAMED_FAILURES = 3  # in an error message
 
 
-class RolloutFailedError(RunError):
-    """Samples failed all their tries, and more than `rollout.sglang.max_failed_share` allows."""
+class RoutedLayers(NamedTuple):
+    """Layers in which a server routes tokens to experts."""
 
-
-class ServersLostError(RunError):
-    """Samples are unserved and the restarts of one generation are used up."""
-
-
-@dataclass(frozen=True)
-class FailedSamples:
-    """Policy for samples without a response after all their tries."""
-
-    max_share: float  # largest share of a generation's samples over all ranks that stays out of the loss
+    mixtures: Sequence[bool]  # whether each layer is a mixture; the others report nothing useful
+    top_k: int  # experts of a token
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class SglangRolloutSettings:
     timeout_s: float  # from a sample's first try to its last
     concurrency: int  # requests of this rank in flight at all servers together; the others wait their turn
     restarts: int  # times that servers are brought back for one generation
-    failed: FailedSamples
+    max_failed_share: float  # largest share of a generation's samples over all ranks that stays out of the loss
     routed: RoutedLayers | None = None  # samples for training report the experts of their tokens
     token_versions: bool = False  # responses may continue under later weights, and tokens carry their version
 
@@ -88,18 +80,13 @@ class SglangRolloutEngine:
         weight_version: Callable[[], int],
         bring_back: Callable[[Sequence[int]], None],
         settings: SglangRolloutSettings,
-        progress: Callable[[Progress], None] | None = None,
     ) -> None:
         """
         weight_version: of the weights last published.
         bring_back: restarts these servers if they are dead, and sends them the weights; collective.
         """
-        self._router = router
-        self._world = everyone
-        self._version = weight_version
-        self._bring_back = bring_back
-        self._settings = settings
-        self._progress = progress
+        self._router, self._world, self._settings = router, everyone, settings
+        self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
         self._turn = threading.Condition()
         self._held = False  # between interrupt and resume: nothing may be sent
@@ -107,21 +94,8 @@ class SglangRolloutEngine:
 
     # -- generation ------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        prompt_index: Sequence[int],
-        *,
-        n: int,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-        limits: Sequence[int] | None = None,
-        draws: Draws | None = None,
-    ) -> Rollout:
-        def sample() -> Sampled:
-            return self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy, limits=limits, draws=draws)
-
-        return self.collect(run_on_all(sample, self._world))
+    def generate(self, prompts: Sequence[Prompt], prompt_index: Sequence[int], **given: Any) -> Rollout:
+        return self.collect(run_on_all(lambda: self.sample(prompts, prompt_index, **given), self._world))
 
     def sample(
         self,
@@ -138,10 +112,8 @@ class SglangRolloutEngine:
 
         Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
         """
-        usual = self._settings.sampling.max_new_tokens
-        most = usual if draws is None else draws.max_new_tokens or usual
-        limits = [most] * len(prompts) if limits is None else limits
-        self._check_lengths(prompts, limits)
+        usual, most = self._settings.sampling.max_new_tokens, self._settings.max_positions
+        limits = response_limits(prompts, limits, draws, max_new_tokens=usual, max_positions=most)
         requests = [
             SampleRequest(
                 (index, number), tuple(prompt.token_ids), seed=sampling_seed(seed, index, number), limit=limit
@@ -151,7 +123,7 @@ class SglangRolloutEngine:
         ]
         trains = not greedy and draws is None
         return_routing = self._settings.routed is not None and trains
-        greedy = greedy or (draws is not None and not draws.temperature)
+        greedy = is_greedy(greedy, draws)
         sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
         if draws is not None and not greedy:
             sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
@@ -168,7 +140,7 @@ class SglangRolloutEngine:
     def collect(self, sampled: Sampled) -> Rollout:
         """Return the rows of `sampled`, restarting lost servers for unserved samples; collective over all ranks.
 
-        Raises on all ranks RolloutFailedError for failed samples, ServersLostError when the restarts are used up.
+        Raises RunError on all ranks for failed samples, and when the restarts are used up.
         """
 
         result = sampled.result
@@ -186,7 +158,7 @@ class SglangRolloutEngine:
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
             if times == self._settings.restarts:
-                raise ServersLostError(
+                raise RunError(
                     f"{unserved} samples are without an answer and servers {lost} have been brought back "
                     f"{times} times (rollout.sglang.restarts={self._settings.restarts}): {reasons}"
                 )
@@ -244,7 +216,6 @@ class SglangRolloutEngine:
                 version=self._version(),
                 deadline=deadline,
                 partials=sampled.result.unserved,
-                progress=self._progress,
             )
             self._sending = True
         try:
@@ -256,29 +227,17 @@ class SglangRolloutEngine:
 
     # -- checks and counts ---------------------------------------------------------------------------------------------
 
-    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
-        most, lengths = self._settings.max_positions, [len(prompt.token_ids) for prompt in prompts]
-        longest, new = max(zip(lengths, limits, strict=True), key=sum, default=(0, 0))
-        if longest + new > most:
-            raise UserError(
-                f"the longest prompt has {longest} tokens and its response up to {new}: "
-                f"together more than the model's max_position_embeddings={most}; lower "
-                "data.max_prompt_tokens or the length of responses, rollout.max_new_tokens or validation.max_new_tokens"
-            )
-
     def _settle_failures(self, sampled: Sampled) -> bool:
         """Return whether any rank has failed samples; raise on all ranks when they are fatal or too many."""
         counts = self._world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
         if not counts[0]:
             return False
-        failed = self._settings.failed
-        if counts[0] / counts[1] > failed.max_share:
-            own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()][
-                :_NAMED_FAILURES
-            ]
-            rule = f"more than rollout.sglang.max_failed_share={failed.max_share:g}, whose samples stay out of the loss"
+        share = self._settings.max_failed_share
+        if counts[0] / counts[1] > share:
+            own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()]
+            rule = f"more than rollout.sglang.max_failed_share={share:g}, whose samples stay out of the loss"
             text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
-            raise_together(RolloutFailedError(text) if own else None, self._world, error=RolloutFailedError)
+            raise_together(RunError(text) if own else None, self._world, error=RunError)
         return True
 
     def _count(self, sampled: Sampled) -> None:

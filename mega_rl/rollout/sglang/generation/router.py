@@ -1,45 +1,95 @@
-"""Generation over several SGLang servers, from a program that is not asynchronous. Imports no torch."""
+"""Generation over several SGLang servers, from a program that is not asynchronous. Imports no torch.
+
+Each sample ends exactly once, in bounded time, whatever fails. Everything runs on one event loop, and a sample has at
+most one try in flight: a late, duplicate or misdirected answer matches no try and is dropped.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self, TypeVar
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.generation.client import SglangClient
-from mega_rl.rollout.sglang.generation.replicas import Replica
+from mega_rl.rollout.sglang.generation.replica import Replica, least_loaded
 from mega_rl.rollout.sglang.generation.samples import (
+    NOT_RETRIED,
     GenerationResult,
     Key,
-    Progress,
     RequestFailure,
     Sample,
     SampleRequest,
     Sampling,
     State,
 )
-from mega_rl.rollout.sglang.generation.scheduler import Job, Policy, SampleScheduler
 from mega_rl.rollout.sglang.http.keys import Endpoint
+from mega_rl.tracking import progress
 
 # An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.20).
 STALL_S = 30.0
 _GRACE_S = 5.0  # for aborted requests to answer
-_SLACK_S = 30.0  # beyond a generation's deadline, until GenerationHungError
+_SLACK_S = 30.0  # beyond a generation's deadline, until it is given up
 _CALL_S = 10.0  # for a short function on the event loop
+# Samples of one prompt share its prefix where they meet, so they stay together up to this imbalance.
+_AFFINITY_SLACK = 8
+_BACKOFF_S = 0.1  # before the second try; doubles
+_MAX_BACKOFF_S = 5.0
+_PROGRESS_S = 0.2
 
 Result = TypeVar("Result")
 
 
-class GenerationHungError(RunError):
-    """A generation continued after its deadline: a defect of mega_rl, raised instead of waited for."""
+@dataclass(eq=False)
+class _Job:
+    """A sample: its request, its tries and their outcomes."""
+
+    request: SampleRequest
+    partial: Sample
+    tries: int = 0
+    bad_answers: int = 0
+    disruptions: int = 0  # tries that a server is to blame for
+    expires: float = math.inf  # loop time
+    not_before: float = 0.0  # loop time
+    turn: asyncio.Future[Replica | None] | None = None  # the server of its next try; None: there is none
+    attempt: asyncio.Task[Sample | RequestFailure] | None = None  # its try in flight
+    evicted: RequestFailure | None = None  # why we cut its try short
+    asked: Replica | None = None  # server of its last try
+    last: str = "no server had room for it"  # how its last try stands or ended
+
+
+@dataclass(eq=False)
+class _Generation:
+    """State of one generation, on the event loop."""
+
+    replicas: Sequence[Replica]
+    jobs: Sequence[_Job]
+    sampling: Sampling
+    version: int
+    mixed_versions: bool
+    deadline: float  # loop time
+    result: GenerationResult = field(default_factory=GenerationResult)
+    fresh: deque[_Job] = field(default_factory=deque)  # wait for their first turn
+    waiting: list[_Job] = field(default_factory=list)  # wait for another try
+    flying: set[_Job] = field(default_factory=set)
+    homes: dict[int, Replica] = field(default_factory=dict)  # prompt -> server that last got it
+    helpers: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes, checks, and the abort of all requests
+    group: asyncio.TaskGroup | None = None  # helpers' group, while samples are out
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    reported: float = 0.0  # loop time
 
 
 class ServerRouter:
-    """Router of requests to the servers of a run. Servers begin STALE until `mark_ready` says which weights they hold.
+    """Spreads samples over the servers of a run, which begin STALE.
 
     Its event loop runs in its own thread, so that generation continues while the trainer trains. Call methods from
     other threads, one at a time; `interrupt` may come next to `result`.
@@ -60,45 +110,33 @@ class ServerRouter:
         """Create the clients; send nothing.
 
         Args:
-            vocab_size: tokens that the servers' embedding has; a prompt with another one kills a server.
+            vocab_size: of the servers' embedding; a prompt with another token kills a server.
             max_concurrency: requests in flight at one server; or those of the servers on this rank's host, by their
                 place in `endpoints`: the router uses others only while none of these serves.
             retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
             allow_mixed_versions: partial rollouts: responses may continue under later weights.
-            stall_timeout_s: seconds without a token from a server with requests until it is checked; a check takes as
-                long at most. At most a quarter of request_timeout_s is used.
+            stall_timeout_s: seconds without a token from a server with requests until it is checked, and of the check.
             grace_s: seconds for aborted requests to answer with what they have.
         """
         assert endpoints, "a router needs a server"
         near: Mapping[int, int] = {}
         if not isinstance(max_concurrency, int):
             near, max_concurrency = max_concurrency, -(-sum(max_concurrency.values()) // len(endpoints))
-        self._vocab_size = vocab_size
-        self._policy = Policy(
-            retries=retries,
-            request_timeout_s=request_timeout_s,
-            stall_timeout_s=min(stall_timeout_s, request_timeout_s / 4),
-            grace_s=grace_s,
-            mixed_versions=allow_mixed_versions,
-        )
+        self._vocab_size, self._retries, self._mixed = vocab_size, retries, allow_mixed_versions
+        self._request_timeout_s, self._grace_s = request_timeout_s, grace_s
+        self._stall_timeout_s = min(stall_timeout_s, request_timeout_s / 4)
         self._replicas = []
         for index, endpoint in enumerate(endpoints):
             capacity = near.get(index, max_concurrency)
             client = SglangClient(endpoint, vocab_size=vocab_size, max_concurrency=capacity)
-            self._replicas.append(Replica(index, client, capacity=capacity, near=index in near))
-        self._generation: SampleScheduler | None = None
+            self._replicas.append(Replica(client, capacity=capacity, near=index in near))
+        self._generation: _Generation | None = None
         self._future: concurrent.futures.Future[GenerationResult] | None = None
         self._deadline = 0.0  # end of the generation, time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-router", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Cancel a pending generation, close all connections and end the thread. May be called twice."""
@@ -126,38 +164,31 @@ class ServerRouter:
 
     # -- rotation ------------------------------------------------------------------------------------------------------
 
-    def mark_ready(self, index: int, version: int) -> None:
-        """Put server `index` of `endpoints` into rotation: it holds the weights of `version`, verified."""
-        self._mark(index, State.READY, "", version=version)
+    def mark(self, index: int, state: State, reason: str = "", *, version: int | None = None) -> None:
+        """Say the state of server `index` of `endpoints`.
 
-    def mark_stale(self, index: int, reason: str = "it must be sent the weights") -> None:
-        """Stop new traffic until `mark_ready`; requests in flight continue, without stall checks."""
-        self._mark(index, State.STALE, reason)
+        READY: it holds the weights of `version`, verified. STALE: no new traffic; requests in flight continue, without
+        stall checks. DOWN: its requests in flight are retried elsewhere at once.
+        """
 
-    def mark_down(self, index: int, reason: str = "it has ended") -> None:
-        """Take a dead server out of rotation; its requests in flight are retried elsewhere at once."""
-        self._mark(index, State.DOWN, reason)
+        def mark() -> None:
+            replica, generation = self._replicas[index], self._generation
+            replica.version = replica.version if version is None else version
+            replica.move(state, reason, planned=state is State.STALE)
+            if generation is not None:
+                if state is State.DOWN:
+                    _evict(generation, replica, RequestFailure("server_down", f"{replica.client.name}: {reason}"))
+                self._dispatch(generation)
+
+        _on_loop(self._loop, mark)
 
     def move(self, index: int, endpoint: Endpoint) -> None:
-        """Point at a restarted server's new address and keys; it stays out of rotation until `mark_ready`."""
-        self._call(lambda: self._replicas[index].client.move(endpoint))
+        """Point at a restarted server's new address and keys; it stays out of rotation until `mark`."""
+        _on_loop(self._loop, lambda: self._replicas[index].client.move(endpoint))
 
     def states(self) -> list[tuple[State, str]]:
         """Return each server's state and why it is not READY, in the order of `endpoints`."""
-        return self._call(lambda: [(replica.state, replica.reason) for replica in self._replicas])
-
-    def _mark(self, index: int, state: State, reason: str, *, version: int | None = None) -> None:
-        def mark() -> None:
-            replica = self._replicas[index]
-            if version is not None:
-                replica.version = version
-            replica.move(state, reason, planned=state is State.STALE)
-            if self._generation is not None:
-                what = f"server {replica.client.endpoint.index}: {reason}"
-                dead = RequestFailure("server_down", what) if state is State.DOWN else None
-                self._generation.replica_changed(replica, dead)
-
-        self._call(mark)
+        return _on_loop(self._loop, lambda: [(replica.state, replica.reason) for replica in self._replicas])
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +200,6 @@ class ServerRouter:
         version: int,
         deadline: float,
         partials: Mapping[Key, Sample] | None = None,
-        progress: Callable[[Progress], None] | None = None,
     ) -> None:
         """Begin a generation; one at a time.
 
@@ -179,66 +209,307 @@ class ServerRouter:
             deadline: time.monotonic() at which samples without an answer become failures of kind "deadline".
             partials: responses so far, as in `GenerationResult.unserved`; those of other versions begin anew, unless
                 allow_mixed_versions.
-            progress: called on the router's thread, five times a second at most.
 
         Raises:
             UserError: for a prompt that holds a token outside the vocabulary, or none.
         """
-        if self._future is not None and not self._future.done():
-            raise RuntimeError("a generation is pending; interrupt it or wait for its result")
-        if not self._thread.is_alive():
-            raise RuntimeError("the router is closed")
+        assert self._future is None or self._future.done(), "a generation is pending"
         assert len({request.key for request in requests}) == len(requests), "two requests have one key"
         jobs = []
         for request in requests:
-            foreign = next((token for token in request.prompt if not 0 <= token < self._vocab_size), None)
-            if foreign is not None or not request.prompt:
-                has = f"holds token {foreign}, the model has {self._vocab_size} tokens"
-                fault = "is empty" if foreign is None else has
-                raise UserError(f"prompt {request.key[0]} {fault}; check that the tokenizer is the model's own")
+            if not request.prompt or not all(0 <= token < self._vocab_size for token in request.prompt):
+                raise UserError(
+                    f"prompt {request.key[0]} is empty or holds a token outside the model's {self._vocab_size} tokens; "
+                    "check that the tokenizer is the model's own"
+                )
             partial = (partials or {}).get(request.key, Sample())
-            usable = self._policy.mixed_versions or all(number == version for number in partial.versions)
-            jobs.append(Job(request, partial if usable else Sample()))
-
-        def make() -> SampleScheduler:
-            return SampleScheduler(
-                self._replicas,
-                jobs,
-                sampling=sampling,
-                version=version,
-                deadline=self._loop.time() + deadline - time.monotonic(),
-                policy=self._policy,
-                progress=progress,
-            )
-
-        self._generation, self._deadline = self._call(make), deadline
-        self._future = asyncio.run_coroutine_threadsafe(self._generation.run(), self._loop)
+            usable = self._mixed or all(number == version for number in partial.versions)
+            jobs.append(_Job(request, partial if usable else Sample()))
+        ends = self._loop.time() + deadline - time.monotonic()
+        self._generation, self._deadline = (
+            _Generation(self._replicas, jobs, sampling, version, self._mixed, ends),
+            deadline,
+        )
+        self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation), self._loop)
 
     def result(self) -> GenerationResult:
-        """Wait for the generation's result. Raises GenerationHungError for one that runs on after its deadline."""
+        """Wait for the generation's result. Raises RunError for one that runs on after its deadline."""
         assert self._future is not None, "no generation was started"
-        assert self._generation is not None
         try:
             return self._future.result(timeout=max(0.0, self._deadline - time.monotonic()) + _SLACK_S)
         except concurrent.futures.TimeoutError:
             if self._future.done():
                 raise
             self._future.cancel()
-            result = self._generation.result
-            raise GenerationHungError(
-                f"a generation continued {_SLACK_S:g} s after its deadline, with "
-                f"{len(result.samples) + len(result.failures)} of {self._generation.total} samples ended"
-            ) from None
+            raise RunError(f"a generation continued {_SLACK_S:g} s after its deadline") from None
 
     def interrupt(self) -> None:
         """Stop sending, abort requests in flight and keep their tokens: `result` then returns within seconds."""
-        if self._generation is not None:
-            self._loop.call_soon_threadsafe(self._generation.interrupt)
+        generation = self._generation
 
-    def _call(self, work: Callable[[], Result]) -> Result:
-        """Run a short function on the event loop and return its result."""
+        def interrupt() -> None:
+            if generation is not None:
+                generation.result.interrupted = True
+                self._dispatch(generation)
+                _help(generation, "abort", partial(_abort, generation, self._grace_s))
 
-        async def run() -> Result:
-            return work()
+        self._loop.call_soon_threadsafe(interrupt)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout=_CALL_S)
+    async def _run(self, generation: _Generation) -> GenerationResult:
+        """Run until each sample has a response, a failure, or is unserved."""
+        began, result, phase = self._loop.time(), generation.result, progress.begin("samples")
+
+        def ended(job: _Job, outcome: Sample | RequestFailure | None) -> None:
+            _end(generation, job, outcome)
+            now = self._loop.time()
+            if now - generation.reported >= _PROGRESS_S:
+                generation.reported = now
+                done, rate = len(result.samples) + len(result.failures), result.tokens / max(now - began, 1e-9)
+                phase.report(done, len(generation.jobs), note=f"{rate:.0f} tok/s")
+
+        async def sample(job: _Job) -> None:
+            ended(job, await self._sample(generation, job))
+            self._dispatch(generation)
+            if len(result.samples) + len(result.failures) + len(result.unserved) == len(generation.jobs):
+                for helper in generation.helpers.values():
+                    helper.cancel()
+
+        try:
+            async with asyncio.timeout_at(generation.deadline), asyncio.TaskGroup() as generation.group:
+                _help(generation, "watch", partial(_watch, generation, self._stall_timeout_s, self._dispatch))
+                for job in generation.jobs:
+                    generation.group.create_task(sample(job))
+        except TimeoutError:
+            for job in generation.jobs:
+                if not _has_ended(result, job.request.key):
+                    ended(job, RequestFailure("deadline", f"the generation's deadline came first: {job.last}"))
+        finally:
+            self._generation = generation.group = None
+            for replica in self._replicas:
+                replica.in_flight = 0  # tries that were cut short among them
+            phase.end()
+        result.seconds = self._loop.time() - began
+        return result
+
+    async def _sample(self, generation: _Generation, job: _Job) -> Sample | RequestFailure | None:
+        """Return a whole response, the last failure, or None where no server is left."""
+        while not job.partial.is_whole(job.request, generation.sampling):
+            job.turn = self._loop.create_future()
+            (generation.waiting if job.tries else generation.fresh).append(job)
+            self._dispatch(generation)
+            if (replica := await job.turn) is None:
+                return None
+            now = self._loop.time()
+            if now >= job.expires:
+                replica.in_flight -= 1
+                return RequestFailure("timeout", f"no answer in {self._request_timeout_s:g} s: {job.last}")
+            outcome = await self._try(generation, job, replica, now)
+            replica.in_flight -= 1
+            generation.flying.discard(job)
+            if isinstance(outcome, RequestFailure):
+                if _failed(generation, job, replica, outcome, retries=self._retries):
+                    return outcome
+                self._loop.call_later(_backoff_s(job), self._dispatch, generation)  # also a busy server's pause ends
+            elif outcome is not None and outcome.finish != "partial":
+                replica.answered(self._loop.time())
+        return job.partial
+
+    async def _try(
+        self, generation: _Generation, job: _Job, replica: Replica, now: float
+    ) -> Sample | RequestFailure | None:
+        """Request the rest of a sample, and keep what comes; None: cut short with the generation."""
+        result, before = generation.result, len(job.partial.token_ids)
+        if job.tries == 0:
+            job.expires = now + self._request_timeout_s
+        result.requests += 1
+        result.retries += job.tries > 0
+        job.tries += 1
+        job.evicted, job.asked = None, replica
+        job.last = f"{replica.client.name} had not answered try {job.tries}"
+        remaining = job.expires - now
+        # A server that lost the request must not use up its time: the first try gets half, the next half of the rest.
+        timeout_s = remaining / 2 if job.disruptions < self._retries else remaining
+        key = job.request.key
+
+        async def attempt() -> Sample | RequestFailure:
+            try:
+                return await replica.client.generate(
+                    job.request,
+                    generation.sampling,
+                    rid=f"{generation.nonce}-{key[0]}-{key[1]}-{job.tries}",
+                    version=generation.version,
+                    timeout_s=timeout_s,
+                    partial=job.partial,
+                    mixed_versions=self._mixed,
+                    grace_s=min(self._grace_s, timeout_s / 4),
+                )
+            except RequestFailure as failure:
+                return failure
+
+        job.attempt = self._loop.create_task(attempt())
+        generation.flying.add(job)
+        try:
+            await asyncio.wait({job.attempt})
+        finally:
+            if not job.attempt.done():  # the generation ends: let it close its connection
+                job.attempt.cancel()
+                await asyncio.wait({job.attempt})
+        outcome = job.evicted if job.attempt.cancelled() else job.attempt.result()
+        got = outcome.partial if isinstance(outcome, RequestFailure) else outcome
+        if got is not None:
+            result.tokens += len(got.token_ids) - before
+            job.partial = got
+        whole = job.partial.is_whole(job.request, generation.sampling)  # maybe aborted at its last token
+        if isinstance(outcome, Sample) and outcome.finish == "partial" and not whole and not result.interrupted:
+            new = len(outcome.token_ids) - before
+            return RequestFailure("aborted", f"{replica.client.name}, sample {key}: given up after {new} tokens")
+        return outcome
+
+    def _dispatch(self, generation: _Generation) -> None:
+        """Give samples their turns, first retries; end the wait where no server is left."""
+        now, usable = self._loop.time(), _serving(generation, State.READY)
+        suspects = _serving(generation, State.SUSPECT)
+        for replica in suspects:
+            rid = f"{generation.nonce}-probe-{replica.client.endpoint.index}"
+            probe = partial(replica.probe, rid, version=generation.version, mixed_versions=self._mixed)
+            then = partial(self._dispatch, generation)
+            _help(generation, rid, partial(probe, timeout_s=self._stall_timeout_s), then)
+        if generation.result.interrupted or not (usable or suspects or generation.flying):
+            for job in (*generation.fresh, *generation.waiting):
+                _give(job, None)
+            generation.fresh.clear()
+            generation.waiting.clear()
+        for job in [job for job in generation.waiting if usable and job.not_before <= now]:
+            home = least_loaded([replica for replica in usable if replica is not job.asked] or usable, now)
+            if home is not None:
+                generation.waiting.remove(job)
+                _give(job, home, now)
+        while usable and generation.fresh and (home := least_loaded(usable, now)) is not None:
+            prompt = generation.fresh[0].request.key[0]
+            last = generation.homes.get(prompt, home)
+            if last in usable and (last.near or not home.near) and last.has_room(now):
+                home = last if last.in_flight <= home.in_flight + _AFFINITY_SLACK else home
+            generation.homes[prompt] = home
+            _give(generation.fresh.popleft(), home, now)
+
+
+def _serving(generation: _Generation, *states: State) -> list[Replica]:
+    """Return the servers in these states whose weights may be sampled from."""
+    version, mixed = generation.version, generation.mixed_versions
+    return [one for one in generation.replicas if one.state in states and one.holds(version, mixed_versions=mixed)]
+
+
+def _failed(generation: _Generation, job: _Job, replica: Replica, failure: RequestFailure, *, retries: int) -> bool:
+    """Record a failed try; return whether it was the sample's last one."""
+    now = asyncio.get_running_loop().time()
+    job.last = failure.message
+    generation.result.failed_tries[failure.kind] += 1
+    if failure.charge == "sample":
+        job.bad_answers += 1
+    else:
+        job.disruptions += 1
+    wait_s = _backoff_s(job)
+    replica.failed(now, failure, wait_s=wait_s)
+    elsewhere = any(other is not replica for other in _serving(generation, State.READY))
+    job.not_before = now if elsewhere and failure.charge != "sample" else now + wait_s
+    # Dying servers must not use up a sample's tries, and a sample that kills servers must not be retried for ever.
+    spent = job.bad_answers > retries or job.disruptions > retries + len(generation.replicas)
+    last = spent or failure.kind in NOT_RETRIED or now >= job.expires
+    return last and not generation.result.interrupted and not job.partial.is_whole(job.request, generation.sampling)
+
+
+async def _watch(generation: _Generation, stall_s: float, dispatch: Callable[[_Generation], None]) -> None:
+    """Check servers that have requests in flight and gave no sign of life for a while."""
+    loop = asyncio.get_running_loop()
+
+    async def check(replica: Replica) -> None:
+        if (failure := await replica.check(timeout_s=stall_s)) is not None:
+            _evict(generation, replica, failure)
+            dispatch(generation)
+
+    while True:
+        await asyncio.sleep(stall_s / 4)
+        for replica in _serving(generation, State.READY):
+            if replica.in_flight and loop.time() - replica.last_sign_of_life >= stall_s:
+                _help(generation, f"check {replica.client.endpoint.index}", partial(check, replica))
+
+
+def _give(job: _Job, replica: Replica | None, now: float = 0.0) -> None:
+    """Give a waiting sample its turn."""
+    assert job.turn is not None
+    if not job.turn.done():  # else its task was cancelled
+        job.turn.set_result(replica)
+        if replica is not None:
+            replica.sent(now)
+
+
+def _evict(generation: _Generation, replica: Replica, failure: RequestFailure) -> None:
+    """Cut short all requests in flight at a server."""
+    for job in generation.flying:
+        if job.asked is replica and job.evicted is None and job.attempt is not None:
+            job.evicted = failure
+            job.attempt.cancel()
+
+
+def _has_ended(result: GenerationResult, key: Key) -> bool:
+    return any(key in ended for ended in (result.samples, result.failures, result.unserved))
+
+
+def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | None) -> None:
+    """Record the one end of a sample; None: unserved."""
+    key, result = job.request.key, generation.result
+    assert not _has_ended(result, key), f"{key} ends twice"
+    if outcome is None:
+        result.unserved[key] = job.partial
+    elif isinstance(outcome, Sample):
+        stopped = outcome.token_ids[-1] in generation.sampling.stop_token_ids
+        result.samples[key] = replace(outcome, finish="stop" if stopped else "length")
+    else:
+        outcome.tries = job.tries
+        result.failures[key] = outcome
+
+
+def _backoff_s(job: _Job) -> float:
+    """Return the seconds until the next try: 0.1, 0.2, 0.4 ... with a jitter."""
+    failed = job.bad_answers + job.disruptions
+    jitter = random.Random(f"{job.request.key} {job.request.seed} {failed}").uniform(0.5, 1.5)
+    return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** (failed - 1)) * jitter
+
+
+def _help(
+    generation: _Generation,
+    name: str,
+    work: Callable[[], Coroutine[Any, Any, None]],
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Start a task next to the samples, one of each name, and call `then` after it."""
+
+    async def help_samples() -> None:
+        await work()
+        generation.helpers.pop(name)
+        then()
+
+    if generation.group is not None and name not in generation.helpers:
+        generation.helpers[name] = generation.group.create_task(help_samples())
+
+
+async def _abort(generation: _Generation, grace_s: float) -> None:
+    """Abort all requests within `grace_s`, repeatedly: an abort misses one on its way."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + grace_s
+    while generation.flying and loop.time() < end:
+        asked = {job.asked for job in generation.flying if job.asked is not None}
+        await asyncio.gather(*(replica.client.abort(timeout_s=grace_s / 2) for replica in asked))
+        await asyncio.sleep(0.05)
+    for job in generation.flying:
+        if job.attempt is not None:
+            job.attempt.cancel()
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], Result]) -> Result:
+    """Run a short function on the event loop and return its result."""
+
+    async def run() -> Result:
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(run(), loop).result(timeout=_CALL_S)

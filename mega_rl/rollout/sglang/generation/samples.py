@@ -34,14 +34,6 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class RoutedLayers:
-    """Layers in which a server routes tokens to experts."""
-
-    mixtures: tuple[bool, ...]  # whether each layer is a mixture; the others report nothing useful
-    top_k: int  # experts of a token
-
-
-@dataclass(frozen=True)
 class SampleRequest:
     """One sample of one prompt."""
 
@@ -76,38 +68,24 @@ class Sample:
 Charge = Literal["sample", "server", "down", "stale", "busy"]
 
 # What one failed try counts against, by its kind:
-# "sample": a bad answer came; it uses up one of the sample's tries.
+# "sample": it uses up one of the sample's tries.
 # "server": no answer came; it counts against the server, and a sample has a bounded number of these too.
 # "down": as "server", and no other request can do better there, so the server is suspected at once.
 # "stale": as "server", and the server gets no request until it was sent the weights again.
 # "busy": as "server", but the server is healthy; it gets no request for a moment.
 KINDS: dict[str, Charge] = {
-    # The body is not an answer: larger than any answer can be, not JSON, a list instead of one answer.
-    **dict.fromkeys(("too_large", "cut_json", "bad_json", "wrong_count", "not_an_object"), "sample"),
-    # The answer carries another request's id, or counts another number of prompt tokens.
-    **dict.fromkeys(("wrong_id", "wrong_prompt"), "sample"),
-    **dict.fromkeys(("missing_output_ids", "bad_output_ids", "token_out_of_vocabulary"), "sample"),
-    **dict.fromkeys(("too_many_tokens", "empty_response", "token_count"), "sample"),
-    **dict.fromkeys(("missing_logprobs", "bad_logprobs", "logprob_count", "logprob_token"), "sample"),
-    # SGLang writes NaN as null. A log-prob may exceed 0 by rounding only.
-    **dict.fromkeys(("non_finite_logprob", "positive_logprob"), "sample"),
-    # "aborted": the server gave the request up without being asked to.
-    **dict.fromkeys(("missing_finish", "unknown_finish", "aborted"), "sample"),
-    **dict.fromkeys(("no_stop_token", "token_after_stop", "short_length"), "sample"),
-    **dict.fromkeys(("missing_version", "wrong_version"), "stale"),
-    **dict.fromkeys(("mixed_versions", "bad_version_spans", "bad_routing"), "sample"),
-    # HTTP status.
+    "bad_answer": "sample",  # a 200 whose body is not an answer to the request
+    "aborted": "sample",  # the server gave the request up without being asked to
     "rejected": "sample",  # 400, 413, 422: the server will never take this request
-    "unauthorized": "down",
-    "not_found": "down",  # not an SGLang server of the version in use
-    "overloaded": "busy",
-    **dict.fromkeys(("server_error", "unavailable", "unexpected_status"), "server"),
-    # No whole answer.
-    "refused": "down",  # no process listens
-    **dict.fromkeys(("connect_timeout", "disconnected", "protocol", "timeout"), "server"),
+    "deadline": "sample",  # the generation's deadline came first
+    "other_weights": "stale",  # an answer with another weight version, or none
+    "refused": "down",  # no process listens, the key is wrong, or it is no SGLang server of the version in use
+    "overloaded": "busy",  # 429
+    "server_error": "server",  # any other status
+    "disconnected": "server",  # no whole answer
+    "timeout": "server",
     "stalled": "server",  # it stopped generating, whatever its /health says
     "server_down": "server",  # it was declared dead with the request in flight
-    "deadline": "sample",  # the generation's deadline came first
 }
 NOT_RETRIED = ("rejected", "deadline")
 
@@ -116,25 +94,11 @@ class RequestFailure(Exception):
     """One try of one request failed. `kind` is in KINDS; the message never holds a key."""
 
     def __init__(self, kind: str, message: str, *, partial: Sample | None = None) -> None:
-        assert kind in KINDS, f"{kind!r} is not in KINDS"
         super().__init__(f"{kind}: {message}")
-        self.kind = kind
-        self.what = message
+        self.kind, self.message = kind, message
+        self.charge = KINDS[kind]
         self.partial = partial  # tokens that came nevertheless and are good
-
-    @property
-    def charge(self) -> Charge:
-        """Return the charge of its kind."""
-        return KINDS[self.kind]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Reason why a sample has no response after all its tries."""
-
-    kind: str  # in KINDS
-    message: str  # names the server, the sample and what came
-    tries: int
+        self.tries = 0  # number, if this was the last one
 
 
 class State(Enum):
@@ -142,19 +106,8 @@ class State(Enum):
 
     READY = "ready"  # traffic, if it holds the requested version
     SUSPECT = "suspect"  # none until a real generation has succeeded there; then READY, else DOWN
-    STALE = "stale"  # none until it was sent the weights; `ServerRouter.mark_ready` says so
+    STALE = "stale"  # none until it was sent the weights; `ServerRouter.mark` says so
     DOWN = "down"  # none until it was started again and sent the weights
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a generation."""
-
-    done: int  # samples and failures
-    total: int
-    tokens: int  # received so far
-    tokens_per_second: float
-    ended: bool = False  # the last report of a generation, which need not have done all
 
 
 @dataclass
@@ -162,7 +115,7 @@ class GenerationResult:
     """Result of a generation: each requested key is in exactly one of samples, failures and unserved."""
 
     samples: dict[Key, Sample] = field(default_factory=dict)  # whole responses
-    failures: dict[Key, Failure] = field(default_factory=dict)  # tried for the last time
+    failures: dict[Key, RequestFailure] = field(default_factory=dict)  # tried for the last time
     # Responses as far as they came (maybe not at all) when no server was left or the generation was interrupted:
     # give them to the next generation.
     unserved: dict[Key, Sample] = field(default_factory=dict)
@@ -178,13 +131,5 @@ class GenerationResult:
         self.samples |= later.samples
         self.failures |= later.failures
         self.unserved = later.unserved
-        self.requests += later.requests
-        self.retries += later.retries
-        self.tokens += later.tokens
-        self.seconds += later.seconds
-        self.failed_tries += later.failed_tries
-
-    def progress(self, total: int, seconds: float, *, ended: bool = False) -> Progress:
-        """Return the progress of a generation of `total` samples after `seconds`."""
-        done = len(self.samples) + len(self.failures)
-        return Progress(done, total, self.tokens, self.tokens / max(seconds, 1e-9), ended)
+        for name in ("requests", "retries", "tokens", "seconds", "failed_tries"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))

@@ -5,9 +5,7 @@ Endpoints, bodies and answers are those of SGLang 0.5.20 (srt/entrypoints/http_s
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -68,26 +66,20 @@ class Control:
         key = endpoint.keys.api_key if path in GENERATION else endpoint.keys.admin_key
         with self._counting:
             self.requests += 1
-        with _Deadline(timeout_s) as deadline:
-            try:
-                with self._client.stream(
-                    method,
-                    endpoint.url + path,
-                    json=body,
-                    headers={"Authorization": f"Bearer {key}", "Accept-Encoding": "identity"},
-                    timeout=timeout_s,
-                    extensions={"trace": deadline.watch},
-                ) as response:
-                    content = _read(response)
-            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-                what = f"{type(error).__name__}: {shortened(str(error)) or 'the connection ended'}"
-                if deadline.passed or isinstance(error, httpx.TimeoutException):
-                    what = f"waited {timeout_s:g} s for its answer"
-                raise ServerError(endpoint, path, what) from None
-        if deadline.passed:
-            raise ServerError(endpoint, path, f"waited {timeout_s:g} s for its answer")
+        deadline = time.monotonic() + timeout_s
+        headers = {"Authorization": f"Bearer {key}", "Accept-Encoding": "identity"}
+        try:
+            with self._client.stream(
+                method, endpoint.url + path, json=body, headers=headers, timeout=timeout_s
+            ) as response:
+                content = _read(response, deadline)
+        except httpx.TimeoutException:
+            raise ServerError(endpoint, path, f"waited {timeout_s:g} s for its answer") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            what = f"{type(error).__name__}: {shortened(str(error)) or 'the connection ended'}"
+            raise ServerError(endpoint, path, what) from None
         if response.status_code != 200:
-            raise ServerError(endpoint, path, shortened(_message(content)), status=response.status_code)
+            raise ServerError(endpoint, path, shortened(content.decode(errors="replace")), status=response.status_code)
         return content
 
     def object(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -122,25 +114,18 @@ class Control:
         deadline_s: seconds, `timeout_s` when None.
         """
         deadline_s = self.timeout_s if deadline_s is None else deadline_s
-        deadline = time.monotonic() + deadline_s
-        tries, refusal = 0, ""
+        deadline, tries, what = time.monotonic() + deadline_s, 0, ""
         while (left := deadline - time.monotonic()) > 0:
             tries += 1
             try:
                 self.call("GET", "/flush_cache", timeout_s=left)
                 return
             except ServerError as error:
-                if error.status == 400:  # the answer of a server that still has requests
-                    refusal = str(error)
-                elif not refusal or time.monotonic() < deadline:
+                if error.status != 400 and not what:  # 400: a server that still has requests
                     raise
+                what = f"waited {deadline_s:g} s for the server to be idle, {tries} tries; last answer: {error}"
             time.sleep(min(_FLUSH_PAUSE_S * tries, 1.0, max(0.0, deadline - time.monotonic())))
-        raise ServerError(
-            self.endpoint,
-            "/flush_cache",
-            f"waited {deadline_s:g} s for the server to be idle so that its cache can be emptied, {tries} tries; "
-            f"last answer: {refusal or 'none'}",
-        )
+        raise ServerError(self.endpoint, "/flush_cache", what)
 
     def update_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
@@ -184,42 +169,6 @@ class Control:
         self.succeed(path, body)
 
 
-class _Deadline:
-    """Timer that shuts the socket of one request at its deadline.
-
-    httpx's own timeouts are those of single reads: an answer that drips would come for ever.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.passed = False
-        self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._timer = threading.Timer(timeout_s, self._end)
-        self._timer.daemon = True
-
-    def __enter__(self) -> _Deadline:
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def watch(self, event: str, info: Mapping[str, Any]) -> None:
-        """Keep the socket of the request's connection; a callback of httpcore's "trace" extension."""
-        if event == "connection.connect_tcp.complete":
-            with self._lock:
-                self._socket = info["return_value"].get_extra_info("socket")
-            if self.passed:
-                self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            self.passed = True
-            if self._socket is not None:
-                with contextlib.suppress(OSError):  # the server closed it first
-                    self._socket.shutdown(socket.SHUT_RDWR)
-
-
 def each(servers: Collection[int], ask: Callable[[int], Answer]) -> tuple[dict[int, Answer], dict[int, str]]:
     """Call `ask` for all servers at once; return answers and failures by server."""
     answers: dict[int, Answer] = {}
@@ -237,29 +186,15 @@ def each(servers: Collection[int], ask: Callable[[int], Answer]) -> tuple[dict[i
     return {i: answers[i] for i in servers if i in answers}, {i: failed[i] for i in servers if i in failed}
 
 
-def _read(response: httpx.Response) -> bytes:
+def _read(response: httpx.Response, deadline: float) -> bytes:
     content = bytearray()
     for chunk in response.iter_bytes():
         content += chunk
+        if time.monotonic() > deadline:  # httpx's own limit is of single reads, and an answer may drip for ever
+            raise httpx.ReadTimeout("the answer's deadline")
         if len(content) > _MAX_ANSWER:
             raise httpx.ReadError(f"an answer of more than {_MAX_ANSWER} bytes")
     return bytes(content)
-
-
-def _message(content: bytes) -> str:
-    """Return the message in a refusal's JSON, else its text."""
-    text = content.decode(errors="replace")
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        return text
-    for name in ("message", "error", "detail"):
-        said = answer.get(name) if isinstance(answer, dict) else None
-        if isinstance(said, dict):
-            said = said.get("message")
-        if isinstance(said, str) and said:
-            return said
-    return text
 
 
 def shortened(text: str) -> str:

@@ -48,17 +48,16 @@ class Keys:
         """Read both keys from a file. Raises UserError for a file that others can read or without both keys."""
         try:
             mode = path.stat().st_mode
-            content = json.loads(path.read_text("utf-8"))
-            keys = cls(content["api_key"], content["admin_key"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            keys = cls(**json.loads(path.read_text("utf-8")))
+            if not all(isinstance(key, str) and key for key in (keys.api_key, keys.admin_key)):
+                raise ValueError("a key is empty or not a string")
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f'{path}: cannot be read as a file of keys: {type(error).__name__}; it holds {{"api_key": "...", '
                 '"admin_key": "..."}'
             ) from None
         if mode & 0o077:
             raise UserError(f"{path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 {path}")
-        if not (isinstance(keys.api_key, str) and isinstance(keys.admin_key, str)) or not all(asdict(keys).values()):
-            raise UserError(f"{path}: a key is empty or not a string; write both as strings")
         return keys
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from mega_rl.config.rules.servers import is_loopback
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.errors import UserError
 
 if TYPE_CHECKING:

@@ -31,14 +31,12 @@ def install() -> None:
     noise_of_tokens()
     pinned_memory()
     forked_processes()
-    gloo_devices()
 
 
 def compilation() -> None:
     """`torch.compile`: return the function as it is.
 
-    Compiled, seeded sampling needs a C++ compiler, and the first request takes half a minute and more. The variable
-    prevents that too, but then SGLang's decorators import all of Inductor: a second of a core.
+    Compiled, seeded sampling needs a C++ compiler, and the first request takes half a minute and more.
     """
     import torch
 
@@ -47,13 +45,6 @@ def compilation() -> None:
 
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for `torch._dynamo.optimize`, which torch itself calls
     vars(torch)["compile"] = as_it_is  # an assignment would want its overloads
-
-
-def gloo_devices() -> None:
-    """`ProcessGroupGloo`: a scheduler's groups share a network thread, see `mega_rl.parallel.gloo`."""
-    from mega_rl.parallel.gloo import share_device
-
-    share_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))
 
 
 def forked_processes() -> None:
@@ -103,8 +94,7 @@ def torchvision_operators() -> None:
 def triton() -> None:
     """Install SGLang's own stand-in for `triton`, which is for macOS, unless triton is there.
 
-    The file runs while `platform` names macOS; its changes to torch for macOS are undone afterwards. No Triton kernel
-    runs on the CPU path, and the package's import would take 1 GB.
+    The file runs while `platform` names macOS; its changes to torch for macOS are undone afterwards.
     """
     if importlib.util.find_spec("triton") is not None:
         return
@@ -113,12 +103,10 @@ def triton() -> None:
     import torch
 
     package = importlib.util.find_spec("sglang")
-    assert package is not None, "sglang is not on the path"
-    assert package.origin is not None, "sglang is a folder without code"
+    assert package is not None and package.origin is not None, "sglang is not on the path"  # noqa: PT018
     location = Path(package.origin).with_name("_platform_stubs.py")
     spec = importlib.util.spec_from_file_location("sglang_platform_stubs", location)
-    assert spec is not None, f"{location} is not a Python file"
-    assert spec.loader is not None, f"{location} is not a Python file"
+    assert spec is not None and spec.loader is not None, f"{location} is not a Python file"  # noqa: PT018
     stubs = importlib.util.module_from_spec(spec)
     changed: list[tuple[Any, str, Any]] = [
         (sys, "platform", "darwin"),
@@ -200,8 +188,8 @@ def sampling_seeds() -> None:
 def noise_of_tokens() -> None:
     """Patch sampling with top-k or top-p: seeded noise belongs to a token, not to its rank.
 
-    SGLang sorts the probabilities of a whole batch as soon as one request of it cuts them off, as a greedy one does,
-    and numbers the noise by the places in that order: all other samples then get other tokens.
+    SGLang sorts the probabilities of a whole batch as soon as one request of it cuts them off, and numbers the noise
+    by that order: all other samples then get other tokens.
     """
     import torch
     from sglang.srt.layers import sampler

@@ -73,14 +73,9 @@ def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installat
     Raises UserError with the command to install it, for no SGLang, another version, or on CUDA the one for CPUs.
     """
     installation = find_sglang(prefix)
-    if installation is None:
-        raise UserError(
-            f"rollout.backend=sglang needs SGLang {SGLANG_VERSION}, which is not installed; {how_to_install(device)}"
-        )
-    if installation.version != SGLANG_VERSION:
-        raise UserError(
-            f"SGLang {installation.version} is installed; mega_rl works with {SGLANG_VERSION}; {how_to_install(device)}"
-        )
+    if installation is None or installation.version != SGLANG_VERSION:
+        there = "it is not installed" if installation is None else f"{installation.version} is installed"
+        raise UserError(f"rollout.backend=sglang needs SGLang {SGLANG_VERSION}; {there}; {how_to_install(device)}")
     if device == "cuda" and installation.folder is not None:
         raise UserError(
             f"SGLang in {installation.folder} has no CUDA kernels and serves CPUs only; on a GPU machine install "

@@ -2,23 +2,18 @@
 
 SGLang's own server with five things around it:
 
-- Keys come in a file that only its owner can read (`MEGA_RL_SGLANG_KEYS` names it) and never reach SGLang's settings,
-  which it logs and answers on /server_info. Every endpoint wants a key; see `keys.KeyCheck`.
-- Standard input is the line of life: it ends with the trainer, however that ends, and then all processes of the server
-  are killed. A server that is kept for other ranks goes by its record; see `kept`. All are also killed when this one,
-  the leader of their process group, ends.
+- Keys come in a file of the private folder (`MEGA_RL_SGLANG_SCRATCH`), not in SGLang's settings, which it logs.
+  Every endpoint wants a key; see `keys.KeyCheck`.
+- All processes of the server end with the trainer, whose end closes standard input, and with this one, their leader.
 - A server on several hosts has such a process on each of them, and they end together; see `nodes`.
-- Files that SGLang shares by public names go to a private folder (`MEGA_RL_SGLANG_SCRATCH`), which is removed at the
-  end; see `use_private_files`.
+- Files that SGLang shares by public names go to the private folder, which is removed at the end.
 - Without CUDA, `cpu_stand_ins` take the place of modules that need it.
 
-SGLang starts its own processes by spawn, which runs this module's top level in each of them; without CUDA by fork,
-see `cpu_stand_ins.forked_processes`.
+SGLang's own processes run this module's top level, by spawn; without CUDA they are forked.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import getpass
 import os
@@ -37,12 +32,13 @@ from typing import cast
 import psutil
 
 from mega_rl.rollout.sglang.http.keys import KeyCheck, Keys, Receive, Scope, Send
-from mega_rl.rollout.sglang.server import cpu_stand_ins, group, kept, nodes
+from mega_rl.rollout.sglang.server import cpu_stand_ins, group, nodes
 
-KEYS_VARIABLE = "MEGA_RL_SGLANG_KEYS"
 DEVICE_VARIABLE = "MEGA_RL_SGLANG_DEVICE"
 SCRATCH_VARIABLE = "MEGA_RL_SGLANG_SCRATCH"
 TRAINER_VARIABLE = "MEGA_RL_SGLANG_TRAINER"
+SCRATCH_PREFIX = "mega-rl-sglang-"  # servers' private folders
+KEYS_FILE = "keys.json"  # in one
 
 _POLL_S = 0.5
 _KILL_S = 10.0
@@ -59,7 +55,7 @@ def prepare(*, leads: bool) -> None:
         # SGLang's imports make a million objects, and the collector would go through them again and again: a fifth of
         # the processor time of a start, for 15 MB of garbage. `collect_again` ends that.
         gc.disable()
-    scratch = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.mkdtemp(prefix=kept.SCRATCH_PREFIX))
+    scratch = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
     os.environ[SCRATCH_VARIABLE] = os.environ["TMPDIR"] = str(scratch)
     _watch(_until_the_trainer_ends if leads else _until_the_leader_ends, scratch)
     os.register_at_fork(after_in_child=lambda: _watch(_until_the_leader_ends, scratch))
@@ -87,8 +83,8 @@ def use_private_files(folder: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends."""
-    keys = Keys.read(Path(os.environ.pop(KEYS_VARIABLE)))
     scratch = Path(os.environ[SCRATCH_VARIABLE])
+    keys = Keys.read(scratch / KEYS_FILE)
     node = nodes.Node.read(scratch)
     if node is not None:
         nodes.end_together(node, lambda reason: _end_all(scratch, reason))
@@ -140,21 +136,11 @@ def _watch(until: Callable[[], None], scratch: Path) -> None:
 
 
 def _until_the_trainer_ends() -> None:
-    """Return when standard input ends (a forked child may hold it open) or the parent changes.
-
-    Return for a kept server when neither its launcher nor the rank that owns it runs.
-    """
+    """Return when standard input ends (a forked child may hold it open) or the parent changes."""
     trainer = int(os.environ.get(TRAINER_VARIABLE) or os.getppid())
-    scratch = Path(os.environ[SCRATCH_VARIABLE])
-    is_open = True
-    while True:
-        record = kept.KeptServer.read(scratch)
-        if not (is_open and os.getppid() == trainer if record is None else record.launcher.runs or record.owner.runs):
+    while os.getppid() == trainer:
+        if select.select([0], [], [], _POLL_S)[0] and not os.read(0, 4096):
             return
-        if not is_open:
-            time.sleep(_POLL_S)
-        elif select.select([0], [], [], _POLL_S)[0] and not os.read(0, 4096):
-            is_open = False
 
 
 def _until_the_leader_ends() -> None:
@@ -169,17 +155,13 @@ def _until_the_leader_ends() -> None:
 def _end_all(scratch: Path, reason: str = "") -> None:
     """End all processes of the server; the log gets the reason."""
     if reason:
-        os.write(sys.stderr.fileno(), f"{nodes.GONE} {reason}\n".encode())
-    record = kept.KeptServer.read(scratch)
+        os.write(sys.stderr.fileno(), f"The server ends: {reason}\n".encode())
     # Before and after: once its processes die, SGLang's main thread may end this one at any moment.
     shutil.rmtree(scratch, ignore_errors=True)
     deadline = time.monotonic() + _KILL_S
     while group.kill(os.getpgrp(), spare=os.getpid()) and time.monotonic() < deadline:
         time.sleep(0.02)  # a process that is still there could write into the folder
     shutil.rmtree(scratch, ignore_errors=True)
-    if record is not None and not record.launcher.runs:
-        with contextlib.suppress(OSError):  # not empty
-            scratch.parent.rmdir()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,9 +1,8 @@
 """Device memory of colocated servers: their share, and their turns with the trainer.
 
 SGLang's `--mem-fraction-static` is a share of the memory that is free when the server starts; the rest is for its
-activations, its CUDA graphs and, here, for the trainer. Both sides are on the device at once when weights are sent and
-proved: the server has weights and KV cache, the trainer the policy's parameters and a residue that no offload moves.
-That residue is an estimate, and unmeasured.
+activations, its CUDA graphs and here for the trainer. Both sides are on the device when weights are sent: the server
+has weights and KV cache, the trainer the policy's parameters and a residue, which is an estimate.
 """
 
 from __future__ import annotations
@@ -51,17 +50,11 @@ def memory_fraction(setting: float, *, total: int, policy: int, weights: int, tp
                 "rollout.sglang.placement=separate"
             )
         return math.floor(1000 * room / total) / 1000
-    if setting * total + kept > total:
-        highest = max(math.floor(1000 * (1 - kept / total)) / 1000, 0.0)
+    if not weights <= setting * total <= total - kept:
         raise UserError(
-            f"{_SETTING}={setting:g} of {_gib(total)} leaves no room on colocated devices for the policy's "
-            f"{_gib(policy)} and {_gib(TRAINER_RESIDUE)} of the trainer, which are there while weights are sent; set "
-            f"at most {highest:g}, or 0 to have it computed"
-        )
-    if setting * total < weights:
-        raise UserError(
-            f"{_SETTING}={setting:g} of {_gib(total)} does not hold the {_gib(weights)} of weights of one rank of a "
-            f"server with rollout.sglang.server.tp={tp}; raise either, or set 0 to have the fraction computed"
+            f"{_SETTING}={setting:g}: of a device's {_gib(total)} a colocated server needs at least {_gib(weights)} "
+            f"for weights and leaves {_gib(kept)} to the trainer, for the policy that it sends and what it keeps; set "
+            "0 to have the fraction computed"
         )
     return setting
 
@@ -80,8 +73,7 @@ def _gib(size: int) -> str:
 class ServersMemory:
     """`workers.residency.ServerMemory` of all servers.
 
-    It stops a server that fails to release or resume, since only then its memory is known to be free; the server starts
-    again before the next rollout needs it, as any server that was lost.
+    It stops a server that fails: only then its memory is known to be free. It starts again as any lost server does.
     """
 
     def __init__(
@@ -163,7 +155,7 @@ def release_at_start(pool: ServerPool, ranks: Ranks, *, timeout_s: float) -> Non
         finally:
             control.close()
 
-    _, own = each([index for index in range(len(pool.endpoints)) if pool.nodes(index)[0] == ranks.rank], release)
+    _, own = each([index for index in range(len(pool.endpoints)) if pool.owner(index) == ranks.rank], release)
     failed = merge_failures(own, ranks)
     if failed:
         raise RunError(f"servers did not release their memory after their start: {'; '.join(failed.values())}")

@@ -1,15 +1,11 @@
 """Nodes of a server that spans hosts: how they meet and end together. Imports no torch.
 
-Each host runs a part of such a server, a process like any other server's. Two sockets of the first node join the parts:
+Each host runs a part of such a server. Two sockets of the first node join them: the store at which SGLang's ranks meet
+(SGLang's own would listen on all interfaces), and the line of life, a connection that every other part holds and the
+kernel closes at any end of either. A part that loses it ends, and the trainer starts all parts again.
 
-- The store at which SGLang's ranks meet. SGLang's own would listen on all interfaces.
-- The line of life. Every other part holds a connection to the first one, and the kernel closes it at any end of either.
-  A part that loses it ends, since the ranks of a server cannot do without each other: the trainer then sees one server
-  that does not answer, and starts all of its parts again.
-
-A connection begins with a secret of the start, and keys of the store do. Both travel in the clear, as the keys of
-requests do. The messages between SGLang's ranks (gloo, NCCL and
-a queue of requests, zmq) are not protected: whoever is on that network can read them.
+A connection begins with a secret of the start, and keys of the store do. Both travel in the clear, and messages between
+SGLang's ranks are not protected: whoever is on that network can read them.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 FILE = "node.json"  # in a part's private folder
-GONE = "The server ends:"  # the line of a log that says which node has ended
 
 _SCHEME = "nodes"  # in torch.distributed's init_method
 _HELLO_BYTES = 64
@@ -162,9 +157,3 @@ def _wait_for_end(connection: socket.socket) -> None:
 
 def _listener(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-
-
-def end_reason(log: str) -> str:
-    """Return the reason in the log's last line about a node's end; empty without one."""
-    lines = [line.partition(GONE)[2].strip() for line in log.splitlines() if GONE in line]
-    return lines[-1] if lines else ""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from mega_rl.parallel.agreement import run_on_all, run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
-from mega_rl.rollout.sglang.server.kept import KeptServers
 from mega_rl.rollout.sglang.server.nodes import Node
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.tracking import progress
@@ -32,11 +32,13 @@ class ServerPool:
 
     endpoints: list[Endpoint]
     tp: list[int]  # tensor-parallel ranks of each server
+    hosts: list[tuple[int, ...]]  # numbers of the trainer's hosts that each server is on; none for a joined one
+    ranks_per_host = 1
     colocated = False  # they share the trainer's devices and take turns with it
 
-    def nodes(self, index: int) -> Sequence[int]:
-        """Return the first rank of each host of a server; none for a joined one."""
-        return ()
+    def owner(self, index: int) -> int:
+        """Return the rank that starts a server's first node, which has its URL."""
+        return self.hosts[index][0] * self.ranks_per_host
 
     def wait_ready(self) -> None:
         """Wait until every server of every host generates; at once when they do already; collective.
@@ -55,9 +57,6 @@ class ServerPool:
     def stop(self, servers: Sequence[int]) -> None:
         """End those of these servers that this rank started, until `bring_back`; no collective."""
 
-    def leave(self) -> None:
-        """Leave kept servers to later ranks; end the others that this rank started."""
-
     def close(self) -> None:
         """End the servers that this rank started; no collective, may be called twice."""
 
@@ -65,8 +64,7 @@ class ServerPool:
 class StartedServers(ServerPool):
     """Servers that this run starts, equally many on each host or each `nodes` hosts.
 
-    The first rank of a host owns the servers there, or its nodes' parts of them. A server that is started again keeps
-    its number; its address and its keys are new.
+    The first rank of a host owns the servers there, or its nodes' parts of them.
     """
 
     def __init__(
@@ -79,31 +77,29 @@ class StartedServers(ServerPool):
         folder: Path,
         process: Callable[[ServerSettings, int, Path], ServerProcess] = ServerProcess,
     ) -> None:
-        """Start this host's servers without waiting for them; `wait_ready` does. Collective where they span hosts.
+        """Start this host's servers without waiting for them. Collective where they span hosts.
 
         settings: of the first server; the others differ by `node`, `base_gpu` and `seed`.
         count: servers that a host has a part of. Their numbers continue from host to host.
-        process: makes the process of a server or part, given its settings, number and folder.
 
         Raises UserError where servers that span several hosts do not divide the trainer's.
         """
-        self._ranks = ranks
+        self._ranks, self.ranks_per_host, nodes = ranks, ranks_per_host, settings.nodes
         self._timeout_s = settings.start_timeout_s
-        self._spans_hosts = settings.nodes > 1
+        self._spans_hosts = nodes > 1
         self.colocated = settings.memory_saver
-        leaders, nodes = range(0, ranks.size, ranks_per_host), settings.nodes
-        if len(leaders) % nodes:
+        num_hosts = -(-ranks.size // ranks_per_host)
+        if num_hosts % nodes:
             raise UserError(
-                f"rollout.sglang.server.nodes={nodes}: the trainer runs on {len(leaders)} host(s), and each server "
-                f"takes {nodes} of them; legal: {listed(divisors(len(leaders)))}"
+                f"rollout.sglang.server.nodes={nodes}: the trainer runs on {num_hosts} host(s), and each server "
+                f"takes {nodes} of them; legal: {listed(divisors(num_hosts))}"
             )
-        spans = [tuple(leaders[first : first + nodes]) for first in range(0, len(leaders), nodes)]
-        self._nodes = [span for span in spans for _ in range(count)]
-        self.tp = [settings.tp] * len(self._nodes)
+        self.hosts = [tuple(range(first, first + nodes)) for first in range(0, num_hosts, nodes) for _ in range(count)]
+        self.tp = [settings.tp] * len(self.hosts)
         self.endpoints: list[Endpoint] = []
         self._own: dict[int, ServerProcess] = {}
-        host = ranks.rank // ranks_per_host
-        for place in range(count if ranks.rank in leaders else 0):
+        host, is_first = divmod(ranks.rank, ranks_per_host)
+        for place in range(count if is_first == 0 else 0):
             index = host // nodes * count + place
             own = replace(
                 settings,
@@ -112,26 +108,18 @@ class StartedServers(ServerPool):
                 seed=settings.seed + index,  # with one seed they would draw the same noise for batches of one shape
             )
             self._own[index] = process(own, index, folder)
-        if self._own and (kept := KeptServers.of_launcher()) is not None:
-            kept.end_others(set(self._own))
-        self._start(range(len(self._nodes)))
-
-    def nodes(self, index: int) -> Sequence[int]:
-        return self._nodes[index]
+        self._start(range(len(self.hosts)))
 
     def wait_ready(self) -> None:
         if self.endpoints:
             return
         with progress.phase("waiting for SGLang servers", deadline_s=self._timeout_s):
-            ready = self._wait(range(len(self._nodes)))
-        self.endpoints = [ready[index] for index in range(len(self._nodes))]
+            ready = self._wait(range(len(self.hosts)))
+        self.endpoints = [ready[index] for index in range(len(self.hosts))]
 
     def bring_back(self, lost: Sequence[int]) -> None:
-        if not lost:
-            return
         for index in sorted(self._own.keys() & set(lost)):
-            reason = self._own[index].end_reason() if self._spans_hosts else ""
-            log.warning("starting SGLang server %d again%s", index, f": {reason}" if reason else "")
+            log.warning("starting SGLang server %d again", index)
         run_on_all(lambda: self.stop(lost), self._ranks)  # no old part may be there when a new one starts
         self._start(lost)
         for index, endpoint in self._wait(lost).items():
@@ -140,17 +128,20 @@ class StartedServers(ServerPool):
     def _start(self, servers: Sequence[int]) -> None:
         """Start this host's processes of these servers; collective where they span hosts."""
         own = {index: self._own[index] for index in sorted(self._own.keys() & set(servers))}
+        if not self._spans_hosts:
+            for server in own.values():
+                server.start()
+            return
 
         def reserve() -> list[list[object]]:
-            return [[index, asdict(server.reserve_meeting())] for index, server in own.items() if self._leads(index)]
+            led = [(index, server) for index, server in own.items() if self.owner(index) == self._ranks.rank]
+            return [[index, asdict(server.reserve_meeting())] for index, server in led]
 
-        meetings: dict[int, Node] = {}
-        if self._spans_hosts and servers:
-            # The trainer's own process group carries their secrets, as it does keys.
-            for reserved in self._ranks.gather_json(run_on_all(reserve, self._ranks)):
-                meetings |= {index: Node(**meeting) for index, meeting in reserved}
+        # The trainer's own process group carries their secrets, as it does keys.
+        every = self._ranks.gather_json(run_on_all(reserve, self._ranks))
+        meetings = {index: Node(**meeting) for reserved in every for index, meeting in reserved}
         for index, server in own.items():
-            server.start(*([meetings[index]] if index in meetings else []))
+            server.start(meetings[index])
 
     def _wait(self, servers: Sequence[int]) -> dict[int, Endpoint]:
         """Wait for these servers on all hosts at the same time; return their endpoints; collective."""
@@ -159,7 +150,7 @@ class StartedServers(ServerPool):
         def wait() -> list[dict[str, object]]:
             with ThreadPoolExecutor(max(1, len(own))) as pool:
                 endpoints = list(pool.map(lambda server: server.wait_ready(), own.values()))
-            return [asdict(endpoint) for endpoint in endpoints if self._leads(endpoint.index)]
+            return [asdict(endpoint) for endpoint in endpoints if self.owner(endpoint.index) == self._ranks.rank]
 
         def give_up() -> None:
             for server in own.values():
@@ -170,17 +161,9 @@ class StartedServers(ServerPool):
         records = [record for records in self._ranks.gather_json(here) for record in records]
         return {one["index"]: Endpoint(one["index"], one["url"], Keys(**one["keys"])) for one in records}
 
-    def _leads(self, index: int) -> bool:
-        """Return whether a server's first node, which has its URL, is this rank's."""
-        return self._nodes[index][0] == self._ranks.rank
-
     def stop(self, servers: Sequence[int]) -> None:
         for index in self._own.keys() & set(servers):
             self._own[index].stop()
-
-    def leave(self) -> None:
-        for server in self._own.values():
-            server.leave()
 
     def close(self) -> None:
         self.stop(list(self._own))
@@ -189,46 +172,35 @@ class StartedServers(ServerPool):
 class JoinedServers(ServerPool):
     """Servers that run already (`rollout.sglang.urls`); this run neither starts nor ends them."""
 
-    def __init__(self, ranks: Ranks, urls: Sequence[str], keys: Keys, *, timeout_s: float) -> None:
+    def __init__(self, ranks: Ranks, urls: Sequence[str], keys_file: Path, *, timeout_s: float) -> None:
         """Send nothing; `wait_ready` does. timeout_s: deadline of an answer from all of them."""
-        self._ranks = ranks
-        self._timeout_s = timeout_s
-        self.tp: list[int] = []
+        self._ranks, self._timeout_s, keys = ranks, timeout_s, Keys.read(keys_file)
+        self.tp, self.hosts = [], [()] * len(urls)
         self.endpoints = [Endpoint(index, url.rstrip("/"), keys) for index, url in enumerate(urls)]
 
     def wait_ready(self) -> None:
-        """Wait until all servers answer, and read their tensor-parallel sizes into `tp`; collective.
-
-        Raises RunError on all ranks.
-        """
         urls = ", ".join(endpoint.url for endpoint in self.endpoints)
-        log.info("waiting for SGLang servers %s, at most %g s", urls, self._timeout_s)
         with progress.phase(f"waiting for SGLang servers {urls}", deadline_s=self._timeout_s):
             self.tp = run_on_one(lambda: self._sizes(range(len(self.endpoints))), self._ranks)
 
     def bring_back(self, lost: Sequence[int]) -> None:
-        """Wait until these answer again, restarted by whoever started them; collective."""
         run_on_one(lambda: self._sizes(lost), self._ranks)
 
     def _sizes(self, servers: Sequence[int]) -> list[int]:
         """Wait until these servers answer; return their tensor-parallel sizes from /server_info."""
         deadline = time.monotonic() + self._timeout_s
-        controls = [Control(self.endpoints[index], timeout_s=_ANSWER_S) for index in servers]
-        try:
-            while silent := [one for one in controls if not one.answers("/health", timeout_s=_HEALTH_S)]:
+        return [self._size(self.endpoints[index], deadline) for index in servers]
+
+    def _size(self, endpoint: Endpoint, deadline: float) -> int:
+        with closing(Control(endpoint, timeout_s=_ANSWER_S)) as control:
+            while not control.answers("/health", timeout_s=_HEALTH_S):
                 if time.monotonic() > deadline:
-                    urls = ", ".join(control.endpoint.url for control in silent)
                     raise RunError(
                         f"waited {self._timeout_s:g} s (rollout.sglang.start_timeout_s) for an answer of SGLang "
-                        f"servers {urls}"
+                        f"server {endpoint.url}"
                     )
                 time.sleep(_POLL_S)
-            sizes = [control.object("GET", "/server_info").get("tp_size") for control in controls]
-        finally:
-            for control in controls:
-                control.close()
-        for control, size in zip(controls, sizes, strict=True):
-            if not isinstance(size, int) or size < 1:
-                url = control.endpoint.url
-                raise RunError(f"{url}: /server_info says tp_size={size!r}, which is not a number of ranks")
-        return [int(size) for size in sizes if isinstance(size, int)]
+            size = control.object("GET", "/server_info").get("tp_size")
+        if not isinstance(size, int) or size < 1:
+            raise RunError(f"{endpoint.url}: /server_info says tp_size={size!r}, which is not a number of ranks")
+        return size

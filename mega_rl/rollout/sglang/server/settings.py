@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -10,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import mega_rl
-from mega_rl.config.rules.servers import is_loopback
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.environment import of_other_programs
-from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.server import kept, launcher
-from mega_rl.rollout.sglang.server.addresses import interface_of, is_address
+from mega_rl.rollout.sglang.server import launcher
+from mega_rl.rollout.sglang.server.addresses import interface_of
 from mega_rl.rollout.sglang.server.installation import with_tools
 from mega_rl.rollout.sglang.server.nodes import Node
 
@@ -23,7 +21,7 @@ _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's 
 _OF_A_RANK = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-    "MEGA_RL_GENERATION", kept.VARIABLE,
+    "MEGA_RL_GENERATION",
 )  # fmt: skip
 _PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "PET_", "MEGA_RL_SGLANG_")
 
@@ -49,14 +47,6 @@ class ServerSettings:
     return_routing: bool = False  # requests may ask for the experts of their tokens
     args: Mapping[str, object] = field(default_factory=dict)  # further ones, by SGLang's names; see `command_line`
 
-    def __post_init__(self) -> None:
-        """Raise UserError for an address that opens the server to every network."""
-        if self.host in ("", "*") or (is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified):
-            raise UserError(
-                f"rollout.sglang.server.host={self.host!r} listens on all interfaces; name one address, such as "
-                "127.0.0.1"
-            )
-
     @property
     def tp_here(self) -> int:
         """Return the tensor-parallel ranks of this node."""
@@ -66,11 +56,6 @@ class ServerSettings:
     def http_host(self) -> str:
         """Return the address of requests: of a further node only this host asks, after its health."""
         return "127.0.0.1" if self.node else self.host
-
-    @property
-    def loopback(self) -> bool:
-        """Return whether only this machine can reach the server."""
-        return is_loopback(self.host)
 
 
 def arguments(settings: ServerSettings, port: int, meeting: Node | None = None) -> list[str]:
@@ -123,7 +108,7 @@ def command_line(args: Mapping[str, object]) -> list[str]:
 def environment(settings: ServerSettings, *, scratch: Path, packages: Path | None) -> dict[str, str]:
     """Return the server's environment: the trainer's without what torchrun and the run have set for ranks.
 
-    Plus paths, keys and threads. SGLang decides about CUDA and NCCL itself.
+    Plus paths and threads. SGLang decides about CUDA and NCCL itself.
     """
     clean = {
         name: value
@@ -133,7 +118,6 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
     paths = [str(Path(mega_rl.__file__).parents[1]), *([str(packages)] if packages else [])]
     clean["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [clean.get("PYTHONPATH")])])
     clean[launcher.SCRATCH_VARIABLE] = str(scratch)
-    clean[launcher.KEYS_VARIABLE] = str(scratch / kept.KEYS_FILE)
     clean[launcher.TRAINER_VARIABLE] = str(os.getpid())
     clean[launcher.DEVICE_VARIABLE] = settings.device
     if settings.device == "cpu":
@@ -141,7 +125,7 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
         clean["OMP_NUM_THREADS"] = str(threads)
         clean["OMP_WAIT_POLICY"] = "passive"  # threads without work sleep as well
     # Colocated servers get weights from memory: no group of theirs has members elsewhere unless they span hosts.
-    if settings.loopback or (settings.memory_saver and settings.nodes == 1):
+    if is_loopback(settings.host) or (settings.device == "cuda" and settings.memory_saver and settings.nodes == 1):
         clean["GLOO_SOCKET_IFNAME"] = clean["NCCL_SOCKET_IFNAME"] = "lo"
     elif settings.nodes > 1 and (interface := interface_of(settings.host)):
         clean = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **clean}

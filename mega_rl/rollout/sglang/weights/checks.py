@@ -6,13 +6,10 @@ SGLang 0.5.20 crashes on a tensor of a wrong shape and ignores an unknown name s
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
@@ -24,37 +21,7 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
 
-# Setting of a server -> the only values with which weights can be sent to it, and the reason.
-_SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
-    "pp_size": ((1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
-    "quantization": ((None, "", "unquant"), "weights are sent unquantised"),
-    "speculative_algorithm": ((None, ""), "the draft model would keep its old weights"),
-    "is_embedding": ((False, None), "it has to generate"),
-}
-# Fields of a config that may differ: they say how a model is stored, trained and ended, not what it computes.
-_NOT_COMPARED = frozenset(
-    {
-        "eos_token_ids",
-        "pad_token_id",
-        "dtype",
-        "fused_experts",
-        "value_head",
-        "raw",
-        "initializer_range",
-        "mtp",
-        "mtp_layers",
-    }
-)
 _SHORT_DTYPES = {"half": "float16", "float": "float32"}
-_NOT_QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class SentTensor(NamedTuple):
-    """Name, shape and dtype of one weight in a weight update."""
-
-    name: str  # Hugging Face's
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -62,19 +29,15 @@ class ExpectedServer:
     """Model and weights that the trainer will send, and the settings a server needs for them."""
 
     hf: HFConfig  # the trainer's model
-    sent: tuple[SentTensor, ...]
+    sent: Mapping[str, tuple[int, ...]]  # shapes by Hugging Face's names
     dtype: str  # the server's weights': "float32"
     tp: int | None = None  # None: any, as a joined server may have
     routing: bool = False  # it has to report the experts of tokens
 
 
-def sent_tensors(sharding: Sharding, dtype: torch.dtype) -> tuple[SentTensor, ...]:
-    """Return the tensors of an update, in order; some are float32 in every model."""
-    return tuple(
-        SentTensor(name, shape, torch.float32 if unit.float32 else dtype)
-        for unit in export_plan(sharding)
-        for name, shape, _ in unit.tensors
-    )
+def sent_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an update's tensors by name."""
+    return {name: shape for unit in export_plan(sharding) for name, shape, _ in unit.tensors}
 
 
 def check_server(control: Control, expected: ExpectedServer) -> list[str]:
@@ -101,84 +64,63 @@ def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Ex
         problems.append("its model does not generate (is_generation is not true); serve a language model")
     path = Path(str(model.get("model_path")))
     readable = (path / "config.json").is_file()
-    return problems + (_wrong_checkpoint(path, server, expected) if readable else _wrong_tensors(expected, None))
+    return problems + (_wrong_checkpoint(path, expected) if readable else _wrong_tensors(expected, None))
 
 
 def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """Return in words the settings of a server under which an update fails."""
-    problems = []
-    if server.get("version") != SGLANG_VERSION:
-        problems.append(f"runs SGLang {server.get('version')!r}; its endpoints are known for {SGLANG_VERSION} only")
-    if server.get("dp_size") not in (1, None) and server.get("enable_dp_attention") is not True:
-        problems.append(
-            f"dp_size={server.get('dp_size')!r} must be 1 without enable_dp_attention: weights reach one data-parallel "
-            "replica only; start several servers instead"
-        )
-    if expected.routing and server.get("enable_return_routed_experts") is not True:
-        problems.append(
-            "does not report experts, and rollout.sglang.return_routing=true asks for them; start it with "
-            "--enable-return-routed-experts"
-        )
-    for name, (allowed, why) in _SETTINGS.items():
-        if server.get(name) not in allowed:
-            problems.append(f"{name}={server.get(name)!r} must be {allowed[0]!r}: {why}")
-    if expected.tp is not None and server.get("tp_size") != expected.tp:
-        problems.append(f"tp_size={server.get('tp_size')!r}, rollout.sglang.server.tp is {expected.tp}")
-    # "auto" means bfloat16 for a checkpoint in float32 too, so it is not accepted.
-    dtype = str(server.get("dtype"))
-    if _SHORT_DTYPES.get(dtype, dtype) != expected.dtype:
-        problems.append(
-            f"dtype={server.get('dtype')!r}, rollouts are to be in {expected.dtype}; start it with "
-            f"--dtype {expected.dtype}, or set rollout.dtype"
-        )
-    return problems
+    rules: list[tuple[str, tuple[object, ...], str]] = [
+        ("version", (SGLANG_VERSION,), "its endpoints are known for this release only"),
+        ("pp_size", (1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
+        ("quantization", (None, "", "unquant"), "weights are sent unquantised"),
+        ("speculative_algorithm", (None, ""), "the draft model would keep its old weights"),
+        ("is_embedding", (False, None), "it has to generate"),
+        # "auto" means bfloat16 for a checkpoint in float32 too, so it is not accepted.
+        ("dtype", _names_of(expected.dtype), "start it with --dtype of rollout.dtype"),
+    ]
+    if server.get("enable_dp_attention") is not True:
+        rules.append(("dp_size", (1, None), "without enable_dp_attention weights reach one data-parallel replica only"))
+    if expected.routing:
+        rules.append(("enable_return_routed_experts", (True,), "rollout.sglang.return_routing=true asks for experts"))
+    if expected.tp is not None:
+        rules.append(("tp_size", (expected.tp,), "as rollout.sglang.server.tp"))
+    return [
+        f"{name}={server.get(name)!r} must be {allowed[0]!r}: {why}"
+        for name, allowed, why in rules
+        if server.get(name) not in allowed
+    ]
 
 
-def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
-    """Return the differences between the trainer's model and the checkpoint that the server serves, in words."""
+def _names_of(dtype: str) -> tuple[str, ...]:
+    return (dtype, *(short for short, name in _SHORT_DTYPES.items() if name == dtype))
+
+
+def _wrong_checkpoint(path: Path, expected: ExpectedServer) -> list[str]:
+    """Return the differences between the trainer's weights and the checkpoint that the server serves, in words."""
     try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
-        config |= json.loads(str(server.get("json_model_override_args") or "{}"))
-        hf = parse_hf_config(config, where=str(path / "config.json"))
-        shapes = None
+        hf = parse_hf_config(json.loads((path / "config.json").read_text("utf-8")), where=str(path / "config.json"))
+        shapes: dict[str, tuple[int, ...]] = {}
         if any(path.glob("*.safetensors")):  # a server with --load-format dummy needs none
             with CheckpointReader(path) as reader:
                 shapes = {name: info.shape for name, info in reader.tensors.items()}
                 hf = as_on_disk(hf, shapes)
-    except UserErrors as error:
-        return list(error.problems)
-    except (UserError, OSError, ValueError, TypeError) as error:
+    except (UserErrors, UserError, OSError, ValueError, TypeError) as error:
         return [f"its checkpoint {path} cannot be read: {error}"]
-    problems = [
-        f"{path / 'config.json'}: {field.name}={getattr(hf, field.name)!r}, "
-        f"the trainer's model has {getattr(expected.hf, field.name)!r}"
-        for field in fields(HFConfig)
-        if field.name not in _NOT_COMPARED and getattr(hf, field.name) != getattr(expected.hf, field.name)
-    ]
     wanted = {name: tensor.shape for name, tensor in hf_tensors(hf, head="lm").items()}
-    if shapes is not None:
-        aside = ignored_tensors(hf, head="lm")
-        wanted |= {name: shape for name, shape in shapes.items() if name not in aside}
-    return problems + _wrong_tensors(expected, wanted)
+    aside = ignored_tensors(hf, head="lm")
+    return _wrong_tensors(expected, wanted | {name: shape for name, shape in shapes.items() if name not in aside})
 
 
 def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:
-    """Return in words the tensors whose number, name, shape or dtype is wrong.
+    """Return in words the tensors whose name or shape is wrong.
 
     wanted: shapes of the server's model; None where its checkpoint cannot be read: the trainer's config gives them.
     """
     if wanted is None:
         wanted = {name: tensor.shape for name, tensor in hf_tensors(expected.hf, head="lm").items()}
-    counts = Counter(tensor.name for tensor in expected.sent)
-    problems = [f"{name} would be sent {count} times" for name, count in counts.items() if count > 1]
-    for tensor in expected.sent:
-        if tensor.name not in wanted:
-            problems.append(f"{tensor.name} {list(tensor.shape)} would be sent and is not part of its model")
-        elif tuple(wanted[tensor.name]) != tensor.shape:
-            problems.append(
-                f"{tensor.name} would be sent as {list(tensor.shape)}, its model has {list(wanted[tensor.name])}"
-            )
-        if tensor.dtype not in _NOT_QUANTIZED:
-            problems.append(f"{tensor.name} would be sent as {tensor.dtype}, which SGLang cannot load")
-    problems += [f"{name} {list(shape)} would not be sent" for name, shape in wanted.items() if name not in counts]
-    return problems
+    shapes = [(name, expected.sent.get(name), wanted.get(name)) for name in {**expected.sent, **wanted}]
+    return [
+        f"{name} would be sent as {list(own or ())}, its model has {list(theirs or ())}"
+        for name, own, theirs in shapes
+        if own is None or theirs is None or tuple(own) != tuple(theirs)
+    ]

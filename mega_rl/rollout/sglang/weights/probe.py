@@ -83,13 +83,10 @@ class Probe:
             pairs = [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["output_token_logprobs"]]
             tokens = [int(token) for token in answer["output_ids"]]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            reason = f"its tokens or log-probs are missing or no numbers ({type(error).__name__}: {error})"
-            raise _malformed(control, reason) from None
-        if tokens != [token for _, token in pairs] or len(tokens) != self.num_tokens:
-            raise _malformed(control, f"{len(tokens)} tokens and {len(pairs)} log-probs, asked for {self.num_tokens}")
-        for logprob, token in pairs:
-            if not 0 <= token < self.vocab_size or not math.isfinite(logprob):
-                raise _malformed(control, f"token {token} with log-prob {logprob}, vocabulary {self.vocab_size}")
+            raise _malformed(control, f"{type(error).__name__}: {error}") from None
+        good = all(0 <= token < self.vocab_size and math.isfinite(logprob) for logprob, token in pairs)
+        if not good or tokens != [token for _, token in pairs] or len(tokens) != self.num_tokens:
+            raise _malformed(control, f"{tokens} with {pairs}; {self.num_tokens} were asked for")
         return [float(token) for token in tokens], [logprob for logprob, _ in pairs]
 
     def _own_logprobs(self, prompt: Sequence[int], responses: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.generation.router import ServerRouter
+from mega_rl.rollout.sglang.generation.samples import State
 from mega_rl.rollout.sglang.http.control import Control, ServerError, each
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, check_server
 from mega_rl.rollout.sglang.weights.probe import Probe
-from mega_rl.rollout.sglang.weights.transport import RanksLost, Transport
+from mega_rl.rollout.sglang.weights.transport import Transport
 from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class SglangWeightSync:
         seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         requests = sum(control.requests for control in self._controls.values())
         for server in servers:
-            self._router.mark_stale(server, f"it is being sent the weights of version {version}")
+            self._router.mark(server, State.STALE, f"it is being sent the weights of version {version}")
         self._ready -= set(servers)
         attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
@@ -116,7 +117,7 @@ class SglangWeightSync:
         with _timed(seconds, "send"):
             buckets = self._transport.buckets if attempt.left else ()
             if buckets:
-                self._send(attempt, version)
+                attempt.fail(self._transport.send(version=version, servers=list(attempt.left)))
             for listener in self._listeners:
                 listener(tuple(attempt.left))
         with _timed(seconds, "continue"):
@@ -158,14 +159,6 @@ class SglangWeightSync:
             raise UserErrors([line for i in sorted(faults) for line in faults[i].split("\n")])
         self._checked |= set(fresh) & set(attempt.left)
 
-    def _send(self, attempt: _Attempt, version: int) -> None:
-        try:
-            attempt.fail(self._transport.send(version=version, servers=list(attempt.left)))
-        except RunError:
-            raise
-        except RuntimeError as error:
-            raise RanksLost(f"weight update: ranks of the trainer did not meet in time: {error}") from error
-
     def _compare_checksums(self, attempt: _Attempt) -> int:
         """Compare checksums among servers of one tensor-parallel size; fail those that differ from the majority.
 
@@ -203,10 +196,10 @@ class SglangWeightSync:
         dead = merge_failures(silent, self._ranks)
         for i, why in attempt.failed.items():
             self._checked.discard(i)
-            (self._router.mark_down if i in dead else self._router.mark_stale)(i, why)
+            self._router.mark(i, State.DOWN if i in dead else State.STALE, why)
         self._ready |= set(attempt.left)
         for i in attempt.left:
-            self._router.mark_ready(i, version)
+            self._router.mark(i, State.READY, version=version)
         reasons = "\n".join(attempt.failed[i] for i in sorted(attempt.failed))
         if attempt.failed and self._ranks.rank == 0:
             log.warning(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,17 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.converters.live.export import export_hf
-from mega_rl.converters.live.load import weights_of
-from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.weights.reshard import Bucket, plan_buckets
+from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot, plan_buckets
 
 if TYPE_CHECKING:
     from mega_rl.engines.base import ModelEngine
 
+FORMAT = "flattened_bucket"  # SGLang's load format: one tensor of bytes, and the place of each tensor in it
 GRACE_S = 60.0  # beyond a server's deadline, for the work of ranks between two collectives
 # In the answer of a server whose peers in a process group are gone; the words are torch's and SGLang's.
 _GROUP = re.compile(r"gloo|nccl|process group|connection (closed|reset|was)|broken pipe|timed out", re.IGNORECASE)
@@ -38,19 +37,10 @@ class TrainerWeights:
     engine: ModelEngine
     dtype: torch.dtype  # the servers'; tensors that are float32 in every model stay so
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.engine.device
-
     def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
         """Return the plan: see `reshard.plan_buckets`."""
         sharding, itemsize = self.engine.sharding, self.dtype.itemsize
         return plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
-
-    def live(self) -> list[Mapping[str, Tensor]]:
-        """Return this rank's weights by name for each chunk; collective, like reading sharded ones."""
-        return [weights_of(chunk) for chunk in self.engine.whole_chunks()]
 
     def export(self, *, bucket_bytes: int, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on all ranks of a replica; see `export_hf`."""
@@ -64,46 +54,36 @@ class Server:
 
     index: int  # number of the server in the run
     tp: int  # its tensor-parallel ranks, equally many on each of its hosts
-    hosts: tuple[str, ...]  # `choose.host_identity` of its nodes' hosts, in their order; empty: not known
+    hosts: tuple[int, ...] = ()  # numbers of its nodes' hosts, in their order; empty: not known
     receiver: Control | None = None  # needed on the rank that leads it
 
 
 class Transport(ABC):
-    """Sends the trainer's weights to servers; made by `choose.choose_transport`, collective over the run's ranks.
+    """Sends the trainer's weights to servers. Methods are collective over the run's ranks.
 
-    The ranks of a site send together to the servers of their site, and the first of them talks to these servers. Hosts
-    that one server spans are one site; without hosts the whole run is one.
+    Over process groups rank 0 talks to all servers; where devices are shared, the first rank of a server's first host.
     """
 
-    name: ClassVar[str]  # shared_memory, cuda_ipc or distributed
+    name: ClassVar[str]
     _by_stage: ClassVar[bool] = False  # no bucket has weights of two pipeline stages
     _world: GroupRanks  # all ranks of the run; set by `_open`
     _part: GroupRanks  # ranks that send together with this one
 
     def __init__(
-        self,
-        weights: TrainerWeights,
-        servers: Sequence[Server],
-        *,
-        hosts: Sequence[str] = (),
-        bucket_bytes: int,
-        timeout_s: float,
+        self, weights: TrainerWeights, servers: Sequence[Server], *, bucket_bytes: int, timeout_s: float
     ) -> None:
         """
         servers: each has a `receiver` on the rank that leads it, `leader_of`.
-        hosts: of each rank of the run.
         timeout_s: longest that a server takes to answer, in seconds.
         """
         self._weights, self._servers = weights, list(servers)
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self.buckets = weights.buckets(bucket_bytes, by_stage=self._by_stage)  # in the order in which they are sent
-        site = {host: server.hosts[0] for server in servers for host in server.hosts}
-        self._sites = [site.get(host, host) for host in hosts]
         self._is_open = False
 
     def leader_of(self, server: Server) -> int:
         """Return the rank that talks to a server."""
-        return self._sites.index(server.hosts[0]) if self._sites else 0
+        return 0
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> dict[int, str]:
         """Send every weight to these servers (None: all); return the failed ones' reasons.
@@ -114,37 +94,54 @@ class Transport(ABC):
         if not self._is_open:
             self._open()
             self._is_open = True
-        leader = self._sites.index(self._sites[self._world.rank]) if self._sites else 0
         to = [server for server in self._servers if servers is None or server.index in servers]
-        here = [server for server in to if self.leader_of(server) == leader]
-        with ServerRequests(here if self._world.rank == leader else []) as requests:
-            self._send_buckets(requests, here, version)
+        led = [server for server in to if self.leader_of(server) == self._world.rank]
+        with ServerRequests(led) as requests:
+            self._send_buckets(requests, to, version)
             return requests.agree(self._world)
 
     @abstractmethod
     def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
-        """Send all buckets to the site's `servers`; the leading rank's `requests` has them."""
+        """Send all buckets to `servers`; `requests` has those that this rank leads."""
 
+    @abstractmethod
     def _open(self) -> None:
-        """Make the groups, and whatever else later sends reuse; collective."""
-        timeout_s, parts = self._timeout_s + GRACE_S, self._ranks_of_sites()
-        self._world = open_ranks(timeout_s=timeout_s)
-        self._part = open_ranks(parts, timeout_s=timeout_s) if len(parts) > 1 else self._world
-
-    def _ranks_of_sites(self) -> list[list[int]]:
-        names = sorted(set(self._sites))
-        return [[rank for rank, site in enumerate(self._sites) if site == name] for name in names]
+        """Make the groups, and whatever else later sends reuse."""
 
     def close(self) -> None:
-        """Release memory and groups; collective. A later `send` sets all up again."""
+        """Release memory and groups. A later `send` sets all up again."""
         if self._is_open:
             for group in {self._part.group, self._world.group}:
                 dist.destroy_process_group(group)
         self._is_open = False
 
 
-class RanksLost(RunError):
-    """Other ranks of the trainer ended or missed a deadline."""
+def slot_tensor(flat: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
+    """Return the tensor of a slot as a view of the bucket's bytes `flat` [nbytes] uint8."""
+    return flat[slot.start : slot.end].view(torch.float32 if slot.float32 else dtype).view(slot.shape)
+
+
+def filled(
+    tensors: Iterable[tuple[str, Tensor]],
+    buckets: Sequence[Bucket],
+    memory: Callable[[int, int], Tensor],
+    dtype: torch.dtype,
+) -> Iterator[tuple[Bucket, Tensor]]:
+    """Yield (bucket, its bytes) for each bucket, as soon as its tensors have come.
+
+    tensors: (Hugging Face name, full tensor), bucket after bucket, in any order within one. memory(number of the
+    bucket, nbytes): where it goes, [nbytes] uint8, called before its first tensor is taken.
+    """
+    stream = iter(tensors)
+    for number, bucket in enumerate(buckets):
+        data = memory(number, bucket.nbytes)
+        missing = {slot.name: slot for slot in bucket.slots}
+        while missing:
+            name, tensor = next(stream)
+            slot_tensor(data, missing.pop(name), dtype).copy_(tensor)
+        yield bucket, data
+    left = next(stream, None)
+    assert left is None, f"{left[0]} belongs to no bucket" if left else ""
 
 
 def open_ranks(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> GroupRanks:

@@ -46,20 +46,20 @@ function heading(report) {
   const note = width > 1 ? ` Each point of a curve is the mean over ${width} steps; the band around it holds all their values.` : "";
   const links = [["Warnings", "warnings"], ["Curves", "curves"], ["Time of a step", "phases"], ["Settings", "settings"], ["Samples", "samples"]];
   return element("header", {}, element("h1", {}, report.runs.length > 1 ? `${report.runs.length} runs` : report.runs[0].label),
-    element("p", {}, `${runs.join(", ")}. mega_rl ${report.version}.${note} `, element("span", { id: "status" })),
+    element("p", {}, `${runs.join(", ")}. mega_rl ${report.version}.${note} `),
     ...report.runs.map((_, run) => element("p", { class: "headline" }, headline(report, run))),
     element("nav", {}, ...links.map(([title, id]) => element("a", { href: `#${id}` }, title))));
 }
 
 function symptomCard(report, run, symptom) {
-  const where = report.runs.length > 1 ? `${report.runs[run].label}, ` : "", past = symptom.until !== null;
+  const where = report.runs.length > 1 ? `${report.runs[run].label}, ` : "";
   const link = element("a", { href: "#curves" }, symptom.metric);
   link.addEventListener("click", (event) => {
     event.preventDefault();
     reveal(symptom.metric);
   });
-  return element("article", { class: past ? "symptom past" : "symptom" }, element("h3", {}, symptom.rule),
-    element("p", {}, link, ` ${symptom.seen} (${where}since step ${symptom.step}${past ? `, gone after step ${symptom.until}` : ""}).`),
+  return element("article", { class: "symptom" }, element("h3", {}, symptom.rule),
+    element("p", {}, link, ` ${symptom.seen} (${where}since step ${symptom.step}).`),
     element("p", {}, symptom.meaning), element("p", { class: "action" }, element("b", {}, "Try: "), symptom.action),
     element("p", { class: "page" }, symptom.page));
 }
@@ -175,42 +175,11 @@ function samples(report) {
     ? samplesOf(report, number) : folded(run.label, () => samplesOf(report, number), number ? {} : { open: "" }))));
 }
 
-// The table of ranks of a viewer; a file has none.
-function ranks(report) {
-  return report.ranks?.length ? section("Ranks", "ranks", element("pre", { class: "scroll" }, report.ranks.join("\n"))) : null;
-}
-
 function show(report) {
   view.charts = [];
-  const parts = [heading, ranks, warnings, curves, phases, settings, samples].map((part) => part(report));
+  const parts = [heading, warnings, curves, phases, settings, samples].map((part) => part(report));
   document.getElementById("report").replaceChildren(...parts.filter((part) => part !== null));
 }
 
-// Ask the viewer for news again and again. What was open stays open, and the page stays where it is.
-async function follow() {
-  const details = () => [...document.querySelectorAll("details")];
-  let status = "";
-  try {
-    const answer = await fetch(`data?number=${current.number}`);
-    if (!answer.ok) throw new Error(String(answer.status));
-    const news = await answer.json();
-    if ("curves" in news) {
-      current = { ...news, refresh_s: current.refresh_s };
-      const open = details().map((box) => box.open), place = window.scrollY;
-      show(current);
-      details().forEach((box, number) => { if (open[number] && !box.open) unfold(box); });
-      window.scrollTo(0, place);
-    } else if (document.querySelector("#ranks pre")) {
-      document.querySelector("#ranks pre").textContent = news.ranks.join("\n");
-    }
-    status = `live, looked at ${new Date().toLocaleTimeString("en-GB")}`;
-  } catch {
-    status = "the viewer no longer answers; this is its last state";
-  }
-  document.getElementById("status").textContent = status;
-  window.setTimeout(follow, current.refresh_s * 1000);
-}
-
-let current = JSON.parse(document.getElementById("data").textContent);
+const current = JSON.parse(document.getElementById("data").textContent);
 show(current);
-if (current.refresh_s) follow();

@@ -1,9 +1,9 @@
-"""Transformers' models as policy and critic, and AdamW."""
+"""Transformers' models as policy and critic, and their updates by AdamW."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,25 +15,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from mega_rl.verify.rl.independent.formulas import UNSAID, Formulas, clip_factor
-from mega_rl.verify.rl.independent.records import LockstepSettings, ScoredSample
+from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 
 VALUE_HEAD = "score.weight"
 
 
-def causal_model(path: Path) -> PreTrainedModel:
-    """Return transformers' model of a checkpoint in float32, with plain attention."""
-    disable_progress_bar()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
-    )
-    return model.eval()
-
-
 class Network:
-    """A model of transformers with the parameters that train, by its names for them."""
+    """A model of transformers in float32, with the parameters that train, by its names for them."""
 
     def __init__(self, path: Path) -> None:
-        self._model = causal_model(path)
+        disable_progress_bar()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
+        )
+        self._model = model.eval()
         self.parameters: Mapping[str, nn.Parameter] = dict(self._model.named_parameters())
         self._on_disk: set[str] = set()
         for file in path.glob("*.safetensors"):
@@ -49,6 +44,10 @@ class Network:
             return {
                 name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
             }
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return copies of the weights of now, by Hugging Face name."""
+        return self.on_disk({name: parameter.detach().clone() for name, parameter in self.parameters.items()})
 
 
 def of_response(logits: Tensor, sample: ScoredSample, temperature: float) -> tuple[Tensor, Tensor]:
@@ -103,32 +102,62 @@ class CriticNetwork(Network):
         return (outputs[0, sample.prompt_length - 1 :].double() @ self._head[0].double()).flatten()
 
 
-class Adam:
-    """AdamW (arXiv:1711.05101) with gradient clipping; moments in float64, weights in float32."""
+class TrainedNetwork:
+    """A network with AdamW (arXiv:1711.05101) and gradient clipping; moments in float64, weights in float32."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: LockstepSettings, formulas: Formulas) -> None:
-        self._parameters, self._settings, self._formulas = parameters, settings, formulas
-        self._first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-        self._second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    def __init__(self, role: str, network: Network, settings: LockstepSettings, formulas: Formulas) -> None:
+        self._role, self._network, self._settings, self._formulas = role, network, settings, formulas
+        self._first, self._second = (
+            {name: torch.zeros_like(p, dtype=torch.float64) for name, p in network.parameters.items()} for _ in range(2)
+        )
         self._steps = 0
 
-    def clip(self) -> float:
-        """Clip all gradients by their norm; returns the norm before."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-        for gradient in gradients:
+    def update(
+        self,
+        samples: Sequence[ScoredSample],
+        terms: Callable[[int], Tensor],
+        *,
+        lr: float,
+        place: tuple[int, int],
+        tokens: Mapping[str, list[Tensor]],
+    ) -> Figures:
+        """Make an optimizer step on the sum of `terms` (of sample i, by token) over a mini-batch's samples.
+
+        place: (step, mini-batch), for the figures; tokens: figures of each sample's tokens.
+        """
+        parameters = self._network.parameters
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss, scale = 0.0, 0.0
+        for i in range(len(samples)):
+            term = terms(i)
+            term.sum().backward()
+            loss, scale = loss + float(term.sum().detach()), scale + float(term.detach().abs().sum())
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in parameters.items()}
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        for gradient in gradients.values():
             gradient.mul_(clip_factor(norm, self._settings.clip_grad))
-        return norm
+        if samples:  # no optimizer step for a mini-batch without a token to learn from
+            self._step(lr, gradients)
+        return Figures(
+            self._role,
+            *place,
+            tokens={name: torch.cat([torch.zeros(0), *rows]).double() for name, rows in tokens.items()},
+            loss=loss,
+            loss_scale=scale,
+            grad_norm=norm,
+            gradients=self._network.on_disk({name: gradient.clone() for name, gradient in gradients.items()}),
+            weights=self._network.weights(),
+        )
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def _step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """Move the weights by their gradients."""
         settings = self._settings
         self._steps += 1
         first_below, second_below = self._formulas.bias_corrections(self._steps, settings)
-        for name, parameter in self._parameters.items():
-            gradient = torch.zeros_like(self._first[name]) if parameter.grad is None else parameter.grad.double()
-            first, second = self._first[name], self._second[name]
+        for name, parameter in self._network.parameters.items():
+            gradient, first, second = gradients[name].double(), self._first[name], self._second[name]
             first.mul_(settings.beta1).add_((1 - settings.beta1) * gradient)
             second.mul_(settings.beta2).add_((1 - settings.beta2) * gradient**2)
             direction = (first / first_below) / ((second / second_below).sqrt() + settings.eps)

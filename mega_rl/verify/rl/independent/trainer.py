@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, value_targets
-from mega_rl.verify.rl.independent.corrections import CORRECTIONS
 from mega_rl.verify.rl.independent.formulas import (
     Formulas,
     Row,
@@ -21,58 +20,15 @@ from mega_rl.verify.rl.independent.formulas import (
     learning_rate,
     token_rewards,
 )
-from mega_rl.verify.rl.independent.losses import LOSSES, ResponseTokens
+from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES, ResponseTokens
 from mega_rl.verify.rl.independent.networks import (
-    Adam,
     CriticNetwork,
-    Network,
     PolicyNetwork,
+    TrainedNetwork,
     moved,
     of_response,
 )
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample, StepBatch
-
-
-class TrainedNetwork:
-    """A network with its optimizer."""
-
-    def __init__(self, name: str, network: Network, settings: LockstepSettings, formulas: Formulas) -> None:
-        self._name, self._network, self._parameters = name, network, network.parameters
-        self._adam = Adam(network.parameters, settings, formulas)
-
-    def update(
-        self,
-        samples: Sequence[ScoredSample],
-        terms: Callable[[int], Tensor],
-        *,
-        lr: float,
-        place: tuple[int, int],
-        tokens: Mapping[str, list[Tensor]],
-    ) -> Figures:
-        """Make an optimizer step on the sum of `terms` (of sample i, by token) over a mini-batch's samples.
-
-        place: (step, mini-batch), for the figures; tokens: figures of each sample's tokens.
-        """
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        loss, scale = 0.0, 0.0
-        for i in range(len(samples)):
-            term = terms(i)
-            term.sum().backward()
-            loss, scale = loss + float(term.sum().detach()), scale + float(term.detach().abs().sum())
-        norm = self._adam.clip()
-        if samples:  # no optimizer step for a mini-batch without a token to learn from
-            self._adam.step(lr)
-        return Figures(
-            self._name,
-            *place,
-            tokens={name: torch.cat([torch.zeros(0), *rows]).double() for name, rows in tokens.items()},
-            loss=loss,
-            loss_scale=scale,
-            grad_norm=norm,
-            gradients=self._network.on_disk({name: _gradient(p) for name, p in self._parameters.items()}),
-            weights=_weights(self._network),
-        )
 
 
 @dataclass(frozen=True)
@@ -88,10 +44,7 @@ class EvaluatedSample:
 
 
 class IndependentTrainer:
-    """A policy and perhaps a critic, both from the weights at the start, and a reference; steps count from 0.
-
-    reference: its weights; None: those at the start.
-    """
+    """A policy and perhaps a critic, both from the weights at the start, and a reference; steps count from 0."""
 
     def __init__(
         self, path: Path, settings: LockstepSettings, formulas: Formulas, *, reference: Path | None = None
@@ -107,7 +60,7 @@ class IndependentTrainer:
     def weights(self) -> dict[str, Mapping[str, Tensor]]:
         """Return copies of the weights of now, by role and Hugging Face name."""
         networks = {"actor": self.policy, "critic": self._critic}
-        return {role: _weights(network) for role, network in networks.items() if network is not None}
+        return {role: network.weights() for role, network in networks.items() if network is not None}
 
     def step(self, step: int, batch: StepBatch) -> Iterator[Figures]:
         """Make the updates of a step; yields the figures of each, the critic's first."""
@@ -165,11 +118,12 @@ class IndependentTrainer:
             parts.append({**sample.parts, "overlong": punishment})
             of_tokens.append(token_rewards(reward, logprobs.tolist(), references.tolist(), coef))
         part_weights = {**self._settings.part_weights, "overlong": penalty}
+        numbers = [[row.tolist() for row in rows] for rows in (old, ref, values)]
         return Responses(
             samples,
             rewards,
             of_tokens,
-            *(_numbers(old), _numbers(ref), _numbers(values)),
+            *(numbers[0], numbers[1], numbers[2]),
             parts=parts,
             part_weights=part_weights,
             formulas=self._formulas,
@@ -195,12 +149,6 @@ class IndependentTrainer:
             tokens={"values": [row.values for row in rows], "returns": [row.returns for row in rows]},
         )
 
-    def _teacher_logits(self, sample: ScoredSample) -> Tensor | None:
-        """Return the reference's logits, [n, V] float64, where the loss reads them."""
-        if self._reference is None or self._settings.loss.name != "distillation":
-            return None
-        return self._reference.logits(sample)
-
     def _update_actor(self, rows: list[EvaluatedSample], place: tuple[int, int]) -> Figures:
         """Make one step of the policy."""
         settings, formulas = self._settings, self._formulas
@@ -209,7 +157,8 @@ class IndependentTrainer:
         drift_coef = settings.loss.numbers.get("drift_coef", 0.0)
         with torch.no_grad():
             now = [self.policy.logprobs(row.sample, settings.temperature) for row in rows]
-            teacher = [self._teacher_logits(row.sample) for row in rows]
+            reads = self._reference if settings.loss.name == "distillation" else None
+            teacher = [None if reads is None else reads.logits(row.sample) for row in rows]
         anchors = [formulas.anchor(row.old, current) for row, current in zip(rows, now, strict=True)]
 
         def terms(i: int) -> Tensor:
@@ -241,17 +190,3 @@ class IndependentTrainer:
 
 def _row(numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
-
-
-def _numbers(rows: list[Tensor]) -> list[Row]:
-    return [row.tolist() for row in rows]
-
-
-def _weights(network: Network) -> Mapping[str, Tensor]:
-    """Return copies of the weights of now, by Hugging Face name."""
-    return network.on_disk({name: parameter.detach().clone() for name, parameter in network.parameters.items()})
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """Return a copy of the gradient, zeros where there is none."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()

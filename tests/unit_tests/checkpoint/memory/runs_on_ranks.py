@@ -13,9 +13,9 @@ from mega_rl.config.schema import Config
 from tests.helpers.engines import replaced
 from tests.helpers.loops import checkpoints_of
 from tests.unit_tests.checkpoint.kill_cases import Kill, kill_in_phase
-from tests.unit_tests.checkpoint.lethal_writer import Watch, die
 from tests.unit_tests.checkpoint.memory.stores_on_ranks import Lines
 from tests.unit_tests.checkpoint.resume_cases import weights_of
+from tests.unit_tests.checkpoint.watching import Watch, die
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 RANKS, STEPS, ON_DISK, KILLED = 2, 5, 2, 3  # KILLED: the step, from 0, in which a run is killed; so many are done

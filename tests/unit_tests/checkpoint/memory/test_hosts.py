@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mega_rl.checkpoint.memory.hosts import Hosts, this_host
 
-THREE = Hosts(rank=3, of_rank=(0, 0, 0, 1, 2, 2), names=("a", "b", "c"))
+THREE = Hosts(rank=3, of_rank=(0, 0, 0, 1, 2, 2))
 
 
 def test_copies_go_to_the_next_host_and_around() -> None:
@@ -22,8 +22,8 @@ def test_hosts_are_numbered_by_their_first_ranks() -> None:
     class Answers:
         rank, size = 1, 4
 
-        def gather_json(self, value: object) -> list[list[str]]:
-            return [["x", "n1"], ["y", "n2"], ["x", "n1"], ["z", "n3"]]
+        def gather_json(self, value: object) -> list[str]:
+            return ["x", "y", "x", "z"]
 
     hosts = Hosts.gather(this_host(), Answers())  # type: ignore[arg-type]
-    assert (hosts.of_rank, hosts.names, hosts.own) == ((0, 1, 0, 2), ("n1", "n2", "n3"), 1)
+    assert (hosts.of_rank, hosts.count, hosts.own) == ((0, 1, 0, 2), 3, 1)

@@ -25,12 +25,6 @@ from tests.helpers.sandboxes import local_sandbox
 PROBLEMS = make_problems(seed=0)
 
 
-def test_problems_differ_and_follow_the_seed() -> None:
-    questions = {problem.row["question"] for problem in PROBLEMS}
-    assert len(questions) == len(PROBLEMS) > 200
-    assert make_problems(seed=0) == PROBLEMS != make_problems(seed=4)
-
-
 def test_right_programs_pass_and_careless_ones_fail() -> None:
     sandbox = local_sandbox()
     for problem in {problem.kind: problem for problem in PROBLEMS}.values():
@@ -74,6 +68,8 @@ def test_data_are_a_folder_of_the_hub(tmp_path: Path) -> None:
 
 
 def test_demonstrations_are_of_mixed_quality() -> None:
+    assert len({problem.row["question"] for problem in PROBLEMS}) == len(PROBLEMS) > 200
+    assert make_problems(seed=0) == PROBLEMS != make_problems(seed=4)
     rows = demonstrations(PROBLEMS, seed=0)
     in_blocks = sum(code_format(row["response"]) for row in rows[:2000]) / 2000
     assert 0.55 < in_blocks < 0.65

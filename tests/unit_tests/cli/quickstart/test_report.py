@@ -44,6 +44,6 @@ def test_group_relative_run_shows_its_validation(tmp_path: Path, capsys: pytest.
         "val/reward_correct": [0.25, 0.75], "val/reward_format": [0.5, 1.0],
     }  # fmt: skip
     text = capsys.readouterr().out
-    for line in ("held-out pass@4", "50.0% before training, 100.0% after", "correct", "in the right format"):
+    for line in ("held-out pass_at_4", "50.0% before, 100.0% after", "reward_correct", "reward_format"):
         assert line in text
     assert "critic" not in text

@@ -78,10 +78,19 @@ def test_word_problems_are_read_from_a_hub_folder(started: list[list[str]]) -> N
         assert list(Path(name.folder, "main").glob(f"{split}-*.parquet"))
 
 
-def test_unknown_task_is_an_error(started: list[list[str]], capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["quickstart", "--task", "math"]) == 2
-    assert capfd.readouterr().err == "error: --task=math: must be one of sums, gsm8k, code\n"
-    assert not started
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--task", "math", "--task=math: must be one of sums, gsm8k, code"),
+        ("--engine", "jax", "engine.backend='jax': must be one of megatron, fsdp"),
+    ],
+)
+def test_mistake_writes_nothing(
+    option: str, value: str, message: str, started: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["quickstart", option, value]) == 2
+    assert capfd.readouterr().err == f"error: {message}\n"
+    assert not [*started, *Path().iterdir()]
 
 
 def test_earlier_quickstart_keeps_its_runs(started: list[list[str]]) -> None:
@@ -108,20 +117,8 @@ def test_folder_of_other_files_is_refused(
     assert capfd.readouterr().err == f"error: {line}\n"
     assert file.read_text() == "mine"
     assert not started
-
-
-def test_run_dir_that_cannot_be_made(started: list[list[str]]) -> None:
-    Path("file").write_text("")
-    for run_dir in ("file", "file/below"):
-        with pytest.raises(UserError, match=f"--run-dir={run_dir}: cannot be made: "):
-            run.prepare_folder(Path(run_dir))
-
-
-def test_wrong_engine_writes_nothing(started: list[list[str]], capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["quickstart", "--engine", "jax"]) == 2
-    assert capfd.readouterr().err == "error: engine.backend='jax': must be one of megatron, fsdp\n"
-    assert list(Path().iterdir()) == []
-    assert not started
+    with pytest.raises(UserError, match=f"--run-dir={file}: cannot be made: "):
+        run.prepare_folder(file)
 
 
 def test_failed_training_ends_the_quickstart(

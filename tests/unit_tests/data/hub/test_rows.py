@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from mega_rl.config.origins import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
-from mega_rl.config.rules.validation import files_of
+from mega_rl.config.rules.data import files_of
 from mega_rl.data.hub import rows
 from mega_rl.data.hub.names import DatasetName
 from mega_rl.errors import UserError

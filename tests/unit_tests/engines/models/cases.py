@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +9,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, ModelConfig
-from mega_rl.errors import UserError
+from mega_rl.config.schema import MegatronOptimizerConfig, ModelConfig
 from tests.helpers.engines import exported_gradients, make_config, replaced, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
@@ -31,12 +28,10 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
         "attention": attention_cases(),
         "norm": norm_cases(),
         "head": head_cases(),
-        "impl": impl_cases(),
         "recompute": {how: recompute_case(Path(folder) / "qwen3", how) for how in RECOMPUTE},
         "marks": marks_case(Path(folder) / "qwen2"),
         "family norms": family_norm_cases(),
         "te layers": te_layer_cases(Path(folder)),
-        "refusals": refusal_cases(Path(folder)),
     }
 
 
@@ -150,49 +145,6 @@ def te_layer_cases(folder: Path) -> dict[str, Any]:
     return actual
 
 
-def refusal_cases(folder: Path) -> dict[str, str]:
-    """What the user is told of models and layouts that do not go together."""
-    from megatron.core.transformer import multi_latent_attention
-
-    from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.engines.models.build import ModelSettings, transformer_config
-    from mega_rl.engines.models.specs import decoder_spec
-    from mega_rl.parallel.layout import ParallelLayout
-
-    def config(family: str, *, world_size: int = 2, **sizes: Any) -> str:
-        layout = ParallelLayout(world_size=world_size, **sizes)
-        hf = read_hf_config(folder / family)
-        settings = ModelSettings(FP32, MegatronConfig(), deterministic=False)
-        how: dict[str, Any] = {"settings": settings, "attention": "sdpa", "device_overrides": {}}
-        return outcome(lambda: str(transformer_config(hf, layout=layout, **how).bf16))
-
-    def spec(impl: Any, family: str, *, cp: int = 1) -> str:
-        hf, groups = read_hf_config(folder / family), SimpleNamespace(tp=None, cp=SimpleNamespace(size=lambda: cp))
-        return outcome(lambda: str(len(decoder_spec(impl, hf, layers=range(4), pg_collection=groups).layer_specs)))
-
-    actual = {
-        "experts": config("olmoe", tp=2),
-        "latent": config("deepseek_v3", tp=2),
-        "dense": config("qwen3", tp=2),
-        "with sp": config("olmoe", tp=2, sequence_parallel=True, etp=2),
-        "biases": config("gpt_oss", tp=2, sequence_parallel=True, etp=2),
-        "biases whole": config("gpt_oss", tp=2, sequence_parallel=True),
-        "yarn": config("gpt_oss", world_size=3, cp=3),
-        "yarn cut": config("gpt_oss", world_size=4, cp=4),
-        "te": spec("te", "gemma3_text"),
-        "te cp": spec("te", "gpt_oss", cp=2),
-        "te sinks": spec("te", "gpt_oss"),
-        "local": spec("local", "gemma3_text"),
-    }
-    multi_latent_attention.HAVE_TE = True  # what upstream believes wherever our patches are not
-    actual["latent on cuda"] = spec("local", "deepseek_v3")
-    multi_latent_attention.HAVE_TE = False
-    linear, multi_latent_attention.Linear = multi_latent_attention.Linear, None  # what it is there from 0.18
-    actual["latent on cuda, newer"] = spec("local", "deepseek_v3")
-    multi_latent_attention.Linear = linear
-    return actual | {"latent on cpu": spec("local", "deepseek_v3")}
-
-
 def through(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients of input and weight."""
     x = x.clone().requires_grad_()
@@ -225,30 +177,6 @@ def head_cases() -> dict[str, Any]:
     head.weight.data.fill_(1 / 3)
     result["third"] = float((head(hidden)[0].double() - (hidden.double() / 3).sum(-1, keepdim=True)).abs().max())
     return result
-
-
-def impl_cases() -> dict[str, Any]:
-    """What each request gives on each device, with Transformer Engine there and not there."""
-    from mega_rl.engines.models import specs
-
-    original = importlib.util.find_spec
-    actual: dict[str, Any] = {}
-    for installed in (False, True):
-        importlib.util.find_spec = (lambda there: lambda name: object() if there else None)(installed)  # type: ignore
-        for requested in ("auto", "local", "transformer_engine"):
-            for device in ("cpu", "cuda"):
-                key = f"{requested} {device} {'with' if installed else 'without'}"
-                actual[key] = outcome(lambda r=requested, d=device: specs.choose_transformer_impl(r, device_type=d))
-    importlib.util.find_spec = original
-    return actual
-
-
-def outcome(function: Callable[[], str]) -> str:
-    """What it returns, or the message of its UserError."""
-    try:
-        return function()
-    except UserError as error:
-        return f"error: {error}"
 
 
 def recompute_case(checkpoint: Path, how: str) -> dict[str, Any]:

@@ -133,39 +133,6 @@ def moving_bias(checkpoint: str, layout: str, *, recompute: str = "none", folder
     return result
 
 
-def no_bias_to_move(checkpoint: str) -> str:
-    """What is said of a rate for a model whose routers have no correction."""
-    from mega_rl.errors import UserError
-
-    try:
-        with running_engine(config_of(Path(checkpoint), "1", expert_bias_update_rate=0.01)):
-            return "nothing"
-    except UserError as error:
-        return str(error)
-
-
-def refused_settings(checkpoint: str) -> list[str]:
-    """What is said of settings that Transformer Engine's layers, and local ones, cannot follow; of some that fit."""
-    from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.engines.models.specs import check_experts
-    from mega_rl.errors import UserError
-
-    config = config_of(Path(checkpoint), "1")
-    one_by_one = replaced(config, "engine.megatron.moe", grouped_experts=False)
-    activation = replaced(config, "model", recompute="selective", recompute_modules=["moe_act"])
-    router = replaced(config, "engine.megatron.moe", router_fusion=True)
-    said = []
-    fitting = [("local", one_by_one), ("te", activation), ("te", router)]
-    for chosen in ([("te", one_by_one)], [("local", activation)], [("local", router)], fitting):
-        try:
-            for impl, settings in chosen:
-                check_experts(impl, read_hf_config(checkpoint), moe=settings.engine.megatron.moe, model=settings.model)
-            said.append("nothing")
-        except UserError as error:
-            said.append(str(error))
-    return said
-
-
 def fusions(checkpoint: str) -> list[dict[str, bool]]:
     """Megatron-Core's switches by default, under Transformer Engine, deterministic there, and with all settings."""
     from mega_rl.converters.hf.config import read_hf_config
@@ -210,9 +177,7 @@ KINDS = {
     "balance": balance,
     "by hand": balance_by_hand,
     "bias": moving_bias,
-    "no bias": no_bias_to_move,
     "recompute": recomputed,
-    "settings": refused_settings,
     "fusions": fusions,
 }
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from mega_rl.config.attention import Role, requested_attention
-from mega_rl.config.keys import FIELDS
 from mega_rl.config.loader import load
-from mega_rl.config.schema import ATTENTION, Config, ModelConfig, RewardConfig, RewardModelConfig
+from mega_rl.config.schema import ATTENTION, Config
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.engines.models.attention_choice import check_one_backend, choose_attention
 from mega_rl.errors import UserError
@@ -29,16 +28,6 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "2.8.3" if name == "flash-attn" else real(name), raising=True
     )
-
-
-@pytest.fixture
-def no_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were not."""
-
-    def version(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
 
 
 def choose(requested: str, impl: Any, **changes: Any) -> str:
@@ -83,32 +72,6 @@ def test_what_runs(impl: str, device_type: str, dtype: str, runs: dict[str, str]
         assert message.endswith("available here: " + ", ".join(w for w in ATTENTION if w in runs))
 
 
-@pytest.mark.usefixtures("no_flash_attn")
-def test_flash_attention_needs_its_package() -> None:
-    """In Hugging Face's models and in Transformer Engine; without it auto does without."""
-    assert choose("auto", "hf") == "sdpa"
-    for impl in ("hf", "te"):
-        with pytest.raises(UserError, match="it needs the package flash-attn; available here: auto, eager, sdpa"):
-            choose("flash_attention_2", impl)
-
-
-@pytest.mark.usefixtures("no_flash_attn")
-def test_the_message_names_the_key_and_all_that_lacks() -> None:
-    with pytest.raises(UserError) as refused:
-        choose("flash_attention_2", "hf", key="model.critic_attn_implementation", device_type="cpu", dtype="fp32")
-    assert str(refused.value) == (
-        "model.critic_attn_implementation=flash_attention_2 cannot run in Hugging Face's models (engine.backend=fsdp): "
-        "it needs a CUDA device and model.dtype=bf16 and the package flash-attn; available here: auto, eager, sdpa"
-    )
-    with pytest.raises(UserError) as refused:
-        choose("flash_attention_2", "local")
-    assert str(refused.value) == (
-        "model.attn_implementation=flash_attention_2 cannot run in Megatron-Core's layers without Transformer Engine: "
-        "it needs Transformer Engine (engine.megatron.transformer_impl) or engine.backend=fsdp; available here: auto, "
-        "eager, sdpa"
-    )
-
-
 @pytest.mark.usefixtures("flash_attn")
 def test_windows_that_transformers_does_not_hand_on(tmp_path: Path) -> None:
     """FlashAttention would see the whole sequence in Qwen2-MoE's layers with windows."""
@@ -139,16 +102,6 @@ def test_a_role_s_own_key_comes_first(role: Role, own: str | None) -> None:
     if own is not None:
         assert requested_attention(load(None, [*everywhere, f"{own}=sdpa"]), role) == ("sdpa", own)
         assert requested_attention(load(None, [*everywhere, f"{own}=auto"]), role) == ("auto", own)
-
-
-def test_every_role_and_key_has_a_case() -> None:
-    """A key for attention that no role reads would have no effect."""
-    keys = {key for key in FIELDS if "attn_implementation" in key} | {"reward.source.attn_implementation"}
-    other = Config(
-        model=ModelConfig(critic_attn_implementation="sdpa", ref_attn_implementation="sdpa"),
-        reward=RewardConfig(source=RewardModelConfig(attn_implementation="sdpa")),
-    )
-    assert {requested_attention(other, role).key for role in get_args(Role)} == keys
 
 
 def test_one_backend_of_transformer_engine() -> None:

@@ -93,8 +93,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             for family in ("deepseek_v3", "mixtral"):
                 here[f"by hand {family}"] = {"kind": "by hand", "checkpoint": paths[family]}
             here["balance 1 mixtral"] = {"kind": "balance", "layout": "1", "checkpoint": paths["mixtral"]}
-            here["no bias"] = {"kind": "no bias", "checkpoint": paths["mixtral"]}
-            here["settings"] = {"kind": "settings", "checkpoint": paths["mixtral"]}
             here["fusions"] = {"kind": "fusions", "checkpoint": paths["qwen2_moe"]}
         answers |= run_ranks(world_size, run_cases, here, timeout_s=300)[0]
     return answers
@@ -170,23 +168,6 @@ def test_biases_are_those_of_one_rank(results: dict[str, Any], name: str) -> Non
         assert torch.equal(loads, expected)
     for expected, bias in zip(one["biases"], many["biases"], strict=True):
         assert torch.equal(bias, expected), BIAS
-
-
-def test_a_rate_needs_biases(results: dict[str, Any]) -> None:
-    assert results["no bias"].startswith(
-        "engine.megatron.moe.expert_bias_update_rate=0.01: this model's routers have no bias"
-    )
-
-
-def test_settings_that_the_layers_cannot_follow_are_refused(results: dict[str, Any]) -> None:
-    """Each with its remedy; what fits is let through."""
-    one_by_one, activation, router, fitting = results["settings"]
-    assert router.startswith("engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose")
-    assert one_by_one.startswith(
-        "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped"
-    )
-    assert activation.startswith("model.recompute_modules: moe_act is the activation of grouped experts")
-    assert fitting == "nothing"
 
 
 def test_kernels_of_mixtures_are_asked_of_megatron_core(results: dict[str, Any]) -> None:

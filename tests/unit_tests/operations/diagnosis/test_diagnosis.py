@@ -51,39 +51,22 @@ CASES: dict[str, tuple[Observations, str]] = {
         seen(late(0, DP_OF_0, "lost peer"), record(2, memory={"resident": 3_000_000_000}), exits={0: 75, 2: -9}),
         "rank 2 (pid 102, node7) was killed by SIGKILL, last seen in 'update actor' of step 3",
     ),
-    "an exit of the user's code": (
-        seen(late(0, DP_OF_0, "lost peer"), record(2), exits={2: 3, 0: 75}),
-        "rank 2 (pid 102, node7) ended with exit code 3, last seen in 'update actor' of step 3",
-    ),
     "an exit with code 0 in a reward": (
         seen(record(0, waiting=DP_OF_0), record(2, phases=(PhaseRecord("reward", 7.0),), place=REWARD),
                  exits={2: UNSAID}),
         "rank 2 (pid 102, node7) ended with exit code 0 before its work was done, last seen in reward function score "
         "at /home/me/agent.py:31 in 'reward' of step 3",
     ),
-    "an exit with code 0 elsewhere": (
-        seen(record(0), record(2), exits={0: UNSAID + 75, 2: UNSAID}),
-        "rank 0 (pid 100, node7) ended with exit code 75 before its work was done, last seen in 'update actor' of "
-        "step 3",
-    ),
     "NCCL's watchdog aborts the innocent": (
         seen(record(0, waiting=call("dp", 17, 0, 2, age_s=601.0)), record(2), exits={0: -6}),
         "rank 2 (pid 102, node7) is in forward at /lib/layers.py:12 in 'update actor' of step 3, "
         "while rank 0 waits for it in dp all_reduce 17",
-    ),
-    "an abort of its own": (
-        seen(record(0), record(2, waiting=DP_OF_0), exits={0: -6}),
-        "rank 0 (pid 100, node7) was killed by SIGABRT, last seen in 'update actor' of step 3",
     ),
     "diverged": (
         seen(
             late(0, DP_OF_0), late(1, call("tp", 310, 0, 1)), record(2, waiting=WORLD), record(3, waiting=WORLD),
         ),
         "diverged: rank 2 waits in world all_reduce 5 while rank 0 waits for it in dp all_reduce 17",
-    ),
-    "another operation under one number": (
-        seen(record(0, waiting=DP_OF_0), record(2, waiting=call("dp", 17, 0, 2, operation="broadcast"))),
-        "diverged: rank 2 waits in dp broadcast 17 while rank 0 waits for it in dp all_reduce 17",
     ),
     "each group in a collective of its own": (
         seen(

@@ -53,15 +53,6 @@ def test_rank_that_outlives_its_launcher_is_killed() -> None:
     assert errors == f"error: process {rank} did not end within 0.3 s after its launcher: killed\n"
 
 
-def test_ranks_are_killed_without_a_reader_of_errors() -> None:
-    process, rank, _ = start("time.sleep(600)")
-    assert process.stderr is not None
-    process.stderr.close()
-    process.kill()
-    wait_until(lambda: is_gone(rank))
-    process.wait()
-
-
 def test_reaper_ends_with_a_launcher_that_ends_well() -> None:
     process, _, reaper = start("ranks[0].kill(); ranks[0].wait(); reaper.close()")
     _, errors = process.communicate(timeout=60)

@@ -93,16 +93,6 @@ def test_launcher_continues_without_records(
     assert caplog.text.count("takes longer than 0.05 s: does the file system hang?") == 2
 
 
-def save_in_memory(run_dir: Path, step: int, *, history: str = "a" * 16) -> None:
-    """Save as a run does whose hosts' memory is `run_dir / "shm"`."""
-    (run_dir / "checkpoints").mkdir(exist_ok=True)
-    place.write_history(run_dir / "checkpoints", history)
-    (run_dir / "shm").mkdir(exist_ok=True)
-    folder = place.folder_of(run_dir / "shm", str(run_dir.resolve()), history)
-    place.make(folder, str(run_dir.resolve()))
-    save_in(folder, step)
-
-
 def progress_of(run_dir: Path, *, resume: str = "auto", recorded: int | None = None) -> RunProgress:
     """Return the progress of a run whose ranks have recorded a step, if any."""
 
@@ -129,7 +119,6 @@ def test_only_checkpoints_of_this_launch_are_progress(tmp_path: Path) -> None:
         ("auto", 4, True),
         ("never", 0, False),
         ("never", 1, True),
-        ("elsewhere/step_000007", 7, False),
         ("elsewhere/step_000007", 8, True),
     ],
 )
@@ -140,39 +129,35 @@ def test_recorded_steps_are_progress(tmp_path: Path, resume: str, recorded: int,
 
 
 @pytest.mark.parametrize(
-    ("resume", "on_disk", "in_memory", "words"),
+    ("resume", "on_disk", "words"),
     [
-        ("auto", None, None, "the beginning"),
-        ("auto", 4, None, "the checkpoint of step 4 on disk"),
-        ("auto", 4, 6, "the checkpoint of step 6 in memory"),
-        ("auto", 6, 6, "the checkpoint of step 6 on disk"),
-        ("never", None, 6, "the checkpoint of step 6 in memory"),
-        ("never", None, None, "the beginning"),
-        ("elsewhere/step_000007", None, None, "checkpoint.resume=elsewhere/step_000007"),
-        ("elsewhere/step_000007", 8, None, "the checkpoint of step 8 on disk"),
+        ("auto", None, "the beginning"),
+        ("auto", 4, "the checkpoint of step 4 on disk"),
+        ("never", None, "the beginning"),
+        ("elsewhere/step_000007", None, "checkpoint.resume=elsewhere/step_000007"),
+        ("elsewhere/step_000007", 8, "the checkpoint of step 8 on disk"),
     ],
 )
-def test_next_start_is_named_with_its_place(
-    tmp_path: Path, resume: str, on_disk: int | None, in_memory: int | None, words: str
-) -> None:
+def test_next_start_is_named_with_its_place(tmp_path: Path, resume: str, on_disk: int | None, words: str) -> None:
     progress = progress_of(tmp_path, resume=resume)
     if on_disk is not None:
         save_in(tmp_path / "checkpoints", on_disk)
-    if in_memory is not None:
-        save_in_memory(tmp_path, in_memory)
     assert progress.next_start == words
-    assert progress.is_saved == (on_disk is not None or in_memory is not None)
+    assert progress.is_saved == (on_disk is not None)
 
 
-def test_leftovers_in_memory_are_resumed_but_no_progress(tmp_path: Path) -> None:
+def test_checkpoints_in_memory_are_resumed(tmp_path: Path) -> None:
+    """Leftovers of an earlier launch are no progress; nor are those of a folder that other users may enter."""
+    shm, run_dir = tmp_path / "shm", str(tmp_path.resolve())
     save_in(tmp_path / "checkpoints", 3)
-    save_in_memory(tmp_path, 7)
+    place.write_history(tmp_path / "checkpoints", "a" * 16)
+    shm.mkdir()
+    place.make(place.folder_of(shm, run_dir, "a" * 16), run_dir)
+    save_in(place.folder_of(shm, run_dir, "a" * 16), 7)
     progress = progress_of(tmp_path, recorded=7)
     assert (progress.is_saved, progress.is_made) == (False, False)
     assert progress.next_start == "the checkpoint of step 7 in memory"
-    never = progress_of(tmp_path, resume="never")
-    assert never.next_start == "the beginning"
-    save_in_memory(tmp_path, 1, history="b" * 16)  # the run has begun another history
-    assert never.is_saved
-    place.user_folder(tmp_path / "shm").chmod(0o777)  # another user could write there
+    save_in(place.folder_of(shm, run_dir, "a" * 16), 8)
+    assert progress.is_saved
+    place.user_folder(shm).chmod(0o777)
     assert progress_of(tmp_path).next_start == "the checkpoint of step 3 on disk"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -125,24 +124,6 @@ def test_nodes_save_and_end_without_node_0(node: Start) -> None:
     assert code == 1
     assert errors.splitlines()[-1] == "error: the launcher of node 0 is lost: its connection is closed"
     wait_until(lambda: all(map(is_gone, pids)))
-
-
-def test_second_signal_ends_ranks_without_node_0(node: Start) -> None:
-    """As a second Ctrl-C does, which ends them at once."""
-    program = """
-        signal.signal(signal.SIGTERM, lambda *_: reached("saves"))
-        signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-        reached("up")
-        while True: time.sleep(0.01)
-    """
-    first, second = node(0, program), node(1, program)
-    pids = [first.reached("up", rank) for rank in range(2)]
-    first.process.kill()
-    second.reached("saves", 1)
-    second.process.send_signal(signal.SIGINT)
-    assert second.end()[0] == 130
-    assert is_gone(pids[1])
-    os.kill(pids[0], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from tests.helpers.selection import FULL
-from tests.unit_tests.operations.launcher.programs import ROOT, free_port
+from tests.unit_tests.operations.launcher.programs import ROOT
 from tests.unit_tests.test_bad_inputs import SETTINGS, write_good_inputs
 
 WAIT_S = 240.0  # for what takes a quarter of a minute on an idle machine
@@ -143,14 +142,3 @@ def test_killed_rank_changes_no_weights(folder: Path, undisturbed: Undisturbed) 
     assert "error" not in errors, where
     assert steps_of(folder / "killed") == list(range(1, STEPS + 1))
     assert weights_of(folder / "killed") == undisturbed.weights, where
-
-
-@pytest.mark.skipif(not FULL, reason="make test-full: as on one node")
-def test_killed_rank_of_another_node_changes_no_weights(folder: Path, undisturbed: Undisturbed) -> None:
-    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    launchers = [start(folder, "nodes", *nodes, "--node-rank", str(number)) for number in range(2)]
-    ends = end_of(launchers, folder / "nodes", 3, lambda: ranks_of(launchers[1])[1].kill())
-    assert [code for code, _ in ends] == [0, 0], ends
-    assert "restart 1 of at most 3" in ends[0][1]
-    assert not any("Traceback" in errors for _, errors in ends)
-    assert weights_of(folder / "nodes") == undisturbed.weights

@@ -20,9 +20,7 @@ FACTS = RecipeFacts(
     resume="auto", device="cuda", saves=True,
 )  # fmt: skip
 RUN = JobSetRun(name="gsm8k", image="registry/mega_rl:0.1", nodes=4, mount=["pvc:runs:/runs", "host:/data:/data"])
-EVERYTHING = replace(
-    RUN, rdma=["rdma/hca=8"], env=["NCCL_DEBUG=INFO"], secret=["wandb"], node_selector=["pool=h100"], queue="team"
-)
+EVERYTHING = replace(RUN, rdma=["rdma/hca=8"], env=["NCCL_DEBUG=INFO"], secret=["wandb"])
 ARGUMENTS = ["launch", "kubernetes", "quickstart", "--nodes=2", "--nproc-per-node=1", "--image=r/mega_rl:0.1"]
 SETTINGS = ["trainer.run_dir=/runs/a", "checkpoint.resume=auto"]
 
@@ -61,10 +59,6 @@ def test_pods_get_their_number_and_the_first_address() -> None:
     assert job_of(RUN)["completions"] == job_of(RUN)["parallelism"] == 4
 
 
-def test_settings_keep_their_dollar() -> None:
-    assert container_of(RUN)["args"][-1] == "model.path=/runs/$$(HOME)"  # Kubernetes makes $( of $$(
-
-
 def test_mistake_fails_the_run_and_disruptions_do_not() -> None:
     fail, disruption, stopped = job_of(RUN)["podFailurePolicy"]["rules"]
     assert (fail["action"], fail["onExitCodes"]["values"]) == ("FailJob", [2])
@@ -96,20 +90,12 @@ def test_pods_are_restricted_and_only_rdma_locks_memory() -> None:
     assert pod["terminationGracePeriodSeconds"] == 600
 
 
-def test_network_policy_admits_only_the_pods() -> None:
-    policy = documents(RUN)["NetworkPolicy"]["spec"]
-    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
-
-
-def test_recipe_travels_unchanged() -> None:
-    assert documents(RUN)["ConfigMap"]["data"] == {"recipe.yaml": FACTS.text}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"name": "Run_1"}, "--name=Run_1: needs at most 42 lower-case letters"),
         ({"name": "a" * 60}, "needs at most 42 lower-case letters"),
+        ({"rdma": ["rdma/hca=many"]}, "--rdma=rdma/hca=many: needs a device and a number"),
         ({"image": "mega_rl"}, "name a tag or a digest"),
         ({"mount": []}, "trainer.run_dir=/runs/a: is lost with its pod"),
         ({"mount": ["pvc:a:/run"]}, "trainer.run_dir=/runs/a: is lost with its pod"),
@@ -134,6 +120,10 @@ def test_command_prints_manifests(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--mount=pvc:runs:/runs", *SETTINGS]) == 0
     kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
     assert kinds == ["ConfigMap", "NetworkPolicy", "JobSet"]
+    assert documents(RUN)["ConfigMap"]["data"] == {"recipe.yaml": FACTS.text}
+    policy = documents(RUN)["NetworkPolicy"]["spec"]
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+    assert container_of(RUN)["args"][-1] == "model.path=/runs/$$(HOME)"  # Kubernetes makes $( of $$(
 
 
 def test_command_names_every_mistake(capsys: pytest.CaptureFixture[str]) -> None:

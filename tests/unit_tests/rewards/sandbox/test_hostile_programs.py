@@ -25,7 +25,7 @@ ALWAYS = (
     "own helpers of right programs: sum as function", "exceptions and objects: StopIteration in map",
     "exceptions and objects: __contains__", "exceptions and objects: an emptied list",
     "exceptions and objects: an AssertionError that is caught", "right programs: a TestCase", "right programs: async",
-    "right programs: a class", "right programs: a function of a builtin's name", "right programs: text 10",
+    "right programs: a function of a builtin's name", "right programs: text 10",
     "right programs: a generator", "kernel memory: pairs of datagrams",
 )  # fmt: skip
 

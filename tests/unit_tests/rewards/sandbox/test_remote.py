@@ -11,7 +11,6 @@ import pytest
 from mega_rl.config.schema import RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.errors import UserError
 from mega_rl.rewards.code import build_sandbox, check_sandbox, read_cases
-from mega_rl.rewards.sandbox.limits import SandboxError
 from tests.helpers.sandboxes import local_sandbox
 from tests.unit_tests.rewards.test_service import Answer, FakeService, Post, serving
 
@@ -84,15 +83,13 @@ def test_key_goes_with_each_request(tmp_path: Path) -> None:
     [
         (Answer(b"no JSON"), "no JSON: .no JSON"),
         (Answer(b"[" * 100_000), "no JSON"),
-        (Answer(b"[1]"), 'no status "Success"'),
-        (Answer(b'{"status": "SandboxError", "message": "no disk"}'), "SandboxError: 'no disk'"),
-        (Answer(b'{"status": "Success", "run_result": null}'), "Success: None"),
-        (finished(status="Error"), "run_result.status 'Error'"),
-        (finished(return_code=None), "return_code None"),
-        (finished(return_code=True), "return_code True"),
-        (finished(stdout=3), "output b'' of"),
+        (Answer(b"[1]"), "no run_result that finished"),
+        (Answer(b'{"status": "SandboxError", "message": "no disk"}'), "no run_result that finished .*no disk"),
+        (finished(status="Error"), "no run_result that finished .*'Error'"),
+        (finished(return_code=True), "no run_result that finished .*True"),
+        (finished(stdout=3), "output b'3' of"),
         (finished(stdout="41"), "output b'41' of"),
-        (Answer(status=302), "HTTP 302.*redirects are not followed"),
+        (Answer(status=302), "HTTP 302"),
         (Answer(b"x" * (6 << 20)), "an answer of more than"),
     ],
 )
@@ -113,9 +110,3 @@ def test_limits_of_time_and_output_are_kept() -> None:
     with serving(lambda number, post: answers[number]) as service:
         sandbox = build_sandbox(settings(service, output_kib=1))
         assert [sandbox.run("", b"", timeout_s=1).status for _ in answers] == ["timeout", "output"]
-
-
-def test_absent_service_is_an_error_of_the_sandbox() -> None:
-    sandbox = build_sandbox(RemoteSandboxConfig(url="http://127.0.0.1:9/run_code", timeout_s=1.0))
-    with pytest.raises(SandboxError, match="all 4 tries failed"):
-        sandbox.run("", b"", timeout_s=1)

@@ -42,7 +42,7 @@ if how == "dies":
     sys.exit(3)
 
 def end(reason):
-    print(nodes.GONE, reason, flush=True)
+    print("The server ends:", reason, flush=True)
     os._exit(7)
 
 nodes.end_together(node, end)
@@ -105,8 +105,6 @@ def life(ranks: GroupRanks, _: str, folder: Path) -> dict[str, Any]:
         own = pool._own[1]
         answer: dict[str, Any] = {
             "endpoints": [(one.index, one.url, one.keys.api_key) for one in pool.endpoints],
-            "owners": [pool.nodes(index)[0] for index in (0, 1)],
-            "nodes": [list(pool.nodes(index)) for index in (0, 1)],
             "tp": pool.tp,
             "names": [one.name.partition(" on ")[0] for one in pool._own.values()],
             "logs": {index: one.log_file.read_text().splitlines()[0] for index, one in pool._own.items()},
@@ -115,13 +113,14 @@ def life(ranks: GroupRanks, _: str, folder: Path) -> dict[str, Any]:
         if ranks.rank == 1:
             os.kill(own.pid or 0, signal.SIGKILL)
         began = time.monotonic()
-        while own.alive and time.monotonic() - began < 20:
+        while own.exit_code is None and time.monotonic() - began < 20:
             time.sleep(0.02)
-        answer["seconds"], answer["reason"] = time.monotonic() - began, own.end_reason()
+        answer["seconds"] = time.monotonic() - began
+        answer["reason"] = own.log_file.read_text().splitlines()[-1]
         pool.bring_back([1])
         answer["again"] = [(one.index, one.url, one.keys.api_key) for one in pool.endpoints]
         answer["warnings"] = [text for text in said if "again" in text]
-        answer["other is untouched"] = pool.endpoints[0] == untouched and pool._own[0].alive
+        answer["other is untouched"] = pool.endpoints[0] == untouched and pool._own[0].exit_code is None
         ranks.sum(torch.zeros(1))  # the first rank that leaves ends its parts of both servers, and so the other's
         processes = [one.pid for one in pool._own.values()]
     answer["left"] = [pid for pid in processes if group.members(pid or 0)]
@@ -171,7 +170,7 @@ def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     with closing(control), running_engine(make_config(checkpoint), trainable=False) as engine:
         control.call("POST", "/pause_generation", {"mode": "abort"})
         control.flush()
-        servers = [Server(0, 2, ("a", "b"), control)]
+        servers = [Server(0, 2, (0, 1), control)]
         weights = TrainerWeights(engine, next(engine.models[0].parameters()).dtype)
         transport = DistributedTransport(weights, servers, bucket_bytes=20_000, timeout_s=60.0)
         failed = transport.send(version=5)

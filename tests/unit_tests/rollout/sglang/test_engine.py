@@ -7,36 +7,33 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.errors import UserError
-from mega_rl.parallel import agreement
+from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.engine import (
-    FailedSamples,
-    RolloutFailedError,
-    ServersLostError,
+    RoutedLayers,
     SglangRolloutEngine,
     SglangRolloutSettings,
     sampling_seed,
 )
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
-    Failure,
     GenerationResult,
     Key,
-    RoutedLayers,
+    RequestFailure,
     Sample,
     SampleRequest,
     Sampling,
     State,
 )
 from mega_rl.rollout.sglang.http.keys import Endpoint
-from mega_rl.types import Draws, Prompt
+from mega_rl.types import Prompt
 from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, generated, right
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
@@ -77,7 +74,7 @@ class ScriptedFleet:
         return self.answer
 
 
-def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: int = 2, **given: Any) -> Any:
+def engine_over(fleet: Any, *, share: float = 0.0, restarts: int = 2, **given: Any) -> Any:
     brought_back: list[list[int]] = []
 
     def bring_back(lost: Sequence[int]) -> None:
@@ -96,7 +93,7 @@ def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: in
             timeout_s=5.0,
             concurrency=4,
             restarts=restarts,
-            failed=failed or FailedSamples(max_share=0.0),
+            max_failed_share=share,
             **given,
         ),
     )
@@ -123,11 +120,11 @@ def test_other_hosts_serve_while_none_here_does(near_serves: bool) -> None:
             [server.endpoint, dead], vocab_size=50, max_concurrency={0: 4} if near_serves else {1: 4}, retries=1,
             request_timeout_s=20.0,
         )  # fmt: skip
-        with fleet:
+        with closing(fleet):
             for index in range(2):
-                fleet.mark_ready(index, 1)
+                fleet.mark(index, State.READY, version=1)
             if not near_serves:
-                fleet.mark_down(1)
+                fleet.mark(1, State.DOWN)
             engine, brought_back = engine_over(fleet)
             if near_serves:
                 for _ in range(2):
@@ -163,25 +160,6 @@ def test_requests_carry_their_limits() -> None:
         engine.generate(longer, [0], n=1, seed=(0,), limits=[4])
 
 
-def test_an_evaluation_has_a_length_of_its_own() -> None:
-    """Other than that of training, and greedy at temperature 0."""
-    limits: list[int] = []
-
-    def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> GenerationResult:
-        limits.extend(request.most(SAMPLING) for request in requests)
-        return served(requests)
-
-    fleet = ScriptedFleet(answer)
-    engine, _ = engine_over(fleet, max_positions=32)
-    generate(engine, draws=Draws(2, 0.0, max_new_tokens=30))
-    generate(engine, draws=Draws(2, 0.5))
-    assert limits == [30] * 6 + [4] * 6
-    greedy, drawn = (sampling for _, _, sampling in fleet.asked)
-    assert (greedy.greedy, drawn.greedy, drawn.temperature) == (True, False, 0.5)
-    with pytest.raises(UserError, match=r"validation\.max_new_tokens"):
-        generate(engine, draws=Draws(2, 0.0, max_new_tokens=31))
-
-
 def test_rows_are_ordered_and_have_own_seeds() -> None:
     fleet = ScriptedFleet(lambda requests, _: served(requests))
     engine, _ = engine_over(fleet)
@@ -202,26 +180,6 @@ def test_rows_are_ordered_and_have_own_seeds() -> None:
         "sglang/tokens_per_second": 24.0,
     }
     assert engine.metrics() == {}
-
-
-def test_ranks_meet_while_the_last_one_generates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline of a generation is its own: a collective's would end a run whose ranks differ by more."""
-    met = threading.Event()
-
-    class Met(SingleRank):
-        def max(self, tensor: torch.Tensor) -> torch.Tensor:
-            met.set()
-            return super().max(tensor)
-
-    class WaitsForTheRanks(ScriptedFleet):
-        def result(self) -> GenerationResult:
-            assert met.wait(20), "the ranks do not meet while samples are out"
-            return super().result()
-
-    monkeypatch.setattr(agreement.run_on_all, "__kwdefaults__", {"beat_s": 0.01, "cancel": None})
-    engine, _ = engine_over(WaitsForTheRanks(lambda requests, _: served(requests)))
-    engine._world = Met()
-    assert len(generate(engine).tokens) == 6
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -272,18 +230,6 @@ def test_lost_servers_return_before_samples_are_requested() -> None:
     assert bool((rows.lengths == 4).all())
 
 
-def test_lost_server_without_samples_returns_too() -> None:
-    def loses_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
-        fleet.servers[0] = (State.STALE, "it answered with another version")
-        return served(requests)
-
-    fleet = ScriptedFleet(loses_one)
-    engine, brought_back = engine_over(fleet)
-    generate(engine)
-    assert brought_back == [[0]]
-    assert len(fleet.asked) == 1
-
-
 def test_servers_that_do_not_stay_end_the_run() -> None:
     def loses_all(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> GenerationResult:
         result = GenerationResult(unserved=dict(partials))
@@ -292,29 +238,29 @@ def test_servers_that_do_not_stay_end_the_run() -> None:
 
     fleet = ScriptedFleet(loses_all)
     engine, brought_back = engine_over(fleet, restarts=2)
-    with pytest.raises(ServersLostError, match=r"6 samples are without an answer.*server 0: it has ended"):
+    with pytest.raises(RunError, match=r"6 samples are without an answer.*server 0: it has ended"):
         generate(engine)
     assert brought_back == [[0], [0]]
 
 
 def fails_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
     result = served(requests[1:])
-    result.failures[requests[0].key] = Failure("cut_json", "server 0: the answer is cut", tries=4)
+    result.failures[requests[0].key] = RequestFailure("bad_answer", "server 0: the answer is cut")
     return result
 
 
 @pytest.mark.parametrize(
-    ("failed", "said"),
+    ("share", "said"),
     [
-        (FailedSamples(max_share=0.0), r"1 of 6 samples .*rollout\.sglang\.max_failed_share=0, .*is cut"),
-        (FailedSamples(max_share=0.1), r"more than rollout\.sglang\.max_failed_share=0\.1"),
-        (FailedSamples(max_share=0.2), ""),
+        (0.0, r"1 of 6 samples .*rollout\.sglang\.max_failed_share=0, .*is cut"),
+        (0.1, r"more than rollout\.sglang\.max_failed_share=0\.1"),
+        (0.2, ""),
     ],
 )
-def test_failed_sample_ends_the_run_or_is_masked(failed: FailedSamples, said: str) -> None:
-    engine, _ = engine_over(ScriptedFleet(fails_one), failed=failed)
+def test_failed_sample_ends_the_run_or_is_masked(share: float, said: str) -> None:
+    engine, _ = engine_over(ScriptedFleet(fails_one), share=share)
     if said:
-        with pytest.raises(RolloutFailedError, match=said):
+        with pytest.raises(RunError, match=said):
             generate(engine)
         return
     rows = generate(engine)

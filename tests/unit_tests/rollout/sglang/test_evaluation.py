@@ -47,8 +47,9 @@ def test_the_same_command_gives_the_same_samples(inputs: Path) -> None:
     parts = ("--nproc-per-node", "2", "validation.chunk=8", "rollout.max_new_tokens=2")
     for out, more in (("one", ()), ("two", ()), ("parts", parts)):
         mega_rl(
-            "eval", "--model", f"{inputs}/model", "--data", f"sums={inputs}/held_out.jsonl", "--out", f"{inputs}/{out}",
-            "--reward", f"{inputs}/reward.py:score", "--n", "4", "--k", "1,4", "--max-new-tokens", "4",
+            "eval", "--out", f"{inputs}/{out}", f"model.path={inputs}/model", "validation.max_new_tokens=4",
+            f"validation.sets.sums={inputs}/held_out.jsonl", "validation.n=4", "validation.k=[1,4]",
+            f"reward.function={inputs}/reward.py:score",
             "model.dtype=fp32", "trainer.device=cpu", "data.max_prompt_tokens=16", "rollout.backend=sglang",
             "rollout.sglang.server.args.max_total_tokens=20000", *more,
         )  # fmt: skip
@@ -102,4 +103,4 @@ def test_colocated_servers_of_several_ranks_validate_in_parts(inputs: Path) -> N
             assert record.metrics[f"{area}pass_at_1"] <= record.metrics[f"{area}pass_at_3"]
         assert record.metrics["val/response_tokens_mean"] > 4
     assert records[2].metrics["rollout/response_tokens_max"] <= 4
-    mega_rl("replay", f"{inputs}/colocated/records/step_000002", "--layout", "1")
+    mega_rl("replay", f"{inputs}/colocated/records/step_000002", "--layouts", "1")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,12 @@ from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
-    Progress,
     Sample,
     SampleRequest,
     Sampling,
     State,
 )
+from mega_rl.tracking import progress
 from tests.helpers.fake_sglang import (
     KEYS,
     STOP,
@@ -55,9 +55,10 @@ def fleet_of(
             stack.enter_context(FakeServer(script, index=i, seconds_per_token=seconds_per_token))
             for i, script in enumerate(scripts)
         ]
-        fleet = stack.enter_context(ServerRouter([one.endpoint for one in servers], vocab_size=VOCABULARY, **given))
+        fleet = ServerRouter([one.endpoint for one in servers], vocab_size=VOCABULARY, **given)
+        stack.enter_context(closing(fleet))
         for index in range(len(servers)):
-            fleet.mark_ready(index, VERSION)
+            fleet.mark(index, State.READY, version=VERSION)
         yield fleet, servers
 
 
@@ -118,8 +119,8 @@ def test_what_a_request_asks_for() -> None:
 
 def test_only_ready_replicas_of_the_version_get_traffic() -> None:
     with fleet_of(right, right, right) as (fleet, servers):
-        fleet.mark_stale(0)
-        fleet.mark_down(1, "killed")
+        fleet.mark(0, State.STALE)
+        fleet.mark(1, State.DOWN, "killed")
         assert len(generate(fleet, requests(10)).samples) == 10
         assert [len(server.seen) for server in servers] == [0, 0, 10]
         assert [state for state, _ in fleet.states()] == [State.STALE, State.DOWN, State.READY]
@@ -127,33 +128,9 @@ def test_only_ready_replicas_of_the_version_get_traffic() -> None:
         assert (len(result.unserved), result.requests) == (10, 0)
         for server in servers:
             server.version = 2
-        fleet.mark_ready(0, 2)
+        fleet.mark(0, State.READY, version=2)
         assert len(generate(fleet, requests(10), version=2).samples) == 10
         assert [len(server.seen) for server in servers] == [10, 0, 10]
-
-
-def test_dead_servers_samples_move_at_once() -> None:
-    with fleet_of(right, right, seconds_per_token=0.05) as (fleet, servers):
-        servers[0].seconds_per_token = 100.0
-        fleet.start(requests(8), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
-        while not servers[0].seen:
-            time.sleep(0.01)
-        fleet.mark_down(0, "its process has ended")
-        result = fleet.result()
-        assert len(result.samples) == 8
-        assert set(result.failed_tries) == {"server_down"}
-        assert result.seconds < 5
-
-
-def test_returning_server_gets_traffic_within_the_generation() -> None:
-    with fleet_of(right, right, seconds_per_token=0.02) as (fleet, servers):
-        fleet.mark_down(1)
-        fleet.start(requests(40), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
-        while len(servers[0].seen) < 4:
-            time.sleep(0.01)
-        fleet.mark_ready(1, VERSION)
-        assert len(fleet.result().samples) == 40
-        assert len(servers[1].seen) > 5
 
 
 def test_suspect_server_that_generates_is_used_again() -> None:
@@ -230,30 +207,11 @@ def test_partial_responses_of_old_weights_begin_anew() -> None:
     for mixed in (False, True):
         with fleet_of(right, allow_mixed_versions=mixed) as (fleet, (server,)):
             server.version = 2
-            fleet.mark_ready(0, 2)
+            fleet.mark(0, State.READY, version=2)
             sample = generate(fleet, [request], version=2, partials={(0, 0): before}).samples[0, 0]
             assert (sample.token_ids, sample.logprobs) == (whole.token_ids, whole.logprobs)
             assert sample.versions == ([VERSION] * 5 + [2] * 7 if mixed else [2] * 12)
             assert len(server.seen[0]["input_ids"]) == (8 if mixed else 3)
-
-
-def test_partial_responses_that_are_whole_ask_nobody() -> None:
-    ended = Sample([3] * 12, [-1.0] * 12, [VERSION] * 12)
-    stopped = Sample([3, STOP], [-1.0] * 2, [VERSION] * 2)
-    with fleet_of(right) as (fleet, (server,)):
-        result = generate(fleet, requests(2), partials={(0, 0): ended, (1, 0): stopped})
-        assert not server.seen
-        assert [result.samples[key].finish for key in ((0, 0), (1, 0))] == ["length", "stop"]
-
-
-def test_moved_server_is_asked_at_its_address() -> None:
-    with fleet_of(right) as (fleet, (server,)), FakeServer() as successor:
-        server.kill()
-        assert len(generate(fleet, requests(3)).unserved) == 3
-        fleet.move(0, successor.endpoint)
-        fleet.mark_ready(0, VERSION)
-        assert len(generate(fleet, requests(3)).samples) == 3
-        assert len(successor.seen) == 3
 
 
 @pytest.mark.parametrize("prompt", [(), (3, VOCABULARY), (-1,)])
@@ -275,14 +233,16 @@ def test_closing_ends_a_generation_under_way() -> None:
         assert time.monotonic() - began < 5
 
 
-def test_progress_is_reported_to_the_end() -> None:
-    reports: list[Progress] = []
-    with fleet_of(slow) as (fleet, _):
-        result = generate(fleet, requests(40), progress=reports.append)
-    assert [report.ended for report in reports] == [False] * (len(reports) - 1) + [True]
-    assert len(reports) >= 2
-    assert (reports[-1].done, reports[-1].total, reports[-1].tokens) == (40, 40, result.tokens)
-    assert reports[-1].tokens_per_second > 0
+def test_progress_is_a_phase() -> None:
+    async def looks(exchange: Exchange) -> None:
+        seen.extend((phase.name, phase.total) for phase in progress.active())
+        await slow(exchange)
+
+    seen: list[tuple[str, float | None]] = []
+    with fleet_of(looks) as (fleet, _):
+        generate(fleet, requests(40))
+    assert ("samples", 40) in seen
+    assert not progress.active()
 
 
 def test_keys_are_in_no_repr_and_no_message() -> None:

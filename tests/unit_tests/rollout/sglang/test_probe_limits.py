@@ -1,8 +1,6 @@
-"""Limits of a probe: servers that are healthy in bf16 pass, one with a wrong weight does not.
+"""Limits of a probe: a healthy server passes, one with a wrong weight does not.
 
-Two kinds of evidence. Logits of a vocabulary of 150k tokens, rounded to bf16 on both sides after the noise of other
-kernels, say how far healthy engines are apart. A small network with logits as large as a trained model's, whose server
-has a fault, says what the limits find, and what they cannot.
+The network is small and has logits as large as a trained model's.
 """
 
 from __future__ import annotations
@@ -22,44 +20,6 @@ TOKENS = 8
 BF16, FP32 = LIMITS["bfloat16"], LIMITS["float32"]
 VOCAB, HIDDEN, LAYERS = 512, 64, 4
 PROJECTIONS = ("q", "k", "v", "o", "up", "down")
-
-
-# -- healthy engines ---------------------------------------------------------------------------------------------------
-
-
-def healthy_differences(peak: float, noise: float, *, rows: int = 48) -> Tensor:
-    """[rows] |log-prob - log-prob| of the argmax of bf16 logits [rows, 151936] that two engines rounded."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 8 + 2.5 * torch.randn(1, 151936, generator=generator)
-    logits[:, 0] = peak
-
-    def logprob(token: int | Tensor) -> Tensor:
-        # The normaliser averages its noise away over 150k tokens: one is right for all rows.
-        top = (peak + noise * torch.randn(rows, generator=generator)).bfloat16().float()
-        rest = (logits[0, 1:] + noise * torch.randn(151935, generator=generator)).bfloat16().float().logsumexp(0)
-        return top - torch.logaddexp(top, rest)
-
-    return (logprob(0) - logprob(0)).abs()
-
-
-def failure_rate(limits: tuple[float, float], peak: float, noise: float) -> float:
-    """Share of healthy probes that fail, of 20000 probes whose tokens have peaks around `peak`."""
-    # Peaks that lie anywhere between two steps of bf16, as logits do.
-    differences = torch.cat([healthy_differences(peak + place / 16, noise) for place in range(16)])
-    draws = torch.randint(len(differences), (20_000, TOKENS), generator=torch.Generator().manual_seed(1))
-    probes = differences[draws]
-    return float(((probes.mean(1) > limits[0]) | (probes.max(1).values > limits[1])).float().mean())
-
-
-@pytest.mark.parametrize("peak", [20.0, 24.0, 30.0, 40.0])
-@pytest.mark.parametrize("noise", [0.02, 0.04])
-def test_healthy_servers_pass_in_bf16(peak: float, noise: float) -> None:
-    assert failure_rate(BF16, peak, noise) < 1e-3
-
-
-def test_the_largest_difference_alone_would_fail_healthy_servers() -> None:
-    """The reason for a limit on the mean: 0.1 nat for each token lies below one step of bf16."""
-    assert failure_rate((1.0, 0.1), 20.0, 0.02) > 0.2
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -170,14 +130,3 @@ def test_a_fault_is_found(fault: str, dtype: torch.dtype) -> None:
     for seed in SEEDS:
         weights = make_weights(seed)
         assert probed(weights, FAULTS[fault](weights), dtype)[0], f"seed {seed}"
-
-
-def test_what_the_probe_cannot_see() -> None:
-    """A missing update of 1e-6, a step of training, is below rounding in bf16; half of that is below the limit in fp32.
-
-    Versions and checksums prove that the last update has arrived; the probe proves that it went to the right places.
-    """
-    weights = make_weights(0)
-    assert not probed(weights, updated(weights, 1e-6), torch.bfloat16)[0]
-    assert not probed(weights, updated(weights, 5e-7), torch.float32)[0]
-    assert probed(weights, updated(weights, 1e-3), torch.float32)[0]

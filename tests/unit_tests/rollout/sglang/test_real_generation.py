@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine, SglangRolloutSettings
+from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
-    RoutedLayers,
     Sample,
     SampleRequest,
     Sampling,
@@ -53,9 +52,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Endp
 
 @pytest.fixture
 def fleet(server: tuple[int, Endpoint, Path]) -> Iterator[ServerRouter]:
-    with ServerRouter([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as fleet:
-        fleet.mark_ready(0, VERSION)
+    with closing(router_of(server[1])) as fleet:
         yield fleet
+
+
+def router_of(endpoint: Endpoint) -> ServerRouter:
+    router = ServerRouter([endpoint], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0)
+    router.mark(0, State.READY, version=VERSION)
+    return router
 
 
 def requests(num: int) -> list[SampleRequest]:
@@ -68,15 +72,11 @@ def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling
 
 def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = SAMPLED) -> None:
     """Start a generation; returns when its first samples are complete."""
-    begun = threading.Event()
-    fleet.start(
-        asked,
-        sampling,
-        version=VERSION,
-        deadline=time.monotonic() + 200,
-        progress=lambda progress: begun.set() if progress.done else None,
-    )
-    assert begun.wait(100)
+    fleet.start(asked, sampling, version=VERSION, deadline=time.monotonic() + 200)
+    generation, deadline = fleet._generation, time.monotonic() + 100
+    while not generation.result.samples:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def logprobs_of(model: Any, asked: SampleRequest, sample: Sample, temperature: float) -> list[float]:
@@ -122,8 +122,7 @@ def test_a_sample_is_the_same_beside_greedy_ones(fleet: ServerRouter, server: tu
     asked = requests(4)
     alone = generate(fleet, asked, SAMPLED)
     others = [SampleRequest((100 + i, 0), one.prompt, one.seed) for i, one in enumerate(asked)]
-    with ServerRouter([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as second:
-        second.mark_ready(0, VERSION)
+    with closing(router_of(server[1])) as second:
         second.start(
             others,
             replace(GREEDY, max_new_tokens=150, stop_token_ids=()),
@@ -157,8 +156,7 @@ def test_interrupted_sample_continues_with_the_same_tokens(fleet: ServerRouter) 
 @pytest.fixture(scope="module")
 def routed(server: tuple[int, Endpoint, Path]) -> tuple[Rollout, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Rows of the engine, two samples of each prompt, and the trainer's passes over them by the experts they replay."""
-    with ServerRouter([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as fleet:
-        fleet.mark_ready(0, VERSION)
+    with closing(router_of(server[1])) as fleet:
         engine = SglangRolloutEngine(
             fleet,
             everyone=SingleRank(),
@@ -170,7 +168,7 @@ def routed(server: tuple[int, Endpoint, Path]) -> tuple[Rollout, dict[str, tuple
                 timeout_s=120.0,
                 concurrency=8,
                 restarts=0,
-                failed=FailedSamples(max_share=0.0),
+                max_failed_share=0.0,
                 routed=RoutedLayers((True,) * LAYERS, TOP_K),
             ),
         )

@@ -1,29 +1,24 @@
-"""Where each byte goes and who writes it: on all trained families, without processes."""
+"""Where each byte goes in buckets: on all trained families, without processes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.converters.families import TRAINED
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.export import export_plan
-from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding, check_layout
-from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.sglang.weights import reshard
-from mega_rl.rollout.sglang.weights.buckets import filled, slot_tensor, write_parts
-from mega_rl.rollout.sglang.weights.reshard import Bucket, covers, first_ranks, plan_buckets, writes
+from mega_rl.rollout.sglang.weights.reshard import first_ranks, plan_buckets
+from mega_rl.rollout.sglang.weights.transport import filled, slot_tensor
 from tests.unit_tests.converters.fakes import hf_state
 from tests.unit_tests.converters.tiny_configs import TINY
 
@@ -62,77 +57,6 @@ def layouts_for(family: str) -> list[ParallelLayout]:
     return [layout for layout in possible if not check_layout(hf, layout)]
 
 
-def held(sharding: Sharding, state: dict[str, Tensor], rank: int) -> list[dict[str, Tensor]]:
-    """This rank's parameters, filled as when loading."""
-    chunks = []
-    for vp_stage in range(sharding.layout.vpp):
-        chunk = {}
-        for param in build_plan(sharding, sharding.layout.coordinates(rank), vp_stage=vp_stage):
-            value = torch.zeros(param.shape)
-            matrix = value.view(matrix_shape(param.shape))
-            for c in param.copies:
-                if c.hf_name is not None:
-                    rows, cols = c.src_shape
-                    source = state[c.hf_name].view(matrix_shape(tuple(state[c.hf_name].shape)))
-                    part = source[c.src_row : c.src_row + rows, c.src_col : c.src_col + cols : c.step]
-                    target = matrix[c.dst_row : c.dst_row + c.rows, c.dst_col : c.dst_col + c.cols]
-                    target.copy_(part.T if c.transposed else part)
-            chunk[param.name] = value
-        chunks.append(chunk)
-    return chunks
-
-
-def written(
-    sharding: Sharding, buckets: Sequence[Bucket], ranks: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype
-) -> tuple[list[Tensor], list[int]]:
-    """(bytes of each bucket after all ranks have written, bytes that each rank wrote); nothing is written twice."""
-    flats = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in buckets]
-    times = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in buckets]
-    sizes = []
-    for rank in ranks:
-        live = held(sharding, state, rank)
-        marks = [{name: torch.full_like(value, -1.0) for name, value in chunk.items()} for chunk in live]
-        total = 0
-        for bucket, part, flat, count in zip(
-            buckets, writes(buckets, sharding.layout, rank=rank, ranks=ranks), flats, times, strict=True
-        ):
-            total += write_parts(part, live, flat, dtype)
-            mine = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-            write_parts(part, marks, mine, dtype)  # -1 has a byte that is not 0 in each of its elements
-            for slot in bucket.slots:
-                element = 4 if slot.float32 else dtype.itemsize
-                seen = mine[slot.start : slot.end].view(-1, element).any(1)
-                count[slot.start : slot.end].view(-1, element).add_(seen.to(torch.uint8)[:, None])
-        sizes.append(total)
-    for count in times:
-        assert (count == 1).all(), "a byte was written twice, or never"
-    return flats, sizes
-
-
-@pytest.mark.parametrize("family", TRAINED)
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_all_ranks_together_write_the_checkpoint(family: str, data: st.DataObject) -> None:
-    """Every byte once, by whatever ranks share a host, in buckets of any size, in the checkpoint's own bits."""
-    layout = data.draw(st.sampled_from(layouts_for(family)))
-    bucket_bytes = data.draw(st.one_of(st.integers(1, 200), st.integers(200, 40_000), st.just(1 << 30)))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    tied = data.draw(st.booleans())
-    sharding = sharding_of(family, layout, tie_word_embeddings=tied)
-    state = hf_state(sharding.hf)
-    buckets = plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=dtype.itemsize)
-    with patch.object(reshard, "_LEAST_BYTES", data.draw(st.sampled_from([1, 64 << 10]))):  # pieces cut, and whole
-        flats, _ = written(sharding, buckets, range(layout.world_size), state, dtype)
-    actual = {}
-    for bucket, flat in zip(buckets, flats, strict=True):
-        for slot in bucket.slots:
-            actual[slot.name] = slot_tensor(flat, slot, dtype)
-    assert actual.keys() == state.keys()
-    assert ("lm_head.weight" in actual) != tied
-    for name, tensor in actual.items():
-        assert torch.equal(tensor, state[name].to(tensor.dtype)), name
-
-
 @pytest.mark.parametrize("family", TRAINED)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -166,38 +90,6 @@ def test_buckets_keep_order_bounds_and_what_sglang_fuses(family: str, data: st.D
                 assert place.get(together, number) == number, f"{name} and {together} are in different buckets"
     # glm4's gate and up are one tensor, mixtral's experts have other names: attention is left.
     assert fused >= 4
-
-
-def test_float32_tensors_come_first_in_a_bucket() -> None:
-    """Of an odd number of bf16 elements before it a float32 tensor would start where SGLang cannot read it."""
-    sharding = sharding_of("deepseek_v3")
-    (bucket,) = plan_buckets(sharding, bucket_bytes=1 << 30, itemsize=2)
-    kinds = [slot.float32 for slot in bucket.slots]
-    assert sum(kinds) == 3
-    assert kinds == sorted(kinds, reverse=True)
-    assert all(slot.name.endswith("e_score_correction_bias") for slot in bucket.slots if slot.float32)
-
-
-def test_ranks_of_one_host_may_be_enough() -> None:
-    """Of two copies over four ranks each pair that holds a whole one does, and each byte falls to one of the pair."""
-    layout = ParallelLayout(world_size=4, tp=2)
-    sharding = sharding_of("qwen3", layout)
-    assert covers(layout, [0, 1], experts=False)
-    assert covers(layout, [1, 2], experts=False)
-    assert not covers(layout, [0, 2], experts=False)
-    buckets = plan_buckets(sharding, bucket_bytes=4096, itemsize=4)
-    written(sharding, buckets, [2, 3], hf_state(sharding.hf), torch.float32)
-
-
-def test_a_rank_without_writes_still_lists_its_parameters() -> None:
-    """Reading a weight that is sharded over data parallelism takes all those ranks, in one order."""
-    layout = ParallelLayout(world_size=2)
-    sharding = sharding_of("qwen3", layout)
-    buckets = plan_buckets(sharding, bucket_bytes=4096, itemsize=4)
-    lists = [writes(buckets, layout, rank=rank, ranks=[0, 1]) for rank in range(2)]
-    names = [[[(write.vp_stage, write.param) for write in part] for part in parts] for parts in lists]
-    assert names[0] == names[1]
-    assert any(not write.parts for part in lists[0] for write in part)
 
 
 @pytest.mark.parametrize("family", TRAINED)

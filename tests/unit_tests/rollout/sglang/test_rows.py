@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import RunError
-from mega_rl.rollout.sglang.generation.engine import rollout_of
-from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sample, SampleRequest
+from mega_rl.rollout.sglang.generation.engine import RoutedLayers, rollout_of
+from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest
 
 REQUESTS = [
     SampleRequest((4, 0), (7, 8, 9), seed=1),

@@ -7,12 +7,10 @@ tests that end them stand last.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,22 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint, Keys
-from mega_rl.rollout.sglang.server import group, installation
+from mega_rl.rollout.sglang.server import group, installation, launcher
 from mega_rl.rollout.sglang.server import process as server
 from mega_rl.rollout.sglang.server.installation import missing_tools
-from mega_rl.rollout.sglang.server.kept import KEYS_FILE
-from mega_rl.rollout.sglang.server.process import (
-    ServerProcess,
-    ServerSettings,
-    ServerStartError,
-)
-from mega_rl.rollout.sglang.server.settings import arguments, cpu_binding, environment
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
+from mega_rl.rollout.sglang.server.settings import arguments, environment
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import (
     DEVICE,
@@ -77,26 +69,6 @@ def test_arguments_on_cuda() -> None:
         *common, "--max-total-tokens", "9", "--mem-fraction-static", "0.6", "--skip-tokenizer-init",
         "--enable-memory-saver", "--enable-deterministic-inference",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "0:0::0"])
-def test_an_address_that_means_all_interfaces_is_refused(host: str) -> None:
-    with pytest.raises(UserError, match="all interfaces"):
-        replace(SETTINGS, host=host)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cpus", "expected"),
-    [
-        (1, [0, 1], ("0,1", 2)),
-        (2, [0, 1], ("0|1", 1)),
-        (2, [3, 5, 8, 9, 10], ("3,5|8,9", 2)),
-        (4, [0, 1], ("0|1|0|1", 1)),
-        (3, [7], ("7|7|7", 1)),
-    ],
-)
-def test_ranks_share_the_cpus_of_this_process(ranks: int, cpus: list[int], expected: tuple[str, int]) -> None:
-    assert cpu_binding(ranks, cpus) == expected
 
 
 def test_the_environment_makes_no_rank_of_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,17 +150,8 @@ def test_sglang_folder_is_found_by_version(tmp_path: Path, monkeypatch: pytest.M
         installation.require_sglang(device="cuda", prefix=tmp_path)
     shutil.rmtree(tmp_path / "sglang")
     make_installation(tmp_path, "0.5.19")
-    with pytest.raises(UserError, match=r"SGLang 0\.5\.19 is installed; mega_rl works with 0\.5\.20"):
+    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20; 0\.5\.19 is installed"):
         installation.require_sglang(prefix=tmp_path)
-
-
-def test_server_process_imports_neither_torch_nor_sglang() -> None:
-    code = (
-        "import sys\nfrom mega_rl.rollout.sglang.server import process\nprocess.require_sglang()\n"
-        "print(sorted({'torch', 'sglang', 'torchvision'} & sys.modules.keys()), any('sglang' in p for p in sys.path))"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[] False"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,12 +166,6 @@ print("a scripted server says hello", flush=True)
 if how == "dies":
     print("Traceback (most recent call last):\\n  File x, line 1\\n    source code\\nValueError: no such model")
     sys.exit(3)
-if how == "clash once" and not os.path.exists(os.environ["CLASHED"]):
-    open(os.environ["CLASHED"], "w").close()
-    how = "clash"
-if how == "clash":
-    print(f"[Errno 98] error while attempting to bind on address {address}: Address already in use", flush=True)
-    sys.exit(1)
 if how == "is silent":
     os.fork()
     time.sleep(600)
@@ -224,10 +181,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         if how == "hangs":
             time.sleep(600)
-        if how == "dies at the first token":
-            os.abort()
-        bodies = {"generates nothing": b'{"output_ids": []}', "is cut": b'{"output_ids": ['}
-        bodies["fails"] = b'{"error": "oom"}'
+        bodies = {"generates nothing": b'{"output_ids": []}', "fails": b'{"error": "oom"}'}
         self.answer(500 if how == "fails" else 200, bodies.get(how, b'{"output_ids": [7]}'))
     def log_message(self, *_):
         pass
@@ -259,19 +213,15 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         ("dies", 30.0, r"ended with exit code 3 before /health answered"),
         ("is silent", 2.0, r"/health did not answer 200 within 2 s \(last: .*ConnectError"),
         ("is never healthy", 2.0, r"/health did not answer 200 within 2 s \(last: .*HTTP 503.*\)"),
-        ("hangs", 2.0, r"the first generation failed: .*waited \d"),
-        ("dies at the first token", 30.0, r"the first generation failed: "),
         ("generates nothing", 30.0, r"the first generation was answered \{'output_ids': \[\]\}"),
-        ("is cut", 30.0, r"the first generation failed: .*answered no JSON"),
-        ("fails", 30.0, r"the first generation failed: .*HTTP 500: oom"),
-        ("clash", 30.0, r"ended with exit code 1 .*(\n.*)*Address already in use"),
+        ("fails", 30.0, r"the first generation failed: .*HTTP 500: .*oom"),
     ],
 )
 def test_failed_start_is_explained_and_leaves_nothing(scripted: Any, how: str, timeout_s: float, said: str) -> None:
     process = scripted(how, timeout_s=timeout_s)
     process_group = process.pid
     start = time.monotonic()
-    with pytest.raises(ServerStartError, match=said) as caught:
+    with pytest.raises(RunError, match=said) as caught:
         process.wait_ready()
     assert time.monotonic() - start < 30.0
     message = str(caught.value)
@@ -279,23 +229,9 @@ def test_failed_start_is_explained_and_leaves_nothing(scripted: Any, how: str, t
     assert str(process.log_file) in message
     assert "\n  a scripted server says hello" in message
     assert not group.members(process_group)
-    assert not process.alive
     assert process.exit_code is not None
     if how == "dies":
         assert message.endswith("\n  Traceback (most recent call last):\n  ValueError: no such model")
-
-
-def test_every_start_has_a_seed_of_its_own(scripted: Any) -> None:
-    """Else a restarted server would draw again the noise that it drew at first."""
-    process = scripted("is silent")
-    seeds = []
-    for _ in range(2):
-        while not (command := psutil.Process(process.pid).cmdline()):
-            time.sleep(0.01)  # the kernel fills it in just after exec has closed the pipe on which Popen waits
-        seeds.append(int(command[command.index("--random-seed") + 1]))
-        process.stop()
-        process.start()
-    assert seeds == [SETTINGS.seed, SETTINGS.seed + (1 << 16)]
 
 
 def test_keys_are_gone_before_the_server_is_killed(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,25 +245,16 @@ def test_keys_are_gone_before_the_server_is_killed(scripted: Any, monkeypatch: p
     assert not scratch.exists()
 
 
-def test_a_port_that_was_taken_meanwhile_is_replaced(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CLASHED", str(tmp_path / "clashed"))
-    process = scripted("clash once")
-    with caplog.at_level(logging.WARNING):
-        endpoint = process.wait_ready()
-    assert "trying another port" in caplog.text
-    assert process.alive
-    assert process.log_file.read_text("utf-8").count("hello") == 2  # appended
-    first = (process.pid, endpoint)
+def test_server_that_starts_again_has_new_keys(scripted: Any) -> None:
+    process = scripted("well")
+    first, endpoint = process.pid, process.wait_ready()
     process.stop()
     process.start()
-    assert not group.members(first[0])
-    again = process.wait_ready()
-    assert again.keys != endpoint.keys
-    assert process.log_file.read_text("utf-8").count("hello") == 3
+    assert not group.members(first)
+    assert process.wait_ready().keys != endpoint.keys
+    assert process.log_file.read_text("utf-8").count("hello") == 2  # appended
     os.kill(process.pid, signal.SIGKILL)
-    while process.alive:
+    while process.exit_code is None:
         time.sleep(0.01)
     assert process.exit_code == -signal.SIGKILL
     process.stop()
@@ -499,7 +426,7 @@ def test_server_with_killed_main_process_leaves_nothing(both: Any) -> None:
     os.kill(pair.group, signal.SIGKILL)
     assert_gone(pair.group, files)
     # Its main thread may have ended while others still do; only then has the process.
-    wait_until("end of the main process", lambda: not process.alive, timeout_s=10.0)
+    wait_until("end of the main process", lambda: process.exit_code is not None, timeout_s=10.0)
     assert process.exit_code == -signal.SIGKILL
     process.stop()
     assert not folder.exists()
@@ -509,7 +436,7 @@ def test_server_with_killed_main_process_leaves_nothing(both: Any) -> None:
 def test_a_server_whose_trainer_is_killed_leaves_nothing(both: Any) -> None:
     own, _, _, program = both
     folder = private_folder(own.group)
-    assert (folder / KEYS_FILE).stat().st_mode & 0o777 == 0o600
+    assert (folder / launcher.KEYS_FILE).stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
     files = shared_files(own.group)
     program.kill()

@@ -83,9 +83,10 @@ def trainer() -> tuple[Any, dict[str, torch.Tensor]]:
 
     place = SimpleNamespace(gathers_first_copy=True, coordinates=RankCoordinates())
     weights = SimpleNamespace(
-        device=torch.device("cpu"),
         dtype=torch.float32,
-        engine=SimpleNamespace(sharding=SimpleNamespace(layout=ParallelLayout()), place=place),
+        engine=SimpleNamespace(
+            sharding=SimpleNamespace(layout=ParallelLayout()), place=place, device=torch.device("cpu")
+        ),
         buckets=lambda nbytes, by_stage: plan_buckets(sharding, bucket_bytes=nbytes, itemsize=4, by_stage=by_stage),
         export=export,
     )
@@ -104,7 +105,7 @@ def send_all_cases(rank: int) -> dict[str, Any]:
         receivers = [FakeReceiver(index) for index in range(3)]
         for index, fault in faults.items():
             receivers[index]._fail = lambda number, own=receivers[index], fault=fault: fault(own, number)
-        servers = [Server(index, 1, ("elsewhere",), receiver) for index, receiver in enumerate(receivers)]
+        servers = [Server(index, 1, (1,), receiver) for index, receiver in enumerate(receivers)]
         transport = DistributedTransport(weights, servers, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
         start = time.monotonic()
         failed = transport.send(version=7)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from mega_rl.rollout.sglang.server.cpu_stand_ins import murmur_hash32
-from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang
-from tests.helpers.selection import FULL
-from tests.helpers.sglang import DEVICE, needs_sglang
 
 
 def murmur3(data: bytes, start: int = 0) -> int:
@@ -71,79 +61,3 @@ def test_hash_is_murmur3_of_seed_position_token() -> None:
         hashed = murmur_hash32(given, positions, tokens)
         assert hashed.dtype == torch.uint32
         assert hashed.to(torch.int64).tolist() == expected
-
-
-def in_sglang(code: str) -> Any:
-    """What `code` leaves in `found`, run where SGLang is on the path and nothing stands in for anything yet."""
-    installation = find_sglang()
-    assert installation is not None
-    paths = [str(Path(__file__).parents[4]), *([str(installation.folder)] if installation.folder else [])]
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import json\n{code}\nprint('FOUND', json.dumps(found))"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(ran.stdout.rpartition("FOUND ")[2])
-
-
-# Each line asks whether what a stand-in stands for is as it was when that was written.
-ASSUMED = """
-import ast, importlib.metadata, importlib.util, inspect, torch
-from pathlib import Path
-root = Path(importlib.util.find_spec("sglang").origin).parent
-def source(path, name):
-    tree = ast.parse((root / path).read_text("utf-8"))
-    return next(ast.unparse(node) for node in ast.walk(tree) if getattr(node, "name", None) == name)
-def wheel(name):
-    return importlib.util.find_spec(name) is not None
-seeded = source("srt/sampling/sampling_batch_info.py", "from_schedule_batch")
-pinned = (root / "srt/mem_cache/pool_host/common.py").read_text("utf-8").partition("ALLOC_MEMORY_FUNCS = ")[2]
-found = {
-    "version": importlib.metadata.version("sglang"),
-    "sgl_kernel is missing": not wheel("sgl_kernel"),
-    "torchvision is a CUDA build": "+cpu" not in importlib.metadata.version("torchvision"),
-    "triton is missing": not wheel("triton"),
-    "the stand-in for macOS is there": (root / "_platform_stubs.py").read_text("utf-8").count("def install_platform_stubs") == 1,
-    "a seed counts under --enable-deterministic-inference alone": "if enable_deterministic else None" in seeded,
-    "its default is 42": "sampling_seed if r.sampling_params.sampling_seed is not None else 42" in seeded,
-    "load snapshots are in /dev/shm": '/dev/shm/sglang_loads_' in source("srt/managers/load_snapshot.py", "shm_path_for"),
-    "the ranks' meeting place can be told": "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" in source("srt/distributed/bootstrap.py", "_resolve_dist_init_method"),
-    "Megatron-Core is for the dumper": [p.name for p in root.rglob("*.py") if "from megatron" in p.read_text("utf-8")] == ["dumper.py"],
-    "GC is frozen by an own request": "/freeze_gc" in source("srt/entrypoints/http_server.py", "_freeze_gc_after_server_warmup"),
-    "memory is pinned by CUDA on CPUs, too": "lambda: alloc_with_host_register" in pinned and '"cpu":' not in pinned,
-    "the hash is the kernel's": "torch.ops.sgl_kernel.murmur_hash32_cpu" in "".join(path.read_text("utf-8") for path in root.rglob("*murmur*.py")) + (root / "srt/layers/sampler.py").read_text("utf-8"),
-}
-"""  # noqa: E501
-
-
-@needs_sglang
-@pytest.mark.skipif(not FULL, reason="in `make test-full`: a question to a new release of SGLang")
-@pytest.mark.skipif(DEVICE != "cpu", reason="CPUs alone need stand-ins")
-def test_this_release_needs_every_stand_in() -> None:
-    actual = in_sglang(ASSUMED)
-    assert actual.pop("version") == SGLANG_VERSION
-    assert [name for name, holds in actual.items() if not holds] == []
-
-
-def test_processes_are_forked_where_sglang_asks_for_spawn() -> None:
-    program = (
-        "from mega_rl.rollout.sglang.server import cpu_stand_ins; import multiprocessing as mp;"
-        "cpu_stand_ins.forked_processes(); mp.set_start_method('spawn', force=True); print(mp.get_start_method())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["fork"]
-
-
-def test_sglangs_decorators_compile_nothing_and_import_no_compiler() -> None:
-    program = """
-from mega_rl.rollout.sglang.server import cpu_stand_ins; import json, sys, torch
-cpu_stand_ins.compilation()
-def function(): ...
-same = torch.compile(function) is torch.compile(dynamic=True, backend="inductor")(function) is function
-print(json.dumps([same, "torch._inductor" in sys.modules]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [True, False]

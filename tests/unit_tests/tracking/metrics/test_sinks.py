@@ -7,8 +7,6 @@ import logging
 import math
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +79,7 @@ def test_full_disk_loses_only_lines(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "from step 4 on" in end
 
 
-def test_deleted_file_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_deleted_file_begins_again(tmp_path: Path) -> None:
     """A run whose folder was deleted continues, and loses no later step."""
     path = tmp_path / "run" / "metrics.jsonl"
     sink = JsonlSink(path, resume_step=1)
@@ -90,9 +88,6 @@ def test_deleted_file_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for step in (2, 3):
         sink.log(step, {"reward/mean": 2.0})
     assert steps_of(path) == [2, 3]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path} is gone with the metrics before step 2: a new one begins"
-    ]
 
 
 # -- TensorBoard ------------------------------------------------------------------------------------------------------
@@ -150,10 +145,8 @@ def test_lost_events_cost_tensorboard_one_line(
     for step in (2, 3):
         sink.log(step, {"reward/mean": 1.0})
     sink.close()
-    assert caplog.messages == [
+    assert caplog.messages == full * [
         "TensorBoardSink failed and is off for the rest of the run: OSError: [Errno 28] No space left on device"
-        if full
-        else f"{folder} is gone with the events before step 2: new ones begin"
     ]
     assert not died
     assert steps_of(tmp_path / "m.jsonl") == [1, 2, 3]
@@ -239,44 +232,3 @@ def test_writer_gets_all_sinks_of_the_config(tmp_path: Path, caplog: pytest.LogC
     line, sample, *_ = (record.getMessage() for record in caplog.records)
     assert line == "step 1 | reward 0.2500"
     assert sample.startswith("step 1, prompt 0, sample 0: ")
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_writer", "files"),
-    [
-        ({"tensorboard": False, "rollout_interval": 0}, True, ["metrics.jsonl"]),
-        ({"tensorboard": False, "rollout_samples": 0}, True, ["metrics.jsonl"]),
-        ({}, False, []),
-    ],
-)
-def test_sinks_that_are_off_write_nothing(
-    tmp_path: Path, settings: dict[str, Any], is_writer: bool, files: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    sink = make_sink(MetricsConfig(**settings), tmp_path, is_writer=is_writer, resume_step=1)
-    sink.log(1, {"reward/mean": 0.25})
-    sink.dump_rollouts(1, [ROW])
-    sink.close()
-    assert written(tmp_path) == files
-    assert bool(caplog.records) == is_writer
-
-
-def test_run_continues_without_tensorboard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    sink = make_sink(MetricsConfig(), tmp_path, is_writer=True, resume_step=1)
-    sink.log(1, {"reward/mean": 0.25})
-    sink.close()
-    assert written(tmp_path) == ["metrics.jsonl"]
-    assert any("tensorboard package is not installed" in record.getMessage() for record in caplog.records)
-
-
-def test_import_is_light() -> None:
-    code = (
-        "import sys, mega_rl.tracking.metrics.sinks, mega_rl.tracking.metrics.steps, mega_rl.tracking.metrics.plot\n"
-        "heavy = {'megatron', 'transformers', 'tensorboard', 'matplotlib'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    actual = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert actual.stdout.strip() == "[]"

@@ -20,60 +20,33 @@ CRITIC = RoleFacts("critic", "/models/larger", "qwen2", 7_615_616_512, "megatron
 REWARD = RoleFacts("reward", "exact_match")
 
 
-def console(*, terminal: bool, width: int = 80) -> tuple[Console, io.StringIO]:
+def console() -> tuple[Console, io.StringIO]:
     stream = io.StringIO()
-    return Console(file=stream, force_terminal=terminal, width=width, color_system=None), stream
+    return Console(file=stream, width=20, color_system=None), stream
 
 
-def shown(*roles: RoleFacts, terminal: bool, width: int = 80, stop_tokens: str = "") -> str:
-    made, stream = console(terminal=terminal, width=width)
+def shown(*roles: RoleFacts, stop_tokens: str = "") -> str:
+    made, stream = console()
     show_startup(roles, stop_tokens=stop_tokens, console=made)
     return stream.getvalue()
 
 
-def summary(run: Path, *, terminal: bool = False) -> str:
-    made, stream = console(terminal=terminal)
+def summary(run: Path) -> str:
+    made, stream = console()
     show_summary(run, console=made)
     return stream.getvalue()
 
 
-def test_every_role_is_one_line_without_terminal() -> None:
-    """However narrow the log seems; brackets in paths are no markup; columns without a word are left out."""
-    assert shown(ACTOR, CRITIC, REWARD, terminal=False, width=20) == (
-        "role    model             family  parameters  engine    layout   attention  dtype  trains\n"
-        "actor   /models/a[bold]b  qwen2         494M  megatron  tp2 dp2  te: flash  bf16   yes\n"
-        "critic  /models/larger    qwen2        7.62B  megatron  tp2 dp2  sdpa       bf16   yes\n"
-        "reward  exact_match       -                -  -         -        -          -      no\n"
+def test_every_role_is_one_line() -> None:
+    """However narrow the terminal is; brackets are no markup; columns without a word are left out."""
+    assert shown(ACTOR, CRITIC, REWARD, stop_tokens="<eos> (id 1) or [/b] (id 2)") == (
+        "role    family  parameters  engine    layout   attention  dtype  trains  model\n"
+        "actor   qwen2         494M  megatron  tp2 dp2  te: flash  bf16   yes     /models/a[bold]b\n"
+        "critic  qwen2        7.62B  megatron  tp2 dp2  sdpa       bf16   yes     /models/larger\n"
+        "reward  -                -  -         -        -          -      no      exact_match\n"
+        "responses end at <eos> (id 1) or [/b] (id 2)\n"
     )
-    assert shown(REWARD, terminal=False) == "role    model        trains\nreward  exact_match  no\n"
-
-
-def test_wide_terminal_gets_a_frame() -> None:
-    wide = shown(ACTOR, CRITIC, REWARD, terminal=True, width=120)
-    assert wide.count("\n") == 7
-    for text in ("/models/a[bold]b", "te: flash", "7.62B", "exact_match", "│ reward │"):
-        assert text in wide
-
-
-def test_narrow_terminal_folds_no_word() -> None:
-    """Facts that all models share are said once."""
-    assert shown(ACTOR, CRITIC, REWARD, terminal=True, width=80) == (
-        "role    parameters  attention\n"
-        "actor         494M  te: flash\n"
-        "  /models/a[bold]b\n"
-        "critic       7.62B  sdpa\n"
-        "  /models/larger\n"
-        "reward           -  -\n"
-        "  exact_match\n"
-        "all models: family qwen2, engine megatron, layout tp2 dp2, dtype bf16, trains yes\n"
-    )
-
-
-@pytest.mark.parametrize(("terminal", "width"), [(False, 80), (True, 80), (True, 120)], ids=["log", "narrow", "wide"])
-def test_stop_tokens_are_the_last_line(terminal: bool, width: int) -> None:
-    """Brackets in a token are no markup."""
-    text = shown(ACTOR, CRITIC, terminal=terminal, width=width, stop_tokens="<eos> (id 1) or [/b] (id 2)")
-    assert text.endswith("\nresponses end at <eos> (id 1) or [/b] (id 2)\n")
+    assert shown(REWARD) == "role    trains  model\nreward  no      exact_match\n"
 
 
 def test_counts_have_three_digits() -> None:
@@ -104,9 +77,6 @@ def test_run_is_summed_up_from_its_files(tmp_path: Path) -> None:
         f"page                mega-rl report {run}",
         f"plot                mega-rl plot {run}",
     ]
-    framed = summary(run, terminal=True)
-    assert "│ reward             │ 0.2500 -> 0.5000  ▁█" in framed
-    assert "run[1]" in framed.replace(" │\n│                    │ ", "")
 
 
 @pytest.mark.parametrize("content", [b"\xb8\xff\x00\n", b"oops\n{}\n"], ids=["bytes", "text"])
@@ -119,7 +89,7 @@ def test_damaged_metrics_do_not_fail_a_run(tmp_path: Path, content: bytes) -> No
 
 
 def test_first_of_named_sets_is_shown(tmp_path: Path) -> None:
-    assert summary(tmp_path, terminal=True) == "", "a run without metrics has no summary"
+    assert summary(tmp_path) == "", "a run without metrics has no summary"
     sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=1)
     sink.log(0, {"val/gsm8k/reward_mean": 0.25, "val/gsm8k/reward_style": 0.0, "val/math/reward_mean": 0.5})
     assert "validation reward of gsm8k  0: 0.2500" in summary(tmp_path).splitlines()

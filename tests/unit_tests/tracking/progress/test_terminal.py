@@ -17,7 +17,7 @@ from rich.console import Console
 
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress import Phase, terminal
-from mega_rl.tracking.progress.terminal import Display, clock, live_line, show_progress
+from mega_rl.tracking.progress.terminal import Display, live_line, show_progress
 from tests.helpers.terminal import record
 
 LONGEST_S = 2.0
@@ -61,10 +61,6 @@ def test_work_of_another_thread_stands_beside_what_the_trainer_does() -> None:
     samples = phase("samples", total=8, done=2)
     samples.thread = 0
     assert live_line((phase("update actor"), samples))[2:] == "update actor 0:00 · samples 2/8"
-
-
-def test_seconds_as_a_clock() -> None:
-    assert [clock(seconds) for seconds in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]
 
 
 @pytest.fixture
@@ -153,8 +149,7 @@ def test_a_silent_phase_shows_that_time_passes_and_log_lines_stand_above_the_lin
     assert re.search(r"step 2/3 · generate 0/8 rows 0:0\d · ~0:0\d left", recording.text)
     kept = recording.screen()
     assert "a line above the live one, longer than the terminal is wide: /a/path/to/keep" in kept
-    (frame,) = [line for line in kept.splitlines() if "┏" in line]
-    assert frame.startswith("┏"), "a table begins on a line of its own"
+    assert "\nrole   trains  model" in kept, "a table begins on a line of its own"
     assert kept.rstrip().endswith("the end"), "the line is gone at the end"
 
 
@@ -180,7 +175,7 @@ def test_control_characters_are_escaped_in_the_log(capsys: pytest.CaptureFixture
     finally:
         progress.close()
     written = capsys.readouterr().err
-    shown = "a\\x1b[2J\\x1b]0;title\\x07b\\r\\n17:00:00 step 99\\u009bm\\u202eevil\\u2028 kept: é 日\u3000本 \U0001f600"
+    shown = "a\\x1b[2J\\x1b]0;title\\x07b\\r\\n17:00:00 step 99\\x9bm\\u202eevil\\u2028 kept: é 日\u3000本 \U0001f600"
     assert shown in written
     assert not [line for line in written.splitlines() if line.startswith("17:00:00 step")]
     assert not set(written) & set("\x1b\x07\r\x9b\u202e\u2028")

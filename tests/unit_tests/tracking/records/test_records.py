@@ -79,21 +79,6 @@ def test_long_run_keeps_to_the_bound(tmp_path: Path) -> None:
     assert len(steps) > 4
 
 
-def test_weights_count_for_the_bound(tmp_path: Path) -> None:
-    limit = 3 * MIB
-
-    def save(folder: Path) -> None:
-        (folder / "actor").mkdir(parents=True)
-        (folder / "actor" / "model.safetensors").write_bytes(b"0" * MIB)
-
-    # Said to take less than they do: the record is measured before it gets its name.
-    record = replace(writer(tmp_path, limit=limit), save_weights=save, weights_bytes=1000)
-    for step in range(1, 6):
-        assert record(replace(DESCRIPTION, step=step), columns(), rows())
-        assert size_of(tmp_path) <= limit
-    assert len(records(tmp_path)) == 2
-
-
 def test_too_large_step_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = writer(tmp_path, limit=MIB)
     assert record(DESCRIPTION, columns(), rows())

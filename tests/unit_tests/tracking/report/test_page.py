@@ -101,16 +101,6 @@ def test_tokens_are_coloured_by_the_value_that_is_chosen(browser: Browser) -> No
     assert browser.evaluate("document.querySelector('.sample .response').textContent") == "2"
 
 
-def test_smoothing_moves_curves_and_no_extreme_of_them_beyond_the_data(browser: Browser) -> None:
-    of_norm = "document.querySelector('[data-metric=\"actor/grad_norm\"] .curve').getAttribute('d')"
-    before = browser.evaluate(of_norm)
-    enter(browser, "#smoothing", "0.9", "input")
-    assert browser.evaluate(of_norm) != before
-    assert browser.evaluate("smoothed([3, 3, 3], 0.9).every((value) => Math.abs(value - 3) < 1e-12)")
-    enter(browser, "#smoothing", "0", "input")
-    assert browser.evaluate(of_norm) == before
-
-
 def test_the_cursor_names_step_and_value(browser: Browser) -> None:
     browser.evaluate(
         f"{REWARD}.querySelector('svg').dispatchEvent(new KeyboardEvent('keydown', {{key: 'ArrowRight'}}))"

@@ -90,17 +90,6 @@ def test_first_metric_that_is_not_finite_is_named() -> None:
     assert "1 other metric" in symptom.seen
 
 
-def test_past_symptom_says_until_when() -> None:
-    cut_off = {"rollout/truncated_fraction": lambda step: 0.5 if step <= 70 else 0.0}
-    (symptom,) = symptoms_of(series({**HEALTHY, **cut_off}))
-    assert symptom.rule == "Responses are cut off"
-    assert symptom.until is not None
-    assert 60 < symptom.until <= 70
-    (symptom,) = symptoms_of(series({**HEALTHY, "reward/exact": lambda step: float(step == 50)}))
-    assert symptom.until is not None
-    assert symptom.until < 50
-
-
 def test_solved_tasks_may_lose_their_entropy() -> None:
     solved = {"actor/entropy": lambda step: math.exp(-step / 10), "reward/mean": lambda step: min(1.0, step / 80)}
     assert symptoms_of(series({**HEALTHY, **solved})) == []

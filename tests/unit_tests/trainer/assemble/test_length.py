@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mega_rl.config.loader import load
@@ -30,4 +32,14 @@ def test_rules_of_the_length_hold_when_it_is_known() -> None:
     assert with_length(config, 9, world_size=1).trainer.steps == 150
     with pytest.raises(UserErrors) as caught:
         with_length(config, 6, world_size=1)
-    assert str(caught.value).startswith("trainer.epochs=50 is trainer.steps=100: optim.warmup_steps=120 does not end")
+    assert str(caught.value).startswith(
+        "trainer.epochs=50 is trainer.steps=100: optim.warmup_steps=120 has no effect: it needs"
+    )
+
+
+def test_one_of_steps_and_epochs(tmp_path: Path) -> None:
+    (line,) = check(load(None, [*SIZES, "trainer.epochs=2", "trainer.steps=7"]), world_size=1)
+    assert line.startswith("trainer.steps=7 has no effect: it needs no trainer.epochs")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("trainer: {steps: 7}\n", encoding="utf-8")
+    assert check(load(recipe, [*SIZES, "trainer.epochs=2"]), world_size=1) == []

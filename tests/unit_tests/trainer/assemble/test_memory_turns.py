@@ -88,9 +88,8 @@ class Colocation:
         self.run = Run(self.pool.endpoints)
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
         self.connection = Connection(
-            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1, max_positions=1,
-            _servers=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
-            _transport=self.run.trainer, _resources=resources,
+            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1,
+            _pool=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
         )  # fmt: skip
         self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
         self.run.sync.add_listener(self.residency.after_send)

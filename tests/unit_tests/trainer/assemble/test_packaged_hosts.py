@@ -140,11 +140,8 @@ RECIPES = [name for name in packaged.names() if "--nnodes" in packaged.file_of(n
 
 
 def two_by_two(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]:
-    """Two steps where two ranks have a host's identity and the other two another's."""
-    from mega_rl.rollout.sglang.weights.transports import choose
-
+    """Two steps on two hosts of two ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    choose.host_identity = lambda: f"{1 + rank // 2:015x}"
     return two_steps(rank, recipe, model, folder)
 
 
@@ -167,11 +164,10 @@ def test_no_server_is_started_again(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["ready"] == ["ready"] * 4 for rank in ranks)
 
 
-def test_first_rank_of_each_host_owns_and_steers_its_servers(ranks: list[dict[str, Any]]) -> None:
-    """By the transport that `auto` takes where neither host has the whole model."""
-    assert [rank["steered"] for rank in ranks] == [[0, 1], [], [2, 3], []]
+def test_first_rank_of_each_host_owns_its_servers(ranks: list[dict[str, Any]]) -> None:
+    """The first of all steers them."""
+    assert [rank["steered"] for rank in ranks] == [[0, 1, 2, 3], [], [], []]
     assert all(rank["owners"] == [0, 0, 2, 2] for rank in ranks)
-    assert {rank["transport"] for rank in ranks} == {"shared_memory"}
 
 
 def test_servers_have_keys_and_seeds_of_their_own(ranks: list[dict[str, Any]]) -> None:

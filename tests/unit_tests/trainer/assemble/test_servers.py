@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mega_rl.config.rules.servers import is_loopback
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server.addresses import address_of, check_urls, listening_address
 

@@ -111,7 +111,11 @@ def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
         ("endless", "", "data.source='{}:endless' (train): yields more than 50 rows; let it end"),
         ("number", "", "data.source='{}:number': made int, which yields no rows; give it __iter__"),
         ("refusing", "", "data.source='{}:refusing' cannot be made: OSError: no connection"),
-        ("three", "", "data.source='{}:three': is int; it must be a class or a function"),
+        (
+            "three",
+            "",
+            "data.source='{}:three': it is made or called with one DataContext and the settings {{}}, but 3 is not",
+        ),
         (
             "Without",
             "data.source.count=3",

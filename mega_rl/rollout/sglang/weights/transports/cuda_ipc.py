@@ -1,27 +1,22 @@
 """Weights by CUDA IPC, through GPUs that the trainer's ranks share with servers.
 
 Every rank assembles each bucket on its GPU, and the servers' tensor-parallel rank on the same GPU opens that memory by
-its handle. The first rank of each host gathers the handles of its host's ranks, in one collective for each bucket that
-is also their barrier, and speaks with its host's servers. Hosts that one server spans are one site, whose first rank
-does so for all: a request has a handle for each rank of the server, made on that rank's own host. While servers load a
-bucket the ranks gather the next one.
+its handle. The first rank of each site gathers its ranks' handles, in one collective for each bucket that is also their
+barrier, and speaks with the site's servers. While servers load a bucket the ranks gather the next one.
 
-Who waits for whom on a device is torch's own protocol. Sharing a tensor records an event, for which the receiver's
-stream waits, so no rank waits for its device. The receiver counts the handle down once its stream has read the memory,
-and torch frees a buffer only then; so each bucket is shared anew, and only on ranks whose server will open it: memory
-with a handle that nobody opens is never freed. Where a server fails while it loads a bucket, that bucket may stay.
-A handle that is sent once and opened for every bucket would be counted below zero, where the count, which has no sign,
-says that the memory is in use for ever.
-
-Written from torch.multiprocessing.reductions and SGLang 0.5.20's srt/utils/patch_torch.py, which names GPUs by their
-UUID, since processes count them differently. No machine with SGLang on a GPU has run this yet.
+Sharing a tensor records an event, for which the receiver's stream waits; torch frees a buffer only once the receiver
+has counted its handle down. So each bucket is shared anew, and only on ranks whose server will open it: memory with a
+handle that nobody opens is never freed. Written from torch.multiprocessing.reductions and SGLang 0.5.20's
+srt/utils/patch_torch.py, which names GPUs by their UUID. No machine with SGLang on a GPU has run this yet.
 """
 
 from __future__ import annotations
 
 import base64
+import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -29,13 +24,16 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled, payload
 from mega_rl.rollout.sglang.weights.reshard import Bucket
 from mega_rl.rollout.sglang.weights.transport import (
+    FORMAT,
+    GRACE_S,
     Server,
     ServerRequests,
     TrainerWeights,
     Transport,
+    filled,
+    open_ranks,
 )
 
 Reduced = tuple[Callable[..., object], tuple[object, ...]]  # function and arguments of a pickle
@@ -43,13 +41,6 @@ Reduced = tuple[Callable[..., object], tuple[object, ...]]  # function and argum
 _DEVICE_ARGUMENT = 6  # place among rebuild_cuda_tensor's arguments: the number of the device
 # Types among its arguments, of a tensor of bytes.
 _KINDS = {"Tensor": Tensor, "TypedStorage": torch.TypedStorage, "uint8": torch.uint8}
-
-
-def with_uuid(arguments: Sequence[object], uuid: str) -> tuple[object, ...]:
-    """Return the arguments of rebuild_cuda_tensor with the device's UUID for its number."""
-    changed = list(arguments)
-    changed[_DEVICE_ARGUMENT] = uuid
-    return tuple(changed)
 
 
 class _Handle:
@@ -103,7 +94,9 @@ class CudaDevice:
 
         A process must open it once: until then `data` keeps its memory.
         """
-        return as_json(with_uuid(reduce_tensor(data)[1], self._uuid))
+        arguments = list(reduce_tensor(data)[1])
+        arguments[_DEVICE_ARGUMENT] = self._uuid
+        return as_json(arguments)
 
     def opened(self, handle: object) -> object:
         """Return an object that unpickles to a handle's tensor; any rank may call it."""
@@ -114,26 +107,51 @@ class CudaDevice:
         torch.cuda.ipc_collect()
 
 
-def ranks_of_servers(servers: Sequence[Server], hosts: Sequence[str]) -> dict[int, list[int]]:
+def payload(data: object, bucket: Bucket, dtype: torch.dtype) -> str:
+    """Return a bucket in SGLang's load format for one tensor-parallel rank of a server, base64 text.
+
+    SGLang's unpickler (srt/weight_sync/tensor_bucket.py) admits the names of some modules only; those used here are
+    among them. None is SGLang's own: of a tensor's metadata SGLang reads attributes only.
+
+    `data`: unpickles to a uint8 tensor of the bucket's bytes; `dtype`: of all but the float32 slots.
+    """
+    metadata = [
+        SimpleNamespace(
+            name=slot.name,
+            shape=torch.Size(slot.shape),
+            dtype=torch.float32 if slot.float32 else dtype,
+            start_idx=slot.start,
+            end_idx=slot.end,
+            numel=slot.end - slot.start,
+        )
+        for slot in bucket.slots
+    ]
+    content = {"flattened_tensor": data, "metadata": metadata}
+    return base64.b64encode(pickle.dumps(content, protocol=4)).decode("ascii")
+
+
+def ranks_of_servers(servers: Sequence[Server], hosts: Sequence[int]) -> dict[int, list[int]]:
     """Return by server the trainer's ranks on the GPUs of its tensor-parallel ranks.
 
     hosts: of each rank. Servers of a host have its GPUs one after the other, and so have ranks; a server on several
-    hosts has an equal share of its ranks on each. A list is too short where a host has fewer ranks than its servers
-    need.
+    hosts has an equal share of its ranks on each.
     """
     free = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in set(hosts)}
     ranks: dict[int, list[int]] = {}
     for server in servers:
         ranks[server.index] = []
         for host in server.hosts:
-            left, share = free.get(host, []), server.tp // len(server.hosts)
+            left, share = free[host], server.tp // len(server.hosts)
             ranks[server.index] += left[:share]
             del left[:share]
     return ranks
 
 
 class CudaIpcTransport(Transport):
-    """`Transport` to servers on the GPUs of the trainer's ranks."""
+    """`Transport` to servers on the GPUs of the trainer's ranks.
+
+    The ranks of a site send together to its servers: hosts that one server spans are one site, any other host its own.
+    """
 
     name = "cuda_ipc"
 
@@ -142,16 +160,29 @@ class CudaIpcTransport(Transport):
         weights: TrainerWeights,
         servers: Sequence[Server],
         *,
-        hosts: Sequence[str],
+        hosts: Sequence[int],
         bucket_bytes: int,
         timeout_s: float,
         device: CudaDevice | None = None,
     ) -> None:
-        """device: None takes the weights'."""
-        super().__init__(weights, servers, hosts=hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        """hosts: of each rank of the run. device: None takes the weights'."""
+        super().__init__(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        site = {host: server.hosts[0] for server in servers for host in server.hosts}
+        self._sites = [site.get(host, host) for host in hosts]
         self._ranks, self._device = ranks_of_servers(servers, hosts), device
         # The bucket that servers load and the one before it, which they have answered; a third is being filled.
         self._held: deque[Tensor] = deque(maxlen=2)
+
+    def leader_of(self, server: Server) -> int:
+        return self._sites.index(server.hosts[0])
+
+    def _ranks_of_sites(self) -> list[list[int]]:
+        return [[rank for rank, site in enumerate(self._sites) if site == name] for name in sorted(set(self._sites))]
+
+    def _open(self) -> None:
+        timeout_s, parts = self._timeout_s + GRACE_S, self._ranks_of_sites()
+        self._world = open_ranks(timeout_s=timeout_s)
+        self._part = open_ranks(parts, timeout_s=timeout_s) if len(parts) > 1 else self._world
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> dict[int, str]:
         failed = super().send(version=version, servers=servers)
@@ -160,16 +191,18 @@ class CudaIpcTransport(Transport):
         return failed
 
     def _on_device(self) -> CudaDevice:
-        self._device = self._device or CudaDevice(self._weights.device)
+        self._device = self._device or CudaDevice(self._weights.engine.device)
         return self._device
 
     def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
         device, stream = self._on_device(), self._weights.export(bucket_bytes=self._bucket_bytes)
+        leader = self._sites.index(self._sites[self._world.rank])
+        here = [server for server in servers if self.leader_of(server) == leader]
         for bucket, data in filled(stream, self.buckets, lambda _, n: device.memory(n), self._weights.dtype):
             self._held.append(data)
             requests.wait()
             failed = broadcast_json(list(requests.failed), self._part)
-            opening = [self._ranks[server.index] for server in servers if server.index not in failed]
+            opening = [self._ranks[server.index] for server in here if server.index not in failed]
             own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None
             handles = self._part.gather_json(own)
             if requests.servers:

@@ -1,15 +1,12 @@
-"""Transport over process groups, to servers on any host: SGLang's `update_weights_from_distributed`, gloo or NCCL.
+"""Weights over process groups, to servers on any host: SGLang's `update_weights_from_distributed`, gloo or NCCL.
 
-Each pipeline stage of the trainer has a source, its first rank, which gathers the stage's weights from the ranks that
-hold them; no weight crosses stages. The source and all ranks of all servers are one group, so that a broadcast leaves
-the source once (over gloo, whose broadcast is a binary tree, once for each level). Rank 0 sends the requests that
-announce each bucket, one to each server. Stages send in turn, and each gathers its next bucket while others send.
+Each pipeline stage has a source, its first rank, which gathers the stage's weights and is in one group with all ranks
+of all servers. Rank 0 announces each bucket by requests. Stages send in turn, and each gathers its next bucket
+while others send. The first update makes the groups, and later ones to the same servers keep them.
 
 Servers in one broadcast wait for each other. When one fails, those that wait for it are freed, the rest form new
-groups, and the bucket is sent again. That takes answers: a server that hangs inside a broadcast, or one that dies while
-NCCL waits for it, can take others with it, which then count as failed and are refit like it.
-
-The first update makes the groups, and later ones to the same servers keep them.
+groups, and the bucket is sent again. A server that hangs inside a broadcast can take others with it, which then count
+as failed and are refit like it.
 """
 
 from __future__ import annotations
@@ -36,21 +33,22 @@ from mega_rl.parallel.comm import GroupRanks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.server.addresses import address_for
-from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled
 from mega_rl.rollout.sglang.weights.reshard import Bucket, first_ranks
 from mega_rl.rollout.sglang.weights.transport import (
+    FORMAT,
     GRACE_S,
     GroupRelease,
     Server,
     ServerRequests,
     Transport,
+    filled,
     open_ranks,
 )
 
 _ATTEMPTS = 3  # how often groups may break in one update
 _SETTLE_S = 10.0  # for the trainer's side of a broadcast that all servers have answered
 _numbers = itertools.count()
-Meeting = dict[str, Any]  # arguments of `ServerGroup`, as JSON
+Meeting = dict[str, Any]  # arguments of `join_group`, as JSON
 
 
 class DistributedTransport(Transport):
@@ -68,7 +66,7 @@ class DistributedTransport(Transport):
         others = sorted(set(range(self._world.size)) - set(sources))
         self._part = open_ranks([sources, others] if others else (), timeout_s=2 * self._timeout_s + GRACE_S)
         if self._world.rank in sources:
-            backend = "nccl" if self._weights.device.type == "cuda" else "gloo"
+            backend = "nccl" if self._weights.engine.device.type == "cuda" else "gloo"
             stage = self._weights.engine.place.coordinates.pp_rank
             self._groups = _Groups(self._part, stage, backend=backend, timeout_s=self._timeout_s)
 
@@ -89,7 +87,7 @@ class DistributedTransport(Transport):
         """Yield this stage's buckets; two of them are in memory at once."""
         own = [bucket for bucket in self.buckets if bucket.pp_rank == stage]
         room = max(bucket.nbytes for bucket in own)
-        memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.device) for _ in range(2)]
+        memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.engine.device) for _ in range(2)]
         return filled(stream, own, lambda i, n: memory[i % 2][:n], self._weights.dtype)
 
     def _send_all(
@@ -144,7 +142,7 @@ class _Groups:
         self._senders, self.stage = senders, stage
         self.leads = senders.rank == 0
         self.names: list[str] = []
-        self._own: ServerGroup | None = None
+        self._own: Any = None  # torch's group of this rank's stage
         self._backend, self._timeout_s = backend, timeout_s
         self._rendezvous: Rendezvous | None = None
         self._members: list[tuple[Server, Endpoint]] = []  # on rank 0
@@ -175,20 +173,25 @@ class _Groups:
     def forget(self) -> None:
         """End this rank's side of the groups."""
         if self._own is not None:
-            self._own.close()
+            with suppress(RuntimeError):  # it may be broken already
+                self._own.abort()  # peers that wait for this rank get an error
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._own, self._rendezvous, self._members, self.names = None, None, [], []
 
-    def broadcast(self, data: Tensor | None) -> Future[None] | None:
-        """Start to send a bucket of this stage, if there is one."""
+    def broadcast(self, data: Tensor | None) -> Future[Any] | None:
+        """Start to send a bucket of this stage, [n] uint8, if there is one; do not change it meanwhile.
+
+        On a thread, because the first broadcast over NCCL waits for its peers.
+        """
         if data is None:
             return None
-        assert self._own is not None
-        return self._own.broadcast(data)
+        group, options = self._own, dist.BroadcastOptions()
+        options.rootRank = 0
+        return _on_a_thread(lambda: group.broadcast([data], options).wait(timedelta(seconds=self._timeout_s)))
 
     def settled(
-        self, requests: ServerRequests, own: Future[None] | None, *, release: GroupRelease | None = None
+        self, requests: ServerRequests, own: Future[Any] | None, *, release: GroupRelease | None = None
     ) -> bool:
         """Return whether all servers succeeded and this rank's part, `own`, has ended too."""
         good = requests.wait_together(release or self._release) if self.leads else True
@@ -216,7 +219,7 @@ class _Groups:
                     raise
 
     def _meet(self, requests: ServerRequests) -> Meeting | None:
-        """Return on rank 0 the arguments of `ServerGroup` for new groups; elsewhere nothing of use.
+        """Return on rank 0 the arguments of `join_group` for new groups; elsewhere nothing of use.
 
         Empty where the groups have these servers already, None where no server is left.
         """
@@ -246,16 +249,14 @@ class _Groups:
         for stage in range(self._senders.size):
             own = {**meeting, "name": f"{meeting['name']}-{stage}", "backend": self._backend}
             self.names.append(own["name"])
-            joined: Future[None] | None = None
-            if stage == self.stage:
-                self._own = ServerGroup(**own, timeout_s=self._timeout_s)
-                joined = self._own.join()
+            joined = join_group(**own, timeout_s=self._timeout_s) if stage == self.stage else None
             if self.leads:
                 assert self._rendezvous is not None
                 self._rendezvous.expect(own["size"])
                 self._invite(requests, **own)
             if not self.settled(requests, joined, release=lambda *_: self._end_rendezvous(requests.failed)):
                 return False
+            self._own = self._own if joined is None else joined.result()
         return True
 
     def _invite(self, requests: ServerRequests, *, name: str, size: int, address: str, port: int, **_: object) -> None:
@@ -319,74 +320,39 @@ class Rendezvous:
             time.sleep(0.02)
 
 
-class ServerGroup:
-    """Group of this rank, 0 and the source of broadcasts, and of the servers' ranks.
+def join_group(
+    *, name: str, size: int, address: str, port: int, towards: Sequence[str], backend: str, timeout_s: float
+) -> Future[Any]:
+    """Start to join a group of this rank, 0 and the source of broadcasts, and the servers' ranks at the rendezvous.
 
     Built as SGLang's `init_custom_process_group` builds the servers' side: the store's keys have the group's name as
     prefix twice (once by torch), then the device. Not registered with torch.distributed, whose own groups end together
     with the world.
+
+    size: ranks, this one among them. towards: the servers' URLs. The future raises OSError or RuntimeError.
     """
 
-    def __init__(
-        self, *, name: str, size: int, address: str, port: int, towards: Sequence[str], backend: str, timeout_s: float
-    ) -> None:
-        """size: ranks, this one among them. towards: the servers' URLs. backend: "gloo" or "nccl"."""
-        self.name, self._size, self._address, self._port, self._towards = name, size, address, port, towards
-        self._backend, self._timeout = backend, timedelta(seconds=timeout_s)
-        self._group: Any = None
+    def join() -> Any:
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
+        options = kind._Options() if backend == "gloo" else kind.Options()
+        options._timeout = timeout
+        if backend == "gloo":
+            options._devices = [kind.create_device(hostname=address_for(towards))]
+        device = "cpu/" if backend == "gloo" else "cuda/"
+        return kind(PrefixStore(device, PrefixStore(f"{name}/", PrefixStore(name, store))), 0, size, options)
 
-    def join(self) -> Future[None]:
-        """Start to join the others at the rendezvous. The future raises OSError or RuntimeError."""
-
-        def join() -> None:
-            timeout = self._timeout
-            store = TCPStore(self._address, self._port, is_master=False, timeout=timeout, wait_for_workers=False)
-            named = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
-            if self._backend == "gloo":
-                kind: Any = dist.ProcessGroupGloo
-                options = kind._Options()
-                options._devices = [kind.create_device(hostname=address_for(self._towards))]
-                named = PrefixStore("cpu/", named)
-            else:
-                kind = dist.ProcessGroupNCCL
-                options = kind.Options()
-                named = PrefixStore("cuda/", named)
-            options._timeout = timeout
-            self._group = kind(named, 0, self._size, options)
-
-        return _on_a_thread(join)
-
-    def broadcast(self, data: Tensor) -> Future[None]:
-        """Start to send `data` [n] uint8 to all servers' ranks; do not change it meanwhile.
-
-        The future raises RuntimeError. On a thread, because the first broadcast over NCCL waits for its peers.
-        """
-
-        group = self._group
-
-        def broadcast() -> None:
-            options = dist.BroadcastOptions()
-            options.rootRank = 0
-            group.broadcast([data], options).wait(self._timeout)
-
-        return _on_a_thread(broadcast)
-
-    def close(self) -> None:
-        """End the group and its pending broadcasts: peers that wait for this rank get an error."""
-        if self._group is not None:
-            with suppress(RuntimeError):  # it may be broken already
-                self._group.abort()
-        self._group = None
+    return _on_a_thread(join)
 
 
-def _on_a_thread(work: Callable[[], None]) -> Future[None]:
+def _on_a_thread(work: Callable[[], Any]) -> Future[Any]:
     """Return the future of work on a daemon thread."""
-    future: Future[None] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            work()
-            future.set_result(None)
+            future.set_result(work())
         except (OSError, RuntimeError) as error:  # sockets' and torch.distributed's
             future.set_exception(error)
 

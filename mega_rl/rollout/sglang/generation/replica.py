@@ -1,18 +1,18 @@
-"""State machine of one server: whether it gets requests, and how failures take it out of rotation.
+"""State machine of one server: whether it gets requests, and how failures take it out of rotation. Imports no torch.
 
     READY --failures in a row, or no sign of life--> SUSPECT --a real generation--> READY
     READY, SUSPECT --answers with another weight version--> STALE
     SUSPECT --PROBES generations failed--> DOWN
-    any --mark_stale, mark_down, mark_ready--> STALE, DOWN, READY
+    any --`ServerRouter.mark`--> STALE, DOWN, READY
 
-Only the caller, who can restart a server and send it weights, leads out of STALE and DOWN. Imports no torch.
+Only the caller, who can restart a server and send it weights, leads out of STALE and DOWN.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from mega_rl.rollout.sglang.generation.client import SglangClient
 from mega_rl.rollout.sglang.generation.samples import RequestFailure, State
@@ -28,8 +28,7 @@ _PROBE_WAIT_S = 0.2  # before the second probe; doubles
 class Replica:
     """State of one server on the event loop of its router."""
 
-    def __init__(self, index: int, client: SglangClient, *, capacity: int, near: bool = False) -> None:
-        self.index = index  # in the router
+    def __init__(self, client: SglangClient, *, capacity: int, near: bool = False) -> None:
         self.client = client
         self.capacity = capacity
         self.near = near  # on this rank's host: gets requests before all others
@@ -37,12 +36,9 @@ class Replica:
         self.version = -1  # version of its weights, as the caller said
         self.reason = "no weights have been sent to it"  # why it is not READY
         self._planned = True  # the caller wanted this state, it is not a failure
-        self.in_flight = 0
-        self.dispatched = 0
-        self.busy_until = 0.0  # loop time
-        self.last_sign_of_life = 0.0  # loop time
-        self._failures = 0
-        self._bad_answers = 0
+        self.in_flight = self.dispatched = 0
+        self.busy_until = self.last_sign_of_life = 0.0  # loop time
+        self._failures = self._bad_answers = 0
 
     def holds(self, version: int, *, mixed_versions: bool) -> bool:
         """Return whether its weights may sample for `version`: that version, or with `mixed_versions` a later one."""
@@ -67,13 +63,13 @@ class Replica:
     def failed(self, now: float, failure: RequestFailure, *, wait_s: float) -> None:
         """Record a failed try against this server."""
         charge = failure.charge
+        if charge in ("sample", "busy"):
+            self.last_sign_of_life = now
         if charge == "sample":
             self._failures = 0
             self._bad_answers += failure.kind != "rejected"  # which is about what we sent
-            self.last_sign_of_life = now
         elif charge == "busy":
             self.busy_until = max(self.busy_until, now + wait_s)
-            self.last_sign_of_life = now
         else:
             self._failures += 1
         if charge == "stale":
@@ -95,40 +91,44 @@ class Replica:
             self._failures = self._bad_answers = 0
             self.busy_until = 0.0
         self._planned = planned and state is not State.READY
-        self.state = state
-        self.reason = reason
+        self.state, self.reason = state, reason
 
     async def probe(self, rid: str, *, version: int, mixed_versions: bool, timeout_s: float) -> None:
         """Probe a SUSPECT server with real generations until it is READY, STALE or, after `PROBES` failures, DOWN."""
         for number in range(PROBES):
             if number:
                 await asyncio.sleep(_PROBE_WAIT_S * 2 ** (number - 1))
-            if self.state is not State.SUSPECT:
-                return  # the caller knew better
-            state, reason = State.READY, ""
+            failure = None
             try:
                 await self.client.probe(
                     rid=f"{rid}-{number}", version=version, mixed_versions=mixed_versions, timeout_s=timeout_s
                 )
-            except RequestFailure as failure:
-                reason = str(failure)
-                state = State.STALE if failure.charge == "stale" else State.SUSPECT
-            still_suspect = self.state is State.SUSPECT
-            if still_suspect:
-                self.move(state, reason)
-            if not still_suspect or state is not State.SUSPECT:
+            except RequestFailure as failed:
+                failure = failed
+            if self.state is not State.SUSPECT:
+                return  # the caller knew better
+            if failure is None or failure.charge == "stale":
+                self.move(State.READY if failure is None else State.STALE, str(failure or ""))
                 return
+            self.reason = str(failure)
         self.move(State.DOWN, f"{PROBES} probes failed, the last: {self.reason}")
 
-    async def check(self, *, timeout_s: float, evict: Callable[[Replica, RequestFailure], None]) -> None:
-        """Check a silent server with requests in flight; if it does not generate, make it SUSPECT and evict them."""
+    async def check(self, *, timeout_s: float) -> RequestFailure | None:
+        """Check a silent server with requests in flight; return why they are lost if it does not generate."""
         asked = asyncio.get_running_loop().time()
         try:
             await self.client.check_alive(timeout_s=timeout_s)
         except RequestFailure as failure:
-            if self.state is State.READY and self.last_sign_of_life <= asked:
-                self.move(State.SUSPECT, failure.what)
-                what = f"server {self.client.endpoint.index}: no sign of life with requests in flight: {failure}"
-                evict(self, RequestFailure("stalled", what))
-        else:
-            self.last_sign_of_life = asyncio.get_running_loop().time()
+            if self.state is not State.READY or self.last_sign_of_life > asked:
+                return None
+            self.move(State.SUSPECT, failure.message)
+            return RequestFailure("stalled", f"{self.client.name}: no sign of life with requests in flight: {failure}")
+        self.last_sign_of_life = asyncio.get_running_loop().time()
+        return None
+
+
+def least_loaded(replicas: Sequence[Replica], now: float) -> Replica | None:
+    """Return the server with the fewest requests, one of this rank's host if there are any; None if all are full."""
+    near = [replica for replica in replicas if replica.near] or replicas
+    free = [replica for replica in near if replica.has_room(now)]
+    return min(free, key=lambda one: (one.in_flight, one.dispatched, one.client.endpoint.index), default=None)

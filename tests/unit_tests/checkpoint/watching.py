@@ -1,22 +1,15 @@
-"""A background writer that takes its rank with it, and what sees its operations on files.
-
-Run as a module: the arguments are the point, a file for the operations' names, the folder of the save, then the
-writer's own. Like the writer itself it imports no torch: it starts with every run that is killed.
-"""
+"""What sees the operations of saves on files, and can end the process at one of them."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from mega_rl import disk
-from mega_rl.checkpoint.saving import job, writer
 
 # The system calls by which a save changes the disk: `disk` makes all of them through its name `os`.
 CALLS = ("mkdir", "open", "pwritev", "fsync", "rename", "unlink", "rmdir")
@@ -63,29 +56,3 @@ class Watch:
 def die() -> None:
     """This process, at once."""
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def lethal_writer(point: int, log: Path, folder: str, arguments: list[str]) -> None:
-    """Write as the background writer does; at a point of the save into `folder` kill the rank and this process."""
-
-    def end() -> None:
-        os.kill(os.getppid(), signal.SIGKILL)
-        die()
-
-    watch = Watch(point, end)
-    perform = job.perform
-
-    def watched(one: job.SaveJob, *args: Any, **kwargs: Any) -> Any:
-        if folder not in one.folder:
-            return perform(one, *args, **kwargs)
-        with watch.armed():
-            outcome = perform(one, *args, **kwargs)
-        log.write_text(" ".join(watch.seen))
-        return outcome
-
-    writer.perform = watched  # type: ignore[assignment]
-    writer.main(arguments)
-
-
-if __name__ == "__main__":
-    lethal_writer(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -1,0 +1,191 @@
+"""Inputs of advantage estimators: rewards of a batch, the groups of its prompts, returns of token rewards.
+
+Every [B, S] tensor is aligned to the token that it describes (see mega_rl.types); `mask` is the loss mask, [B, S] bool,
+True on response tokens. What is off the mask is ignored on input and 0 on output. The response tokens of a row need not
+be adjacent: between two turns are tokens that the policy did not sample, such as a tool's answer. They are not steps of
+the policy, so the successor of a response token is the next response token of its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.statistics import SumOverRanks, whiten
+from mega_rl.types import Experience, RewardParts
+
+Advantages = tuple[Tensor, Tensor]  # (advantages, value targets), [B, S] float32 each; targets are 0 without a critic
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Inputs of an estimator. Rows of one prompt, which share a `prompt_index`, are all on this rank."""
+
+    experience: Experience  # whose advantages and returns are blank
+    rewards: Tensor  # [B] float32
+    kl_penalty: Tensor | None  # [B, S] float32, coefficient times KL, to be taken off token rewards; None: without
+    sum_over_ranks: SumOverRanks  # over data parallelism
+    # [B] float32, of the greedy response to the row's prompt, NaN where that has failed; None: no estimator needs it
+    greedy_rewards: Tensor | None = None
+    reward_parts: RewardParts | None = None  # `rewards` is their weighted sum; None: rewards are single numbers
+
+    @property
+    def mask(self) -> Tensor:
+        """Return the loss mask, [B, S] bool."""
+        return self.experience.loss_mask
+
+    @property
+    def groups(self) -> PromptGroups:
+        """Return the rows by prompt."""
+        return PromptGroups.of(self.experience.prompt_index, self.mask)
+
+    def groups_where(self, chosen: Tensor) -> PromptGroups:
+        """Return the groups of only the rows that are chosen, [B] bool."""
+        return PromptGroups.of(self.experience.prompt_index, self.mask & chosen[:, None])
+
+    def token_rewards(self, scores: Tensor) -> Tensor:
+        """Return token rewards [B, S] of scores [B], less the KL penalty of each token."""
+        return token_rewards(scores, self.mask, self.kl_penalty)
+
+    def returns(self, rewards: Tensor, *, gamma: float) -> Tensor:
+        """Return the discounted sums of token rewards [B, S] from each response token on; [B, S] float32."""
+        returns, _ = gae(rewards, torch.zeros_like(rewards), self.mask, gamma=gamma, lam=1.0)
+        return returns
+
+    def whitened(self, x: Tensor) -> Tensor:
+        """Return x [B, S] with mean 0 and variance 1 over the tokens of all ranks."""
+        return whiten(x, self.mask, sum_over_ranks=self.sum_over_ranks)
+
+    def on_responses(self, advantages: Tensor) -> Advantages:
+        """Return each row's number, [B] floating, on all of its response tokens, without value targets."""
+        return self.on_tokens(torch.where(self.mask, advantages.float()[:, None], 0.0))
+
+    def on_tokens(self, advantages: Tensor) -> Advantages:
+        """Return advantages [B, S] with value targets of 0, for an estimator that needs no critic."""
+        return advantages, torch.zeros_like(advantages)
+
+
+AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
+
+
+@dataclass(frozen=True)
+class PromptGroups:
+    """Rows by prompt. A row without response tokens, a failed sample, is in no group and in no sum."""
+
+    index: Tensor  # [B] int64, number of the row's group: 0 .. num_groups-1
+    num_groups: int
+    answered: Tensor  # [B] bool, rows with a response token
+
+    @classmethod
+    def of(cls, group_ids: Tensor, mask: Tensor) -> PromptGroups:
+        """Return the groups of rows with equal `group_ids` [B] int64; mask [B, S] bool.
+
+        All samples of a prompt are on this rank: the rollout role shares prompts over data-parallel ranks, not samples.
+        """
+        ids, index = torch.unique(group_ids, return_inverse=True)
+        return cls(index=index, num_groups=len(ids), answered=mask.any(dim=1))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return [B] float64, the sum of x [B] over the answered rows of each row's group."""
+        totals = torch.zeros(self.num_groups, dtype=torch.float64, device=x.device)
+        return totals.index_add(0, self.index, torch.where(self.answered, x.double(), 0.0))[self.index]
+
+    @property
+    def counts(self) -> Tensor:
+        """Return [B] float64, the number of answered rows in each row's group, at least 1 to divide by."""
+        return self.sum(self.answered).clamp(min=1)
+
+    def centred(self, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return [B] float64, each row's reward minus the mean of its group; 0 for a row that is in no group.
+
+        rewards [B] float32; weights [B] of the mean, integers above 0; None: equal ones. A group whose rewards are all
+        equal, hence also a group of one, gives exactly 0, which no later division can blow up: float64 holds sums of
+        equal float32 numbers without rounding while the group's weights sum to less than 2^29.
+        """
+        rewards, weights = rewards.double(), torch.ones_like(rewards) if weights is None else weights
+        mean = self.sum(weights * rewards) / self.sum(weights)
+        return torch.where(self.answered, rewards - mean, 0.0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns) of generalized advantage estimation.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t     = delta_t + gamma * lam * A_{t+1}
+        R_t     = A_t + V_t
+
+    rewards of tokens, values [B, S] float32; lam of all rows or [B, 1] float64. t counts the response tokens of a row,
+    so tokens between two turns neither discount nor have a value. V_t is the value just before token t
+    is emitted; after the last response token both V and A are 0: a response ends the episode, also one cut off by
+    length. Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11-16.
+    """
+    order = response_order(mask)
+    active = mask.gather(1, order)
+    rewards, values = (torch.where(active, x.float().gather(1, order), 0.0) for x in (rewards, values))
+    next_values = torch.zeros_like(values)
+    next_values[:, :-1] = values[:, 1:]
+    deltas = torch.where(active, rewards + gamma * next_values - values, 0.0)
+    advantages = discounted_sums(deltas, gamma * lam)
+    blank = torch.zeros_like(advantages)
+    return blank.scatter(1, order, advantages), blank.scatter(1, order, advantages + values)
+
+
+def discounted_sums(x: Tensor, decay: float | Tensor) -> Tensor:
+    """Return y_t = x_t + decay * y_{t+1} of each row, 0 behind its end: [B, S] as x.
+
+    decay of all rows, or [B, 1] float64. It takes ceil(log2 S) vector steps: after step k of the doubling scan each
+    token holds the sum of its next 2^k.
+    Padding a row further adds exact zeros, so the result does not depend on S.
+    """
+    span, length = 1, x.shape[1]
+    while span < length:
+        later = torch.zeros_like(x)
+        later[:, :-span] = x[:, span:]
+        x = x + torch.as_tensor(decay**span, dtype=x.dtype) * later
+        span *= 2
+    return x
+
+
+def response_order(mask: Tensor) -> Tensor:
+    """Return [B, S] int64, the columns of each row with response tokens first, otherwise in their order.
+
+    `x.gather(1, order)` puts the response tokens of a row next to each other, `zeros.scatter(1, order, y)` puts them
+    back.
+    """
+    assert mask.dtype == torch.bool, f"the loss mask is {mask.dtype}, not bool"
+    return torch.argsort(~mask, dim=1, stable=True)
+
+
+def last_response_token(mask: Tensor) -> Tensor:
+    """Return [B, S] bool, True on the last response token of each row; a row without a response has none."""
+    assert mask.dtype == torch.bool, f"the loss mask is {mask.dtype}, not bool"
+    return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, kl_penalty: Tensor | None = None) -> Tensor:
+    """Return token rewards: the score on the last response token, minus the KL penalty of each token.
+
+        r_t = score * [t is the last response token] - kl_penalty_t
+
+    The score of a row without response tokens is dropped.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; Ouyang et al. 2022, arXiv:2203.02155.
+    """
+    out = torch.where(last_response_token(mask), rewards.to(torch.float32)[:, None], 0.0)
+    if kl_penalty is not None:
+        out = out - torch.where(mask, kl_penalty, 0.0)
+    return out
+
+
+def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
+    """Return a lambda for each row, [B, 1] float64, whose weights of TD errors sum to alpha times the length.
+
+        lambda = 1 - 1 / (alpha * l), at least 0      since sum of lambda^t over t = 0, 1, ... is 1 / (1 - lambda)
+
+    l is the number of the row's response tokens. A constant lambda of 0.95 forgets the score within some 60 tokens.
+    Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, where alpha is 0.05.
+    """
+    lengths = mask.sum(dim=1, keepdim=True).double().clamp(min=1)
+    return (1 - 1 / (alpha * lengths)).clamp(min=0)

@@ -1,0 +1,408 @@
+"""A checkpoint's twin of few layers, experts and tokens, and its logits against transformers'.
+
+The twin has every kind of layer and every setting of its config, so a wrong conversion of a large model shows on a
+laptop. Functions that need Megatron-Core import it themselves: the accelerator must be prepared before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from mega_rl.config.schema import MegatronConfig, ModelConfig
+from mega_rl.converters.architecture import HFConfig, Moe
+from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.families.rules import DISK_LAYER
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.live.load import load_hf, repeat_faults
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import write_checkpoint
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.parallel.accelerator import Accelerator, prepare
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.plan.preflight.checkpoints import known_bug
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from transformers import PreTrainedModel
+
+    from mega_rl.parallel.groups import Groups
+
+MAX_LAYERS, MAX_VOCAB = 4, 4096
+GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
+TIMEOUT_S = 600.0
+_LOAD_BYTES = 8  # bytes per element: transformers loads float32, and splits experts into copies
+_NOT_INDEPENDENT = (
+    "transformers has not loaded the whole checkpoint, which is quantised or would take over half of the memory: "
+    "tensors that are left out or held twice were judged by mega_rl only"
+)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Widths of a narrowed twin: halved until they are at most this. Numbers of heads and experts stay what they are.
+NARROW = {
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+NARROW_HIDDEN, NARROW_HEAD = 512, 32
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A model's config cut down, and where its layers come from."""
+
+    raw: dict[str, Any]  # config.json
+    hf: HFConfig
+    layers: tuple[int, ...]  # layer numbers of the original model
+
+
+def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narrow: bool = False) -> Twin:
+    """Return a small twin of a model: about `MAX_LAYERS` layers, `MAX_VOCAB` tokens, and few experts.
+
+    multiple: divides the number of layers. narrow: halve widths too. Raises UserError for layers that cannot be chosen.
+    """
+    layers = _layers(hf, multiple, where)
+    raw = dict(hf.raw)
+    for name in ("quantization_config", "auto_map", "num_nextn_predict_layers"):
+        raw.pop(name, None)
+    raw["num_hidden_layers"] = len(layers)
+    raw["vocab_size"] = min(hf.vocab_size, MAX_VOCAB)
+    raw |= dict.fromkeys(("bos_token_id", "eos_token_id"), None)
+    if isinstance(raw.get("pad_token_id"), int):  # a row that transformers never trains
+        raw["pad_token_id"] %= raw["vocab_size"]
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(raw.get(name), list):
+            raw[name] = [raw[name][layer] for layer in layers]
+    if hf.window is not None and len(set(hf.window.layers)) > 1:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
+    if hf.moe is not None:
+        _shrink_experts(raw, hf.moe, layers)
+    if narrow:
+        _narrow(raw, hf)
+    twin = Twin(raw, parse_hf_config(raw, where=f"{where} of the shrunk twin"), layers)
+    if [_kind(hf, layer) for layer in layers] != [_kind(twin.hf, i) for i in range(len(layers))]:
+        raise UserError(f"{where}: its layers cannot be cut down to {list(layers)}; leave --logits or --twin out")
+    return twin
+
+
+def write_twin(source: Path, target: Path, *, multiple: int = 1, weights: Mapping[str, Tensor] | None = None) -> Twin:
+    """Write a checkpoint's twin to `target`, with its own weights or the given ones."""
+    with CheckpointReader(source) as reader:
+        original = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
+        if faults := repeat_faults(reader, original, "lm"):
+            raise UserErrors([f"{source}: {fault}" for fault in faults])
+        twin = shrink(original, where=str(source / "config.json"), multiple=multiple)
+        spelled = as_on_disk(twin.hf, {name: (0,) for name in reader.tensors})
+        _write(twin, target, _tensors(reader, twin, spelled, weights))
+    return twin
+
+
+def write_random_twin(source: Path, target: Path, *, multiple: int = 1, narrow: bool = False, seed: int = 0) -> Twin:
+    """Write a twin with random weights of the model that `source`/config.json describes to `target`."""
+    twin = shrink(read_hf_config(source), where=str(source / "config.json"), multiple=multiple, narrow=narrow)
+    _write(twin, target, random_tensors(twin.hf, seed=seed))
+    return twin
+
+
+def _write(twin: Twin, target: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(twin.raw, indent=2))
+        write_checkpoint(target, tensors, files={"config.json": config})
+
+
+def random_tensors(hf: HFConfig, *, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, float32 tensor) of every weight, large enough that each layer changes its input.
+
+    Norms are near 1, biases near 0, neither at its neutral value; a matrix keeps the size of what it multiplies.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, (shape, _, _) in hf_tensors(hf, head="lm").items():
+        values = torch.randn(shape, generator=generator)
+        if len(shape) > 1 and not name.endswith("bias"):
+            yield name, values / shape[-1] ** 0.5
+        else:
+            neutral = 0.0 if hf.zero_centered_norm or "norm" not in name else 1.0
+            yield name, neutral + 0.1 * values
+
+
+def num_elements(hf: HFConfig) -> int:
+    """Return the number of elements of all weights."""
+    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
+
+
+def _tensors(
+    reader: CheckpointReader, twin: Twin, spelled: HFConfig, weights: Mapping[str, Tensor] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the twin's tensors: leading rows of the chosen layers of the original."""
+    prefixes = {DISK_LAYER.format(layer=i): DISK_LAYER.format(layer=layer) for i, layer in enumerate(twin.layers)}
+    for name, tensor in hf_tensors(spelled, head="lm").items():
+        prefix = next((p for p in prefixes if name.startswith(p)), "")
+        there = prefixes.get(prefix, "") + name.removeprefix(prefix)
+        if there not in (reader.tensors if weights is None else weights):
+            raise UserError(f"{reader.path}: {there} is missing; run verify without --logits for the whole list")
+        numel, width = prod(tensor.shape), tensor.shape[-1] if len(tensor.shape) > 1 else 1
+        if weights is None:
+            yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
+        else:
+            yield name, weights[there].reshape(-1, width)[: numel // width].reshape(tensor.shape)
+
+
+def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
+    """Return the first, the last and each kind's first layer, and more up to a `multiple`."""
+    kinds: dict[tuple[bool, bool], int] = {}
+    for layer in range(hf.num_layers):
+        kinds.setdefault(_kind(hf, layer), layer)
+    chosen = {0, hf.num_layers - 1, *list(kinds.values())[: MAX_LAYERS - 1]}
+    num_layers = -(-len(chosen) // multiple) * multiple
+    if num_layers > hf.num_layers:
+        raise UserError(
+            f"{where}: a twin that {multiple} pipeline stages split evenly needs {num_layers} layers, "
+            f"num_hidden_layers={hf.num_layers}; ask for fewer stages"
+        )
+    while len(chosen) < num_layers:  # from the middle of the widest gap
+        inside = sorted(chosen)
+        low, high = max(pairwise(inside), key=lambda gap: gap[1] - gap[0])
+        chosen.add((low + high + 1) // 2)
+    return tuple(sorted(chosen))
+
+
+def _narrow(raw: dict[str, Any], hf: HFConfig) -> None:
+    """Halve widths; widths that are cut with the heads stay multiples of their number."""
+    for name, limit in NARROW.items():
+        if raw.get(name):
+            raw[name] = _halved(raw[name], limit)
+    head = _halved(hf.head_dim, NARROW_HEAD)
+    if hf.mla is not None:
+        raw["hidden_size"] = _halved(hf.hidden_size, NARROW_HIDDEN)
+        raw.pop("head_dim", None)
+    elif raw.get("head_dim") or hf.head_dim * hf.num_heads != hf.hidden_size:
+        raw |= {"hidden_size": _halved(hf.hidden_size, NARROW_HIDDEN), "head_dim": head}
+    else:
+        raw["hidden_size"] = hf.num_heads * head
+
+
+def _halved(size: int, limit: int) -> int:
+    """Return `size` halved until it is at most `limit`, or odd."""
+    while size > limit and size % 2 == 0:
+        size //= 2
+    return size
+
+
+def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> None:
+    """Reduce the number of experts, keep their groups, and renumber the layers that have them."""
+    groups = moe.num_groups or 1
+    needed = max(2 * moe.top_k, 8) if groups == 1 else groups * max(2, -(-moe.top_k // (moe.topk_groups or 1)))
+    experts = min(moe.num_experts, -(-needed // groups) * groups)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if name in raw:
+            raw[name] = experts
+    dense = [i for i, layer in enumerate(layers) if not moe.layers[layer]]
+    if "first_k_dense_replace" in raw:
+        raw["first_k_dense_replace"] = len(dense)
+    if "decoder_sparse_step" in raw or "mlp_only_layers" in raw:
+        raw |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool]:
+    """Return whether a layer has experts, and whether its attention has a window."""
+    return hf.is_moe(layer), hf.window is not None and hf.window.layers[layer]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Logits and hidden states of a model on a batch."""
+
+    logits: Tensor  # [B, S, vocab] float32, without padding of the vocabulary
+    hidden: tuple[Tensor, ...] = field(default=())  # each layer's output [B, S, H]; empty unless requested
+
+
+@torch.no_grad()
+def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False) -> Outputs:
+    """Return the logits of `tokens` [B, S] int64 by a checkpoint in transformers, on the CPU.
+
+    dtype: "fp32" or "bf16". layer_outputs: also return hidden states. No code of the checkpoint is run.
+    """
+    model = _load(path, DTYPES[dtype])
+    states: list[Tensor] = []
+
+    def keep(output: Any) -> None:
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    with recorded(model.model.layers if layer_outputs else [], keep):
+        logits = model(tokens, use_cache=False).logits
+    return Outputs(logits.float(), tuple(states))
+
+
+def hf_weights(path: str | Path) -> dict[str, Tensor]:
+    """Return the float32 weights by name on disk, as transformers loads them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _load(path, torch.float32)
+    weights: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
+    return weights
+
+
+def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a folder, on the CPU; no weight of it is random."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = json.loads((Path(path) / "config.json").read_bytes())
+    model_type = raw.pop("model_type")
+    family = FAMILIES.get(model_type)
+    config = AutoConfig.for_model(family.transformers_type if family else model_type, **raw)
+    answer: Any = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation="eager",
+        trust_remote_code=False,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    model, report = answer
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{path}: transformers does not find {len(missing)} weights of its model ({missing[0]}, ...)")
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+@contextmanager
+def recorded(layers: Iterable[torch.nn.Module], keep: Callable[[Any], None]) -> Iterator[None]:
+    """Hand every output of `layers` to `keep` inside the context."""
+    hooks = [layer.register_forward_hook(lambda module, inputs, output: keep(output)) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def load_model(
+    path: str | Path,
+    *,
+    groups: Groups,
+    accelerator: Accelerator,
+    dtype: str = "fp32",
+    mtp: Literal["drop", "load"] = "drop",
+) -> tuple[list[GPTModel], Sharding]:
+    """Load a checkpoint into this rank's part of a Megatron-Core model; dtype: fp32, bf16."""
+    from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+
+    hf = replace(read_hf_config(path), mtp=mtp)
+    config = transformer_config(
+        hf,
+        layout=groups.layout,
+        settings=ModelSettings(ModelConfig(dtype=dtype), MegatronConfig(), deterministic=False),
+        attention="sdpa",
+        device_overrides=accelerator.transformer_config_overrides(),
+    )
+    sharding = Sharding(hf, groups.layout, spec="local")
+    chunks = build_chunks(
+        hf,
+        config=config,
+        groups=groups,
+        head="lm",
+        impl="local",
+        padded_vocab=sharding.vocab,
+        device=accelerator.device,
+    )
+    load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
+    for chunk in chunks:
+        chunk.eval()
+    return chunks, sharding
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Result of comparing logits."""
+
+    good: bool  # within the gate, or beyond it for a fault of the reference that is known
+    max_abs: float
+    first_layer: int | None  # first layer of the original model whose output differs
+    summary: str
+    details: tuple[str, ...] = ()
+
+
+@torch.no_grad()
+def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int = 0) -> Parity:
+    """Compare logits of random tokens of two Hugging Face folders' twins: by transformers and by Megatron-Core.
+
+    transformers loads the whole reference by its own rules if memory holds it; else a detail says so. Call it before
+    Megatron-Core is imported, in one process.
+    """
+    accelerator = prepare("auto")
+    from transformers.utils.logging import disable_progress_bar
+
+    from mega_rl.parallel import groups as process_groups
+
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="twin_") as folder:
+        sides = [Path(folder) / name for name in ("reference", "converted")]
+        hf = read_hf_config(reference)
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        independent = hf.quantization is None and num_elements(hf) * _LOAD_BYTES < host_bytes // 2
+        twin = write_twin(reference, sides[0], weights=hf_weights(reference) if independent else None)
+        write_twin(converted, sides[1])
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, twin.hf.vocab_size, (1, num_tokens), generator=generator)
+        expected = hf_logits(sides[0], tokens, layer_outputs=True)
+        groups = process_groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=TIMEOUT_S)
+        states: list[Tensor] = []
+        try:
+            (chunk,), sharding = load_model(sides[1], groups=groups, accelerator=accelerator)
+            positions = torch.arange(num_tokens, device=accelerator.device)[None]
+            with recorded(chunk.decoder.layers, lambda output: states.append(output[0].transpose(0, 1).cpu())):
+                logits = chunk(tokens.to(accelerator.device), positions, attention_mask=None)
+            logits = logits[..., : sharding.hf.vocab_size].float().cpu()
+        finally:
+            process_groups.destroy()
+    parity = judge(twin, expected.logits, logits, list(zip(expected.hidden, states, strict=True)))
+    return parity if independent else replace(parity, details=(*parity.details, _NOT_INDEPENDENT))
+
+
+def judge(twin: Twin, expected: Tensor, converted: Tensor, hidden: list[tuple[Tensor, Tensor]]) -> Parity:
+    """Judge logits [B, S, V] and the layers' outputs, pairs of [B, S, H]."""
+    gap = float((expected - converted).abs().max())
+    layers = ", ".join(map(str, twin.layers))
+    deviation = float(expected.std())
+    figures = f"max |difference| {gap:.2e}, gate {GATE:.0e}, logits' deviation {deviation:.2g} (layers {layers})"
+    if gap <= GATE:  # false for nan too
+        return Parity(True, gap, None, figures)
+    bug = known_bug(twin.hf)
+    if bug is not None:
+        return Parity(True, gap, None, f"{figures}: not comparable", (bug.what,))
+    details = []
+    for layer, (a, b) in zip(twin.layers, hidden, strict=True):
+        cosine = float(cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
+        details.append(f"after layer {layer}: cosine {cosine:.6f}, max |difference| {float((a - b).abs().max()):.2e}")
+    first = next((i for i, (a, b) in enumerate(hidden) if _differs(a, b)), None)
+    if first is None:
+        details.append("all layers agree: look at the final norm, the output layer and its scale")
+        return Parity(False, gap, None, figures, tuple(details))
+    details.append(f"first to differ: layer {twin.layers[first]}")
+    return Parity(False, gap, twin.layers[first], figures, tuple(details))
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    """Return whether outputs differ by more than the gate, relative to sizes above 1."""
+    return not float((a - b).abs().max()) <= GATE * max(1.0, float(a.abs().max()))

@@ -1,1 +1,0 @@
-"""Shrunk twins of checkpoints, and logits of Megatron-Core and of transformers on them."""
