@@ -105,7 +105,7 @@ def _value(match: re.Match[str]) -> Decimal:
 
 
 def _last_number(text: str) -> Decimal | None:
-    """Return the last number of a text, which ends a word; None within an expression such as 1/2."""
+    """Return the last number of a text; None within an expression such as 1/2."""
     words = [word for word in _plain_text(text).split() if re.search(r"\d", word)]
     last = words[-1].rpartition("=")[2].strip("\"'()[]*.,;:") if words else ""
     return plain_number(last)

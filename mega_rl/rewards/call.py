@@ -1,4 +1,4 @@
-"""Reward functions of every kind behind one form: a batch of responses in, an outcome for each out.
+"""Reward functions of every kind behind one form: responses in, an outcome for each out.
 
 `load_functions` finds functions by name and how each is called: with one response or several, sync or async. Imports
 no torch.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import HungError, UserError
@@ -47,7 +46,7 @@ _TRL = (
     "answers and other columns from rows: docs/rewards.md, Several responses at a time"
 )
 
-Arguments: TypeAlias = Mapping[str, Any]  # one response's, by parameter
+Arguments: TypeAlias = Mapping[str, object]  # one response's, by parameter
 Begin: TypeAlias = Callable[[Sequence[Arguments]], None]  # told of the responses of each call
 
 
@@ -64,7 +63,6 @@ class PlannedFunction:
     concurrency: int = 64  # calls of an asynchronous function at a time
     batch_size: int = 64  # most responses of one call, for a function that takes several
     timeout_s: float | None = None  # deadline of an asynchronous call, after which it is cancelled
-    longest_s: float = 0.0  # seconds of the longest call since a caller set it to 0
 
     @cached_property
     def is_async(self) -> bool:
@@ -99,7 +97,7 @@ class PlannedFunction:
         self,
         batch: Sequence[Arguments],
         begin: Begin = ignore,
-        runner: Callable[[Coroutine[Any, Any, list[Outcome]]], list[Outcome]] = asyncio.run,
+        runner: Callable[..., list[Outcome]] = asyncio.run,
     ) -> list[Outcome]:
         """Return the outcome of each response; begin: told of each call. runner: runs a coroutine."""
         scoring = self._score(batch, self.per_call, asyncio.Semaphore(self.concurrency), begin)
@@ -125,9 +123,7 @@ class PlannedFunction:
         """Return the outcomes of one call; if it fails for several responses, call for each."""
         async with free:
             begin(chunk)
-            start = time.perf_counter()
             result = await self._results(chunk)
-            self.longest_s = max(self.longest_s, time.perf_counter() - start)
         if isinstance(result, list):
             return result
         if len(chunk) == 1:
@@ -142,7 +138,7 @@ class PlannedFunction:
                 value = self(chunk)
             else:
                 async with limit:
-                    value = await self(chunk)  # type: ignore[misc]
+                    value = await cast(Awaitable[object], self(chunk))
             return [self._outcome(one) for one in (_several(value, len(chunk)) if self.batched else [value])]
         except NotAScoreError as error:
             return RewardFailure("error", f"{self} returned {error}")
@@ -236,7 +232,7 @@ def plan(function: Callable[..., object], **settings: Any) -> PlannedFunction:
 
 
 def load_functions(
-    functions: str | Mapping[str, str], *, given: Callable[..., object] | None = None, **settings: Any
+    functions: str | Mapping[str, str], *, given: Callable[..., object] | None = None, **settings: float | None
 ) -> list[PlannedFunction]:
     """Return the function that a name stands for, or several by name; settings: fields of `PlannedFunction`.
 

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias, cast
 
 from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
@@ -75,11 +75,11 @@ def specification(settings: RewardSandboxConfig) -> str:
 
 def with_settings(text: str) -> CodeTests:
     """Return the reward function of settings in JSON. Raises UserError without such a sandbox."""
-    return _built(kind_of(SECTION, json.loads(text)))
+    return _built(cast(RewardSandboxConfig, kind_of(SECTION, json.loads(text))))
 
 
 @functools.cache
-def _built(settings: Any) -> CodeTests:
+def _built(settings: RewardSandboxConfig) -> CodeTests:
     with _sandbox(settings) as sandbox:
         return CodeTests(sandbox, settings.timeout_s, settings.total_s, all_or_nothing=settings.score == "all")
 

@@ -1,4 +1,4 @@
-"""Columns of a reward: its weighted sum and its named components. Users know these as parts: `reward/<part>`."""
+"""Columns of a reward: its weighted sum and its named components, which users know as parts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RewardComponents:
             raise UserError(f"reward.weights.{unused[0]} has no effect: the reward {has}")
 
     def columns(self, score: Score, prompt: Prompt) -> list[float] | RewardFailure:
-        """Return [1 + K]: the reward, then its components; or the failure that they are not those of the others.
+        """Return [1 + K], the reward, then its components; or why these are not those of others.
 
         All are NaN for a response that is left out. One that the prompt's source does not have is NaN, and in no sum.
         """

@@ -1,7 +1,8 @@
-"""Scores by reward functions, in this process or in workers, where a response that hangs or crashes costs only itself.
+"""Scores by reward functions, in this process or in workers.
 
-A worker runs the program `pool_worker`: it reads a line of JSON, the responses of one message, and writes one, their
-outcomes. A worker that misses its deadline or ends is replaced. The pools of `concurrent.futures`, `multiprocessing`
+In workers a response that hangs or crashes costs only itself. A worker runs the program `pool_worker`: it reads a line
+of JSON, the responses of one message, and writes one, their outcomes. A worker that misses its deadline or ends is
+replaced. The pools of `concurrent.futures`, `multiprocessing`
 and pebble know no deadline of a task or unpickle what workers send, and leave the processes that a task has started.
 """
 
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mega_rl
 from mega_rl.data.columns import RewardColumns
@@ -55,7 +56,6 @@ class FunctionRewards:
         self.functions = functions
         self.sources = sources or {}
         self.pool = pool
-        self.longest_s = 0.0
 
     @property
     def columns(self) -> RewardColumns:
@@ -72,7 +72,7 @@ class FunctionRewards:
         return any(function.columns.answer for function in self.functions if self._scores(function, source))
 
     def score(self, items: Sequence[Item], report: Report = ignore) -> list[Outcome]:
-        """Return the outcomes. The functions are called one after the other, none after None or a failure."""
+        """Return the outcomes. Functions are called one after the other, until None or a failure."""
         components: list[dict[str, float]] = [{} for _ in items]
         final: dict[int, Outcome] = {}
         for function in self.functions:
@@ -98,10 +98,7 @@ class FunctionRewards:
             more = f" and {len(chunk) - 1} more" if len(chunk) > 1 else ""
             report(f"prompt {chunk[0]['prompt_index']}{more}, whose response {function} is scoring")
 
-        outcomes = function.run(batch, begin) if self.pool is None else self.pool.score(function, batch, report)
-        self.longest_s = max(self.longest_s, function.longest_s)
-        function.longest_s = 0.0
-        return outcomes
+        return function.run(batch, begin) if self.pool is None else self.pool.score(function, batch, report)
 
 
 def _prefixed(name: str, parts: Mapping[str, float]) -> dict[str, float]:
@@ -117,7 +114,7 @@ def _together(components: Mapping[str, float]) -> Outcome:
 
 
 class WorkerPool:
-    """Worker processes that call reward functions, each asked by a thread of its own."""
+    """Worker processes that call reward functions, each asked by one thread."""
 
     def __init__(
         self,
@@ -126,7 +123,7 @@ class WorkerPool:
         num_workers: int,
         timeout_s: float,
         memory_bytes: int = 0,
-        **settings: Any,
+        **settings: int,
     ) -> None:
         """Start the workers without waiting for them.
 
@@ -202,12 +199,9 @@ class WorkerPool:
             within_s = math.ceil(calls / function.concurrency) * within_s + GRACE_S
         worker = self._workers[number] = self._workers[number] or _Worker(number, self._order)
         try:
-            outcomes, longest_s = worker.ask(message, within_s)
-            function.longest_s = max(function.longest_s, longest_s)
-            return outcomes
+            return worker.ask(message, within_s)
         except ChildDeadlineError:
             failure = function.timed_out(self._timeout_s)
-            function.longest_s = max(function.longest_s, within_s)
         except WorkerEndedError as error:
             failure = RewardFailure("crash", f"{function} crashed its process, which {error}")
         worker.end()
@@ -245,8 +239,8 @@ class _Worker:
         with contextlib.suppress(OSError):  # ended already; `ask` says how
             self._send(order)
 
-    def ask(self, message: bytes, within_s: float) -> tuple[list[Outcome], float]:
-        """Return a message's outcomes, and the seconds of the longest call.
+    def ask(self, message: bytes, within_s: float) -> list[Outcome]:
+        """Return a message's outcomes.
 
         Raises:
             ChildDeadlineError: after `within_s` seconds.
@@ -255,30 +249,28 @@ class _Worker:
         """
         if not self._is_ready:
             try:
-                answer = self._receive(START_S)
+                unusable = self._receive(START_S)
             except (ChildDeadlineError, WorkerEndedError) as error:
-                answer = {"unusable": f"a reward worker could not start: {error}"}
-            if "unusable" in answer:
-                raise RewardError(str(answer["unusable"]))
+                unusable = f"a reward worker could not start: {error}"
+            if unusable:
+                raise RewardError(str(unusable))
             self._is_ready = True
         try:
             self._send(message)
         except OSError:
             raise WorkerEndedError(self._how_it_ended()) from None
-        answer = self._receive(within_s)
-        outcomes = [RewardFailure(*one) if isinstance(one, list) else one for one in answer["outcomes"]]
-        return outcomes, answer["longest_s"]
+        outcomes = cast("list[Any]", self._receive(within_s))
+        return [RewardFailure(*one) if isinstance(one, list) else one for one in outcomes]
 
     def _send(self, message: bytes) -> None:
         self._child.stdin.write(message + b"\n")
         self._child.stdin.flush()
 
-    def _receive(self, within_s: float) -> dict[str, Any]:
+    def _receive(self, within_s: float) -> object:
         line = next(self._child.lines(within_s=within_s), None)
         if line is None:
             raise WorkerEndedError(self._how_it_ended())
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(ChildDeadlineError):

@@ -5,7 +5,7 @@ input, which the rank holds open. At the first of them it kills the worker and e
 ends as the worker did. The worker is killed with the keeper.
 
 The rank sends an order, then lines of JSON: [name of a function, arguments of responses]. The worker answers the order
-with {} or {"unusable": why}, each line with {"outcomes": [score or [kind of failure, why], ...], "longest_s": seconds}.
+with "" or why it is unusable, each line with [score or [kind of failure, why], ...].
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import psutil
 from mega_rl.errors import UserError
 from mega_rl.processes import die_with_parent
 from mega_rl.rewards.call import load_functions
-from mega_rl.rewards.score import Outcome, RewardFailure
+from mega_rl.rewards.score import RewardFailure
 
 END_S = 5.0  # for all that a worker started to be gone
 PR_SET_CHILD_SUBREAPER = 36
@@ -92,25 +92,20 @@ def _work() -> None:
     try:
         functions = {one.name: one for one in load_functions(order["functions"], **order["settings"])}
     except UserError as error:
-        _answer(answers, {"unusable": str(error)})
+        _answer(answers, str(error))
         return
-    _answer(answers, {})
+    _answer(answers, "")
     runner, own = asyncio.Runner(), os.getpid()
     for line in requests:
         name, batch = json.loads(line)
-        functions[name].longest_s = 0.0
         outcomes = functions[name].run(batch, runner=runner.run)
         if os.getpid() != own:  # a process that a function has forked and let come back
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function has left
-        _answer(answers, {"outcomes": list(map(_sent, outcomes)), "longest_s": functions[name].longest_s})
+        _answer(answers, [[one.kind, one.what] if isinstance(one, RewardFailure) else one for one in outcomes])
 
 
-def _sent(outcome: Outcome) -> object:
-    return [outcome.kind, outcome.what] if isinstance(outcome, RewardFailure) else outcome
-
-
-def _answer(answers: TextIO, message: dict[str, object]) -> None:
+def _answer(answers: TextIO, message: object) -> None:
     answers.write(json.dumps(message) + "\n")
     answers.flush()
 

@@ -124,12 +124,10 @@ class TextScorer:
 
         outcomes, seconds, failure = run_beside_meetings(work, self._everyone, stalled=stalled)
         raise_together(failure, self._everyone, error=RewardError)
-        longest = self._everyone.max(torch.tensor(self._source.longest_s, dtype=torch.float64))
-        self._source.longest_s = 0.0
         own = torch.tensor([float(len(items)), seconds if items else 0.0], dtype=torch.float64)
         scored, total_s = self._everyone.sum(own).tolist()
         if scored:
-            self._metrics |= {"time/reward_latency_s": total_s / scored, "time/reward_call_max_s": float(longest)}
+            self._metrics["time/reward_latency_s"] = total_s / scored
         return outcomes
 
     def _numbers(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> list[list[float]]:
@@ -196,7 +194,7 @@ class AbsentScorer:
 def answers_together(
     function: Callable[[str], object], responses: Sequence[str], *, setting: str, everyone: Ranks
 ) -> list[str | None]:
-    """Return the answer that a user's function reads of each response of this rank, or None; collective over all ranks.
+    """Return the answers that a user's function reads of this rank's responses; collective over all ranks.
 
     setting: names the function in messages, as "validation.answer_of='a.py:f'". Raises UserError on every rank, where
     the function fails on any, or returns anything but a string or None.

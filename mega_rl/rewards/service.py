@@ -108,45 +108,47 @@ class Poster:
 
     async def post(self, body: bytes, *, limit: int) -> bytes:
         """Return the body, at most `limit` bytes, of a 200. Raises PostError."""
-        said = "no answer"
+        said = ["no answer"]
         try:
             async with asyncio.timeout(self._timeout_s):
-                for number in range(self._tries):
-                    status, asked, content = await self._exchange(body, limit)
-                    if status == 200 and len(content) <= limit:
-                        return content
-                    if status == 200:
-                        raise PostError(f"an answer of more than {limit} bytes")
-                    said = f"HTTP {status}: {self.readable(content)}" if status else content.decode()
-                    if status and status not in TRIED_AGAIN and status < 500:
-                        raise PostError(said)
-                    pause_s = min(MAX_PAUSE_S, self._pause_s * 2**number) * self._jitter.uniform(0.5, 1.0)
-                    if number + 1 < self._tries:
-                        await asyncio.sleep(max(pause_s, float(asked[:9]) if asked.isdigit() else 0.0))
+                return await self._tried(body, limit, said)
         except TimeoutError:
-            raise PostError(f"no scores in {self._limit}; the last answer: {said}") from None
-        raise PostError(f"all {self._tries} tries failed; the last failure: {said}")
+            raise PostError(f"no scores in {self._limit}; the last answer: {said[-1]}") from None
+
+    async def _tried(self, body: bytes, limit: int, said: list[str]) -> bytes:
+        """Return the body of a 200; what other answers said goes to `said`. Raises PostError."""
+        for number in range(self._tries):
+            try:
+                status, asked, content = await self._exchange(body, limit)
+                said.append(f"HTTP {status}: {self.readable(content)}")
+            except httpx.TransportError as error:
+                status, asked, content = 0, "", b""
+                said.append(f"{type(error).__name__}: {error or 'the connection ended'}")
+            if status == 200 and len(content) <= limit:
+                return content
+            if status == 200:
+                raise PostError(f"an answer of more than {limit} bytes")
+            if status and status not in TRIED_AGAIN and status < 500:
+                raise PostError(said[-1])
+            pause_s = min(MAX_PAUSE_S, self._pause_s * 2**number) * self._jitter.uniform(0.5, 1.0)
+            if number + 1 < self._tries:
+                await asyncio.sleep(max(pause_s, float(asked[:9]) if asked.isdigit() else 0.0))
+        raise PostError(f"all {self._tries} tries failed; the last failure: {said[-1]}")
 
     async def _exchange(self, body: bytes, limit: int) -> tuple[int, str, bytes]:
-        """Return (status, Retry-After, body) of the answer; of a failed connection 0, and why it failed.
-
-        The body is cut soon after its length limit.
-        """
+        """Return (status, Retry-After, body) of the answer; the body is cut soon after its length limit."""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # nothing to unpack, no bombs
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         # No proxy and no netrc: texts and key go only to the service. A limit per read would let a slow drip live.
         client = httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None)
-        content = bytearray()
-        try:
-            async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
-                async for chunk in response.aiter_raw():
-                    content += chunk
-                    if len(content) > (limit if response.status_code == 200 else REFUSAL_BYTES):
-                        break
-                return response.status_code, response.headers.get("Retry-After", ""), bytes(content)
-        except httpx.TransportError as error:
-            return 0, "", f"{type(error).__name__}: {error or 'the connection ended'}".encode()
+        async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
+            content = bytearray()
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > (limit if response.status_code == 200 else REFUSAL_BYTES):
+                    break
+            return response.status_code, response.headers.get("Retry-After", ""), bytes(content)
 
     def readable(self, content: bytes) -> str:
         """Return the start of an answer as text, without the key."""

@@ -187,9 +187,10 @@ def _readable(text: bytes) -> str:
 
 
 def used_bytes(init_pid: int) -> int:
-    """Return the resident memory of a sandbox's processes, shared pages in each, and the size of its files.
+    """Return the resident memory of a sandbox's processes and the size of its files.
 
-    The sandbox's own /proc lists them. 0 while its first process has the root of this machine, and after its end.
+    The sandbox's own /proc lists them; shared pages count in each. 0 while its first process has the root of this
+    machine, and after its end.
     The caller checks that `init_pid` has not ended meanwhile.
     """
     total = 0

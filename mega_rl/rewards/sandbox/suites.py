@@ -41,10 +41,10 @@ def _text(name: str) -> str:
 
 
 def judge(sandbox: Sandbox, timeout_s: float, mode: str, **content: object) -> tuple[dict[str, object], Execution]:
-    """Give the harness an order; return its verdict {"value"}, {"passed"} or {"error"}, and what became of its run.
+    """Give the harness an order; return its verdict and what became of its run.
 
-    content: what `inside.harness` says that the mode needs. The verdict is the last line behind the order's token, of a
-    run that succeeded; without it the verdict is an error.
+    content: what `inside.harness` says that the mode needs. The verdict, {"value"}, {"passed"} or {"error"}, is the
+    last line behind the order's token, of a run that succeeded; without it the verdict is an error.
     """
     token = secrets.token_hex(16)
     order = json.dumps({"token": token, "mode": mode, **content}).encode()

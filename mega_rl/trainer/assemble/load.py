@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from mega_rl.config.choices import ADVANTAGE, ROLLOUT
@@ -94,7 +93,7 @@ def load_answers(config: Config, world: Ranks) -> AnswersOf:
     setting = f"validation.answer_of={spec!r}"
     if not callable(function):
         raise UserError(f"{setting}: is of type {type(function).__name__}, not a function")
-    return partial(answers_together, function, setting=setting, everyone=world)
+    return lambda responses: answers_together(function, responses, setting=setting, everyone=world)
 
 
 def last_answer(response: str) -> str | None:

@@ -229,13 +229,3 @@ async def awaited(response: str, prompt_index: int) -> float | None:
     if response == "die":
         os._exit(3)
     return short(response)
-
-
-def naps(response: str) -> float:
-    time.sleep(0.3 if response == "long" else 0.01)
-    return 1.0
-
-
-async def naps_later(response: str) -> float:
-    await asyncio.sleep(0.3 if response == "long" else 0.01)
-    return 1.0

@@ -20,7 +20,7 @@ from mega_rl.rewards.role import TextScorer
 from mega_rl.rewards.score import TAKEN, Item, Outcome, ResponseReader, RewardError, RewardFailure
 from mega_rl.types import Rewards, Rollout
 from tests.helpers.threads import ThreadGroup
-from tests.unit_tests.rewards.reward_cases import PROMPTS, READER, called, own, pooled, rollout_of
+from tests.unit_tests.rewards.reward_cases import PROMPTS, READER, called, pooled, rollout_of
 
 ALONE: Any = ThreadGroup(1).rank(0)
 
@@ -241,8 +241,6 @@ def test_settings_that_do_not_fit_the_components_are_refused(
 class HalfFailed:
     """The first response cannot be scored."""
 
-    longest_s = 0.0
-
     def score(self, items: Sequence[Item], report: object) -> list[Outcome]:
         return [RewardFailure("timeout", "too long"), *called(in_parts).score(items)[1:]]
 
@@ -317,28 +315,8 @@ def test_failures_of_all_ranks_are_compared_with_the_share(max_share: float) -> 
             continue
         scores, metrics, after = result
         assert torch.equal(scores, torch.tensor([2.0, -1.0, 0.0]))
-        assert metrics.pop("time/reward_call_max_s") > 0.0
         assert metrics.pop("time/reward_latency_s") > 0.0
         assert (metrics, after) == ({"reward/timeouts": 0.0, "reward/crashes": 1.0, "reward/errors": 0.0}, {})
-
-
-@pytest.mark.parametrize("function", ["naps", "naps_later"])
-@pytest.mark.parametrize("workers", [True, False], ids=["in a worker", "in the rank"])
-def test_longest_call_of_any_rank_is_a_metric(function: str, workers: bool) -> None:
-    """Of six responses on two ranks one takes 0.3 s."""
-    reader = ResponseReader(lambda ids: "long" if 52 in ids else "short", (9,))
-
-    def play(ranks: Any) -> Any:
-        with pooled(function, concurrency=4, alone=False) as pool:
-            scorer = scorer_of(pool if workers else own(function, concurrency=4), ranks, reader=reader)
-            for _ in range(2):  # the mean of the first has the start of the workers
-                scorer.score(rollout_of(), PROMPTS)
-                metrics = scorer.metrics()
-            return metrics
-
-    for metrics in ThreadGroup(2).run(play):
-        assert 0.3 <= metrics["time/reward_call_max_s"] < 3.0
-        assert metrics["time/reward_latency_s"] < metrics["time/reward_call_max_s"]
 
 
 def test_no_component_can_have_the_name_of_another_metric() -> None:

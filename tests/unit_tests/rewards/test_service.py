@@ -215,7 +215,7 @@ def test_what_passes_is_tried_again(first: Answer) -> None:
 
 def test_tries_come_to_an_end() -> None:
     message, service, _ = failing(lambda number, post: Answer(b"no\n GPU", status=500), retries=2)
-    assert "all 3 tries failed; the last failure: HTTP 500: 'no GPU' " in message
+    assert "all 3 tries failed; the last failure: HTTP 500: 'no GPU'" in message
     assert "for 2 responses, the first to prompt 'p0'" in message
     assert len(service.posts) == 3
 

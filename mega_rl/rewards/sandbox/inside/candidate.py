@@ -80,10 +80,11 @@ def load(code: str) -> dict[str, bool]:
 
 
 def call(name: str, arguments: list[Value], keywords: dict[str, Value]) -> list[Value]:
-    """Return the result and the arguments, which the function may have changed; name: maybe "Solution.method"."""
+    """Return the result, and arguments that may have changed; name: maybe "Solution.method"."""
     kind, _, method = name.rpartition(".")
     target = getattr(getattr(module, kind)(), method) if kind else getattr(module, name)
-    return [target(*arguments, **keywords), arguments]
+    result = target(*arguments, **keywords)
+    return [result, [part if isinstance(part, (list, dict, set)) else None for part in arguments]]
 
 
 OPERATIONS: dict[str, Value] = {"load": load, "name": lambda name: getattr(module, name), "call": call}

@@ -225,7 +225,7 @@ function metricChart(report, name) {
 function phaseChart(report, run) {
   const { grid } = report, whole = report.curves["time/step_s"]?.[run];
   if (!whole) return null;
-  const outside = new Set(["time/step_s", "time/coverage", "time/reward_latency_s", "time/reward_call_max_s"]);
+  const outside = new Set(["time/step_s", "time/coverage", "time/reward_latency_s"]);
   const names = Object.keys(report.curves).filter((name) =>
     name.startsWith("time/") && name.endsWith("_s") && !outside.has(name) && report.curves[name][run]);
   const at = columnsOf(whole, grid);
