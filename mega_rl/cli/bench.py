@@ -26,6 +26,11 @@ log = logging.getLogger(__name__)
 app = Commands(name="bench", help="Tasks that show whether the trainer learns.")
 
 
+@app.callback()
+def bench() -> None:
+    """Tasks that show whether the trainer learns."""  # with a callback a group keeps the name of its one command
+
+
 @app.command()
 def learn(
     names: Annotated[

@@ -285,10 +285,14 @@ REWARDS: dict[tuple[str, ...], list[str]] = {
     (*HTTP, "reward.source.url=http://rewards.example/", "reward.source.key_file=key"): [
         "reward.source.url='http://rewards.example/' with reward.source.key_file: the key would travel unencrypted"
     ],
-    (*HTTP, "reward.source.url=https://me:word@h/"): ["reward.source.url: names a user or password for h"],
-    (*HTTP, "reward.source.url=rewards.example"): ["reward.source.url='rewards.example': reward.source=http needs "],
+    (*HTTP, "reward.source.url=https://me:word@h/"): [
+        "reward.source.url: legal: http://host:port/path or https://host/path, without user"
+    ],
+    (*HTTP, "reward.source.url=rewards.example"): [
+        "reward.source.url needs an address that begins with http:// or https://"
+    ],
     (*HTTP, "reward.source.timeout_s=600"): ["reward.source.timeout_s=600 must be below trainer.timeout_s=600, the "],
-    (*HTTP, "reward.source.key_file=open"): ["reward.source.key_file: open: others than its owner may read it (mode "],
+    (*HTTP, "reward.source.key_file=open"): ["reward.source.key_file: open: others than its owner may read it; "],
     (*HTTP, "reward.source.key_file=nowhere"): ["reward.source.key_file: nowhere: cannot be read: FileNotFoundError"],
     (*HTTP, "reward.function=no.py:f"): ["reward.function=no.py:f has no effect"],
     ("reward.source=model",): ["reward.source=model needs reward.source.path: name a sequence-classification"],
@@ -394,7 +398,7 @@ def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("sys.prefix", "/nowhere")
         patch.setattr("importlib.util.find_spec", lambda name: None if name == "sglang" else object())
         (line,) = problems(sglang)
-        assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20, which is not installed; ")
+        assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20; it is not installed")
         (line,) = problems(*joined)
         assert line.startswith("rollout.sglang.keys_file: keys.json: cannot be read as a file of keys")
         Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')

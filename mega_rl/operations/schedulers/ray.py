@@ -146,14 +146,15 @@ class NodeLauncher:
             child = self._child
             if child is None:
                 self._stop = number
-            elif child.exit_code is None and number == signal.SIGKILL:
-                ranks = psutil.Process(child.pid).children(recursive=True)
-                child.kill()
-                for rank in ranks:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        rank.kill()
-            else:
+                return
+            if child.exit_code is not None or number != signal.SIGKILL:
                 child.signal(number)
+                return
+            ranks = psutil.Process(child.pid).children(recursive=True)
+            child.kill()
+            for rank in ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
 
     def _wait_for_lock(self, path: Path) -> None:
         """Wait until a checkpoint folder's lock is free, at most LOCK_WAIT_S, or for a signal."""
