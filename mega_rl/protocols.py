@@ -193,7 +193,7 @@ class Scorer(Protocol):
     """Reward role: responses in, scores out."""
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
-        """Return the reward of each row; the names of its parts are the same on all ranks and in every call."""
+        """Return the reward of each row, with parts of the same names on all ranks."""
 
     def metrics(self) -> Metrics:
         """Return metrics of the responses scored since the last call, equal on all ranks."""
@@ -233,7 +233,7 @@ class CheckpointStore(Protocol):
         """Write the same into the hosts' memory, where the run keeps checkpoints; complete when it returns."""
 
     def poll(self) -> Metrics:
-        """Return metrics of the saves that ended since the last call; raises for a failure that ends the run."""
+        """Return metrics of the saves that ended; raises for a failure that ends the run."""
 
     def finish(self) -> None:
         """Wait for the save in progress, within its deadline; raises like `poll`."""

@@ -61,10 +61,7 @@ class PromptReader:
     def reading(
         self, source: SourceConfig | None = None, *, source_key: str = "", difficulty: str = ""
     ) -> PromptReading:
-        """Return the reading of a source's rows: its settings take the place of those of `data`.
-
-        source_key, difficulty: columns that are read, too.
-        """
+        """Return the reading of a source's rows: its settings take the place of those of `data`."""
         data, source = self.data, source or SourceConfig()
         system_prompt = data.chat.system_prompt if source.system_prompt is None else source.system_prompt
         kwargs = {**data.chat.template_kwargs, **source.template_kwargs}
@@ -120,10 +117,7 @@ class PromptReader:
 def build_order(
     data: DataConfig, trainer: TrainerConfig, prompts: Sequence[Prompt]
 ) -> tuple[StepOrder, SuccessRates | None]:
-    """Return the order in which a run draws prompts, and the success rates that it follows.
-
-    Raises UserError for a source of a mixture that has no prompts left.
-    """
+    """Return the order in which a run draws prompts, and the success rates that it follows."""
     curriculum, sources = data.curriculum, data.mixture.named()
     rates = SuccessRates(prompts, memory=curriculum.memory) if isinstance(curriculum, SuccessCurriculum) else None
     if not sources:

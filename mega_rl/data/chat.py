@@ -111,10 +111,7 @@ class ChatTemplate:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def render(self, messages: list[Message], variables: Mapping[str, object]) -> str:
-        """Return the text of the messages, ready for the assistant's turn.
-
-        variables: of the row, over those of the run. Raises TemplateRefusal, and UserError at the deadline.
-        """
+        """Return the text of the messages, ready for the assistant's turn."""
         kwargs = {**self.kwargs, **variables} | ({} if self.date is None else {_DATE: self.date.strftime})
         return apply_template(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
 

@@ -84,10 +84,7 @@ def partition_balanced(lengths: Sequence[int], parts: int, *, equal_counts: bool
 
 
 def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Fill bins of at most max_tokens: each row, longest first, goes where least room is left.
-
-    Best-fit decreasing: O(n log n), at most 11/9 of the optimum (which is NP-hard) plus one.
-    """
+    """Fill bins of at most max_tokens: each row, longest first, goes where least room is left."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

@@ -95,12 +95,7 @@ class StepOrder(ABC):
 
 
 class PromptSampler(StepOrder):
-    """The prompts of each step, a pure function of the arguments and the step: resuming needs no state.
-
-    Steps run through epoch after epoch without a gap: a batch may hold the end of one epoch and the beginning of the
-    next, and with fewer prompts than `batch_size` a prompt more than once. With `shuffle` each epoch has its own order,
-    by the seed and `key`, further non-negative integers that keep samplers of one seed apart.
-    """
+    """The prompts of each step, a pure function of the arguments and the step: resuming needs no state."""
 
     def __init__(
         self, prompts: Sequence[Prompt], *, batch_size: int, shuffle: bool, seed: int, key: Sequence[int] = ()
@@ -197,10 +192,7 @@ class SuccessRates:
         return np.floor(weights * _WEIGHT_SCALE).astype(np.int64)
 
     def metrics(self, places: _Integers | None = None) -> Metrics:
-        """Return the mean rate of prompts with samples, and the shares of unseen, solved and unsolved ones.
-
-        places: of the prompts that are meant; None: all.
-        """
+        """Return the mean rate of prompts with samples, and the shares of unseen, solved and unsolved ones."""
         places = np.arange(len(self._rows)) if places is None else places
         right, samples = self.right[places], self.samples[places]
         seen = samples > 0
@@ -362,10 +354,7 @@ class DrawOrder:
 
 
 class MixtureSampler(StepOrder):
-    """The prompts of each step from several sources, a pure function of the arguments and the step.
-
-    Each source runs through its own epochs: a source that has ended an epoch begins the next while others continue.
-    """
+    """The prompts of each step from several sources, a pure function of the arguments and the step."""
 
     def __init__(
         self, samplers: Mapping[str, StepOrder], shares: Mapping[str, int], *, batch_size: int,

@@ -130,10 +130,7 @@ def scatter_back(values: Tensor, micro: MicroBatch, out: Tensor) -> None:
 
 
 def token_places(micro: MicroBatch, *, width: int) -> Tensor:
-    """Return each token's place in a flattened [B, width] batch, without the shift of `fields`.
-
-    In the shape of micro.tokens, int64; -1 on padding.
-    """
+    """Return each token's place in a flattened [B, width] batch, without the shift of `fields`."""
     starts, columns = _starts(micro)
     cells = _cells(micro.rows, micro.lengths, starts, device=micro.tokens.device)
     if micro.held is not None:

@@ -43,10 +43,7 @@ class PromptReading:
     def prompts(
         self, rows: Iterable[tuple[str, object]], fatal: list[str], *, first: int = 0
     ) -> tuple[list[Prompt], int]:
-        """Return (prompts of rows given by place and content, number of rows); rows are numbered from `first` on.
-
-        fatal: problems of files, to which reading `rows` may add. Raises UserErrors with all problems.
-        """
+        """Return (prompts of rows given by place and content, number of rows); rows are numbered from `first` on."""
         bad: list[str] = []
         parsed: list[PromptRow] = []
         sizes: Counter[str] = Counter()
@@ -106,15 +103,8 @@ class PromptReading:
 def load_prompts(files: Sequence[str | Path] | RowSource, reading: PromptReading) -> list[Prompt]:
     """Return every prompt of the files, in file and row order, or of a user's source, tokenised.
 
-    A prompt is a string, or with a chat template also a list of messages {"role", "content"}; an answer is a string or
-    a number, or whatever else `columns.reward` allows. Without a chat template the tokenizer adds its special tokens.
-    `Prompt.text` is the string in the file, or the content of the last message; `Prompt.messages` are all of them, or
-    the string as a user's, only with a chat template. `Prompt.index` numbers all rows, dropped ones too, without blank
-    lines.
-
-    Raises UserErrors that names file and line (row in a Parquet file, from 1) of every problem, 20 of them in full:
-    unreadable files, rows that cannot be read (`malformed` "drop" drops these instead and logs how many), prompts above
-    `max_prompt_tokens` (`overlong` can drop them), token ids outside the vocabulary; and when no prompt is left.
+    `Prompt.text` is the string in the file, or the content of the last message; `Prompt.index` numbers all rows. Raises
+    UserErrors that names file and line of every problem, 20 of them in full.
     """
     if not files:
         raise UserError("no prompt files are given: set data.train_files to JSONL or Parquet files")
@@ -127,10 +117,7 @@ def load_prompts(files: Sequence[str | Path] | RowSource, reading: PromptReading
 
 
 def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return (training, validation): `val_size` random prompts are held out, the same for one seed; order is kept.
-
-    Raises UserError when nothing would be left to train on.
-    """
+    """Return (training, validation): `val_size` random prompts are held out, the same for one seed; order is kept."""
     if val_size >= len(prompts):
         raise UserError(f"data.val_size={val_size}: must be below the number of training prompts, {len(prompts)}")
     held_out = set(permutation(len(prompts), key=(seed, SPLIT))[:val_size])

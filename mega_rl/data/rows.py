@@ -75,10 +75,7 @@ class PromptRow:
 def read_rows(
     files: Sequence[str | Path] | RowSource, columns: RowColumns, fatal: list[str]
 ) -> Iterator[tuple[str, object]]:
-    """Yield (place, row) of every file, or of a source, a RowProblem for an unreadable row.
-
-    Problems of a file go to `fatal`.
-    """
+    """Yield (place, row) of every file, or of a source, a RowProblem for an unreadable row."""
     if isinstance(files, RowSource):
         yield from files.read(fatal)
         return
@@ -140,10 +137,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def read_parquet(file: Path, columns: RowColumns, *, skip: int = 0) -> Iterator[tuple[str, object]]:
-    """Yield (place, row) of a Parquet file from row `skip` on, with the columns to read.
-
-    Row groups before `skip` are not read. Raises UserError, and OSError.
-    """
+    """Yield (place, row) of a Parquet file from row `skip` on, with the columns to read."""
     from pyarrow import ArrowException, parquet
 
     try:

@@ -41,10 +41,7 @@ class StreamShard(Protocol):
         """Return text that changes with the content. Raises UserError if it cannot be read."""
 
     def rows(self, columns: RowColumns, *, skip: int) -> Iterator[tuple[str, object]]:
-        """Yield (place, row) from row `skip` on, counted from 0; a RowProblem for an unreadable row.
-
-        Raises UserError if the shard cannot be read.
-        """
+        """Yield (place, row) from row `skip` on, counted from 0; a RowProblem for an unreadable row."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +120,7 @@ class StreamReader:
         return next(self.blocks(Position())).prompts
 
     def blocks(self, at: Position) -> Iterator[PromptBlock]:
-        """Yield block after block, epoch after epoch, without an end.
-
-        Raises UserErrors for unusable rows, UserError for files, and for an epoch without a usable prompt.
-        """
+        """Yield block after block, epoch after epoch, without an end."""
         at_begin, usable = at.rows == 0, 0
         while True:
             rows = self._epoch(at)

@@ -26,11 +26,7 @@ _TEXT_STEPS = ("normalizer", "pre_tokenizer", "decoder")
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Token ids of a tokenizer. Tokenizers of equal `digest` give equal ids, whatever the order of their files.
-
-    From tokenizer.json come the model (kind, vocabulary, merges, options), normalizer, pre_tokenizer, post_processor
-    and added tokens, but no padding, truncation or decoder. Without it the other files of a tokenizer count.
-    """
+    """Token ids of a tokenizer. Tokenizers of equal `digest` give equal ids, whatever the order of their files."""
 
     source: str  # "tokenizer.json", or "vocab.json + merges.txt"
     parts: Mapping[str, Any]  # part of the source -> its content in canonical form: {"model.type": "BPE", ...}
@@ -81,10 +77,7 @@ def read_tokenizer(folder: Path) -> TokenizerIdentity | None:
 
 
 def check_bounds(folder: Path) -> None:
-    """Raise UserError for a tokenizer.json with which the tokenizers library would take all memory, or abort.
-
-    It must be small, with few added tokens, ids near the number of tokens, and texts that do not grow many times.
-    """
+    """Raise UserError for a tokenizer.json with which the tokenizers library would take all memory, or abort."""
     path = folder / "tokenizer.json"
     if path.is_file() and path.stat().st_size > MAX_BYTES:
         raise UserError(f"{path}: {path.stat().st_size} bytes, at most {MAX_BYTES} are allowed")

@@ -34,10 +34,7 @@ class SamplingPlan:
 
 @dataclass
 class SuccessMeter:
-    """Counts the right samples of training prompts, for an order that goes by them.
-
-    A sample is right if its reward, or a named component, is above a number; failed and unscored samples do not count.
-    """
+    """Counts the right samples of training prompts; failed and unscored samples do not count."""
 
     rates: SuccessRates
     right_above: float
@@ -88,10 +85,8 @@ class Batch(NamedTuple):
 class Collector:
     """Batch source of a policy's own samples.
 
-    With dynamic sampling each generation takes the next prompts of the order, and its place in the order seeds its
-    samples, so both depend only on the number of prompts drawn before, which a checkpoint keeps. Every rank takes the
-    same decision, from the rewards of all. If generations run out, groups of equal rewards fill the step, the earliest
-    first.
+    With dynamic sampling the place of a generation in the order seeds its samples. Every rank takes the same decision,
+    from the rewards of all. If generations run out, the earliest groups of equal rewards fill the step.
     """
 
     order: StepOrder

@@ -61,7 +61,7 @@ class Trajectory:
             self.end = "length"
 
     def give(self, token_ids: Sequence[int]) -> bool:
-        """Append tokens that the policy only reads; return False, and end it for length, without room for a turn."""
+        """Append tokens that the policy only reads; return False without room for a turn after them."""
         if len(token_ids) >= self.room:
             self.end = self.end or "length"
             return False
@@ -282,7 +282,7 @@ class CheckedRollouts:
 
 
 def _wrong_form(rollout: object, *, prompts: int, n: int) -> str:
-    """Return what is wrong with the form of a replica's rows, n samples of each of its prompts; "" if nothing is."""
+    """Return what is wrong with the form of a replica's rows; "" if nothing is."""
     if not isinstance(rollout, Rollout):
         return f"generate() returned {type(rollout).__name__}, not a Rollout"
     rows, width = prompts * n, rollout.tokens.shape[-1]

@@ -176,9 +176,7 @@ class Residency:
         """Send the weights and leave shared devices to the servers; returns the metrics of both; collective.
 
         Servers lose their weights with the memory, and an update needs both copies of the policy at once: only then do
-        they coexist, without gradients, optimizer state, other models and KV cache. Adds, on shared devices, the
-        trainer's bytes in each layout since the last publish, those moved to the host and those given back, each
-        largest over the ranks.
+        they coexist, without gradients, optimizer state, other models and KV cache.
         """
         if self.servers is None:
             self.models.take_turn("actor", PARAMETERS)

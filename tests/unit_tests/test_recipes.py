@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
@@ -20,7 +17,7 @@ from mega_rl.errors import UserErrors
 from mega_rl.plan.memory import judge
 from mega_rl.plan.preflight import host, preflight
 from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.rollout.sglang.build import colocated_bytes, server_settings
+from mega_rl.rollout.sglang.build import _server_settings, colocated_bytes
 from mega_rl.rollout.sglang.server.memory import memory_fraction
 from mega_rl.rollout.sglang.server.settings import arguments
 from mega_rl.trainer.assemble.plan import engine_settings
@@ -92,8 +89,7 @@ def test_servers_hold_eight_whole_sequences(name: str, world_size: int) -> None:
     tp = config.rollout.sglang.server.tp
     cache = memory_fraction(0.0, total=DEVICE, policy=policy, weights=weights, tp=tp) * DEVICE - weights
     assert cache * tp > 8 * sequence_bytes(config, hf)
-    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    server = server_settings(config.rollout, config.trainer, settings, gpu)
+    server = _server_settings(config.rollout, config.trainer, settings)
     assert ("--enable-fp32-lm-head" in arguments(server, 1)) == config.model.fp32_head, "one key for both sides"
 
 

@@ -31,10 +31,7 @@ DESCRIPTION = (
 
 
 def fetch_description(name: ModelName, *, label: str) -> tuple[Path, ModelName]:
-    """Download a model without its weights; return (folder in the cache, pinned name).
-
-    label: who asks, "model.path=Qwen/Qwen3-0.6B". Raises UserError.
-    """
+    """Download a model without its weights; return (folder in the cache, pinned name)."""
     folder = _download(name, DESCRIPTION, label=label)
     if not (folder / "config.json").is_file():
         raise UserError(

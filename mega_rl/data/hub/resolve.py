@@ -79,11 +79,7 @@ def _files_by_entry(key: str, value: Any) -> dict[str, Sequence[str]]:
 
 
 def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -> Config:
-    """Return the config with every name replaced by its download, and the pinned names in `origins`.
-
-    `admit` is called with the models' folders before their weights are there, and raises for a config that cannot run.
-    Raises UserError.
-    """
+    """Return the config with every name replaced by its download, and the pinned names in `origins`."""
     from mega_rl.data.hub.models import fetch_description, fetch_weights, has_weights
 
     models = {key: fetch_description(name, label=f"{key}={name}") for key, name in names.models.items()}
@@ -131,10 +127,7 @@ def role_of(key: str) -> Role:
 
 
 def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint that an argument names: a local one, or one of the Hub, downloaded.
-
-    Without `weights` only the description of the model is downloaded. Raises UserError.
-    """
+    """Return the folder of a checkpoint that an argument names: a local one, or one of the Hub, downloaded."""
     name = model_name(str(text))
     if name is None:
         return Path(text)

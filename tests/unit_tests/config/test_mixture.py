@@ -39,7 +39,7 @@ def test_sources_are_read_and_written() -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ((f"{KEY}.math=m.jsonl",), f"{KEY}.math='m.jsonl': needs a mapping, as {{files: [math.jsonl], weight: 1}}"),
+        ((f"{KEY}.math=m.jsonl",), f"{KEY}.math='m.jsonl': needs a mapping, as {{files: [train.jsonl], weight: 1}}"),
         ((f"{KEY}.math={{weight: 1}}",), f"{KEY}.math: has no files; name at least one JSONL or Parquet file"),
         ((f"{KEY}.math={{files: []}}",), f"{KEY}.math: has no files; name at least one JSONL or Parquet file"),
         ((f"{KEY}.math={{files: a, weigth: 1}}",), f"{KEY}.math.weigth: unknown setting of a source; legal: files, "),

@@ -66,7 +66,7 @@ def test_what_servers_on_several_hosts_cannot_have_is_refused(given: str, words:
 def test_joined_servers_have_the_arguments_of_whoever_started_them() -> None:
     joined = ["rollout.sglang.urls=[http://127.0.0.1:1]", "rollout.sglang.keys_file=k"]
     (line,) = check(load(None, [SGLANG, *joined, f"{KEY}.page_size=16"]), world_size=1)
-    assert "has no effect: it needs servers that the run starts" in line
+    assert "has no effect: it needs no rollout.sglang.urls: servers that it starts" in line
 
 
 def test_arguments_reach_the_command_line() -> None:

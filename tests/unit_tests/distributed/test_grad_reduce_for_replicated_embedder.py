@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.distributed.finalize_cases import embed_all
+from tests.unit_tests.distributed.test_finalize_model_grads import embed_all
 
 pytestmark = pytest.mark.timeout(300)  # the first test pays for the launch
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mega_rl.config.schema import DdpConfig
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.distributed.ddp_cases import Layers, groups_of, own_part, wrapped
+from tests.unit_tests.distributed.test_distributed_data_parallel import Layers, groups_of, own_part, wrapped
 
 LAYERS, BUFFER_WIDTH = 10, 100
 BUCKET_SIZES = [0, 9000, 9025, 9050, 9075, 9999, 10000, 10001, 10100, 20000]  # 0: one bucket for all

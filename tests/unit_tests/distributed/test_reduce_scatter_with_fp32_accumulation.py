@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_rl.config.schema import DdpConfig
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.distributed.ddp_cases import Layers, groups_of, wrapped
+from tests.unit_tests.distributed.test_distributed_data_parallel import Layers, groups_of, own_part, wrapped
 
 TRIALS = 12
 SMALL_PIECE = 1024  # bytes: messages go in many pieces
@@ -135,7 +135,6 @@ def through_buckets(rank: int, size: int, groups: Any, device: torch.device, *, 
     from megatron.core.distributed import param_and_grad_buffer
 
     from mega_rl.ddp.bucket_groups import SummingBucketGroup, scratches
-    from tests.unit_tests.distributed.ddp_cases import own_part
 
     upstream = param_and_grad_buffer.dist_reduce_scatter_func
     ddp = DdpConfig(

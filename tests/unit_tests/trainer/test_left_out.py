@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -125,15 +124,6 @@ def test_metrics_of_rewards_are_of_scored_samples() -> None:
     metrics = rollout_metrics(*batch("failed"), FakeRanks())
     assert metrics.pop("rollout/failed_samples") == 7.0
     assert metrics == pytest.approx(rollout_metrics(*without("failed"), FakeRanks()), rel=1e-12, abs=1e-7)
-
-
-def test_a_batch_without_any_reward_trains_on_nothing() -> None:
-    rollout, rewards = batch("unscored")
-    rewards = dataclasses.replace(rewards, totals=torch.full_like(rewards.totals, math.nan))
-    assert not experience_of((rollout, rewards), "grpo").loss_mask.any()
-    metrics = rollout_metrics(rollout, rewards, FakeRanks())
-    assert metrics["reward/masked_fraction"] == 1.0
-    assert "reward/mean" not in metrics
 
 
 def test_dumps_show_which_samples_do_not_count() -> None:

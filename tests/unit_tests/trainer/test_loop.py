@@ -137,34 +137,6 @@ def test_validation_saving_and_dumps_keep_their_intervals() -> None:
         assert len(row["response"].split()) == row["response_tokens"] - row["finished"] > 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "start", "expected"),
-    [
-        # When the next step begins; not after the last, whose checkpoints in memory the end of the run removes.
-        (
-            RunSettings(steps=7, memory_interval=2),
-            2,
-            [*["step"] * 2, "save 4 in memory", *["step"] * 2, "save 6 in memory", "step"],
-        ),
-        (
-            RunSettings(steps=5, hf_interval=2, hf_final=True),
-            0,
-            [*["step"] * 2, "export 2", *["step"] * 2, "export 4", "step", "export 5"],
-        ),
-        (RunSettings(steps=2, save_final=True), 0, [*["step"] * 2, "save"]),
-        # A finished run that is started again exports, whatever `checkpoint.hf_final` was before.
-        (RunSettings(steps=5, hf_final=True, save_final=True), 5, ["export 5"]),
-        (RunSettings(steps=5, hf_final=True, save_final=True), 7, ["export 7"]),
-    ],
-)
-def test_saves_and_exports_keep_their_intervals(settings: RunSettings, start: int, expected: list[str]) -> None:
-    run = FakeRun(settings=settings, start=start)
-    assert run.fit() == max(settings.steps, start)
-    events = ["step" if event == "generate" else event for event in run.events]
-    assert [event for event in events if event.startswith(("step", "save", "export"))] == expected
-    assert run.checkpoints.finished
-
-
 def test_a_stop_request_ends_after_the_step_and_saves() -> None:
     answers = iter([False, True])
     trainer = FakeRun(settings=RunSettings(steps=9), stop_requested=lambda: next(answers))

@@ -15,7 +15,6 @@ from mega_rl.trainer.step_metrics import (
     NGRAM,
     experience_metrics,
     repeated_fractions,
-    right_and_wrong,
     rollout_metrics,
 )
 from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
@@ -174,17 +173,3 @@ def test_repetition_against_a_search() -> None:
         grams = [tuple(tokens[i : i + NGRAM]) for i in places]
         expected = 1 - len(set(grams)) / len(grams) if grams else float("nan")
         assert fraction == pytest.approx(expected, nan_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "right", "wrong"),
-    [
-        ([0.0, 1.0, 1.0, 1.0], "0111", "1000"),  # two values: prompts do not matter
-        ([1.0, 1.0, 1.0, 1.0], "0000", "0000"),
-        ([0.0, 0.4, 1.0, 1.0], "0100", "1000"),  # above and below the prompt's mean; equal rewards are neither
-    ],
-)
-def test_right_and_wrong(rewards: list[float], right: str, wrong: str) -> None:
-    prompt, scores = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor(rewards, dtype=torch.float64)
-    chosen = ["".join(str(int(x)) for x in kind) for kind in right_and_wrong(prompt, scores)]
-    assert chosen == [right, wrong]

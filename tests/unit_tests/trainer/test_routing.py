@@ -51,13 +51,3 @@ def test_routing_stays_with_its_row(source: str) -> None:
         assert torch.equal(minibatch.routing, marked()[numbers])
         rows += len(minibatch.tokens)
     assert rows == 8
-
-
-def test_the_trainers_routing_goes_before_the_rollout_engines() -> None:
-    """The pass of the old log-probs has replayed what the rollout engine knew, and added what it did not."""
-    experience = experience_from(TokenOutputs(routing=marked() + 1), marked())
-    assert torch.equal(experience.routing, marked() + 1)
-
-
-def test_a_dense_model_has_none() -> None:
-    assert experience_from(TokenOutputs(), None).routing is None

@@ -101,15 +101,3 @@ def test_the_handlers_before_come_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
     stop.restore()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-
-
-def test_a_signal_after_the_last_question_goes_to_the_program_around_the_run() -> None:
-    """The run has ended well, so its exit code is 0: the signal would be lost."""
-    received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    for asked in (False, True):
-        stop = StopRequest(SingleRank())
-        send(signal.SIGTERM)
-        assert not asked or stop()
-        stop.restore()
-        assert received == [signal.SIGTERM], "once: a signal that stopped the run has been answered"

@@ -59,16 +59,6 @@ def test_each_set_has_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert streams[0] != streams[1]
 
 
-def test_votes_are_for_what_rewards_read() -> None:
-    """Text that a tool wrote wins no vote."""
-    seen: list[Sequence[str | None]] = []
-    Evaluation(
-        [PromptSet("", FakePrompts().batch(0)[:1])], PLAN, FakePolicy([]), FakeReward([]), FakeRanks(),
-        read=lambda rollout, row: (f"own {row}", f"own {row} of a tool"),
-    ).run(0, each=lambda samples: seen.append(samples.votes))  # fmt: skip
-    assert seen == [["own 0", "own 1", "own 2", "own 3"]]
-
-
 class MaskingReward(FakeReward):
     """Leaves out every second sample; all others are right."""
 

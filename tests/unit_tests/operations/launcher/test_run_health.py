@@ -152,7 +152,7 @@ def test_checkpoints_in_memory_are_resumed(tmp_path: Path) -> None:
     save_in(tmp_path / "checkpoints", 3)
     place.write_history(tmp_path / "checkpoints", "a" * 16)
     shm.mkdir()
-    place.make(place.folder_of(shm, run_dir, "a" * 16), run_dir)
+    place.make(place.folder_of(shm, run_dir, "a" * 16))
     save_in(place.folder_of(shm, run_dir, "a" * 16), 7)
     progress = progress_of(tmp_path, recorded=7)
     assert (progress.is_saved, progress.is_made) == (False, False)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.host_device import HostDevice
 
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
@@ -30,6 +29,7 @@ from mega_rl.rollout.sglang.weights.transports.cuda_ipc import (
 )
 from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
 from tests.helpers.weight_receiver import FakeReceiver
+from tests.unit_tests.distributed.test_weight_resharding import HostDevice
 
 # SafeUnpickler.ALLOWED_MODULE_PREFIXES and DENY_CLASSES of SGLang 0.5.20 (srt/utils/common.py), as far as they matter.
 ADMITTED = ("builtins.", "functools.", "types.", "torch.")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
-from mega_rl.config.schema import ChatConfig
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserErrors
-from mega_rl.trainer.assemble.data import Tokens, load_data, prompt_line, read_tokens, warn_of_date
+from mega_rl.trainer.assemble.data import Tokens, load_data, prompt_line, read_tokens
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
 
@@ -40,28 +38,6 @@ def test_rewards_read_special_tokens_where_they_are_asked_for(model: Path) -> No
     default, shown = tokens_of(model), tokens_of(model, "reward.skip_special_tokens=false")
     assert default.decode(ids) == "<48>7"
     assert shown.decode(ids) == default.render(ids) == shown.render(ids) == "<48><49>7<49>"
-
-
-def test_a_template_that_writes_the_date_is_warned_of_until_it_is_fixed(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def warnings(text: str, **chat: Any) -> int:
-        caplog.clear()
-        tokenizer.chat_template = text
-        warn_of_date(tokenizer, ChatConfig(**{"template": True, **chat}))
-        assert all("resumed on another day; set data.chat.date=20" in line for line in caplog.messages)
-        return len(caplog.messages)
-
-    dated = "{{ date_string or strftime_now('%d %b %Y') }}{{ messages }}"
-    with caplog.at_level(logging.WARNING):
-        assert warnings(dated) == 1
-        assert warnings(dated, date="2026-01-31") == 0
-        assert warnings(dated, template_kwargs={"date_string": "31 Jan 2026"}) == 0
-        assert warnings(dated, template=False) == 0
-        assert warnings("{{ messages }}") == 0
-        assert warnings("{{ raise_exception('no') }}") == 0
 
 
 @pytest.mark.parametrize("template", ["auto", "true", "false", ""])

@@ -110,21 +110,3 @@ def test_a_source_is_part_of_what_a_checkpoint_knows_its_prompts_by(folder: Path
     renamed = {"others": {"files": "sums.jsonl"}}
     first, second = (fingerprint(loaded(config_of(folder, each))[1]) for each in (sources, renamed))
     assert first != second
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_curriculum_reads_its_column_and_orders_by_it(folder: Path, mixed: bool) -> None:
-    rows = [{"prompt": str(n), "answer": "1", "rate": n / 10} for n in range(10)]
-    file = folder / "rated.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    data: dict[str, Any] = {KEY: {"rated": {"files": str(file)}}} if mixed else {"data.train_files": [str(file)]}
-    curriculum = {
-        "data.curriculum": "column",
-        "data.curriculum.key": "rate",
-        "data.curriculum.easy": "high",
-        "data.curriculum.start": 0.4,
-    }
-    config = load(None, {**_plain(folder), **data, **curriculum, "data.curriculum.steps": 5})
-    order = order_of(config, loaded(config)[1])
-    assert sorted(prompt.difficulty for prompt in order.batch(0)) == [0.6, 0.7, 0.8, 0.9]
-    assert {prompt.index for prompt in order.take(20, 10)} == set(range(10))
