@@ -162,7 +162,7 @@ class Experience:
     loss_weights: Tensor  # [B, S] float32, share of each token in its mini-batch's policy loss
     token_weights: Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: for means and the critic
     # [B, S] int64, 1 + the row's place in this rank's mini-batch on the loss mask, 0 elsewhere: which sequence a token
-    # is of, once rows are packed. See algorithms.sequences.
+    # is of, once rows are packed. See algorithms.statistics.
     rows: Tensor
     # [B, S, L, K] int16, the K experts that each of L mixtures gave the token when it was the input, prompts included;
     # -1 where unknown; None: every pass chooses for itself. It goes with the input, so it is not shifted.
@@ -259,5 +259,5 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks
     minima: dict[str, Tensor] = field(default_factory=dict)  # scalars, minimum; infinite without tokens
-    # [BINS] float64 of `algorithms.distribution`, counts of logarithms of positive numbers; added
+    # [BINS] float64 of `algorithms.statistics`, counts of logarithms of positive numbers; added
     log_histograms: dict[str, Tensor] = field(default_factory=dict)

@@ -18,8 +18,7 @@ from mega_rl.cli.verify import begin, end
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
-from mega_rl.verify.learn.results import MOST_SEEDS, TaskResult, record
-from mega_rl.verify.learn.tasks import TASKS
+from mega_rl.verify.learn.tasks import MOST_SEEDS, TASKS, TaskResult, record
 
 log = logging.getLogger(__name__)
 

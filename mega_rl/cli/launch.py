@@ -14,9 +14,9 @@ from mega_rl.cli.options import Overrides, Recipe, with_options
 from mega_rl.config import packaged, rules
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.operations.schedulers import RecipeFacts
 from mega_rl.operations.schedulers import kubernetes as jobset
 from mega_rl.operations.schedulers import slurm as batch
-from mega_rl.operations.schedulers.options import RecipeFacts
 from mega_rl.operations.schedulers.ray import RayCluster, RayRun, drive
 from mega_rl.tracking import progress
 

@@ -13,7 +13,7 @@ from mega_rl.checkpoint.memory import place
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch, launch
-from mega_rl.operations.launcher.signals import SIGNALS
+from mega_rl.operations.launcher.reaper import SIGNALS
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress.terminal import show_progress
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import RewardKL
-from mega_rl.algorithms.losses.tokens import Correction, SampledTokens
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.losses import Correction, SampledTokens
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.protocols import Ranks
 from mega_rl.tracking.metrics.records import to_json_value
 from mega_rl.trainer.loop import Event, Stages

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
 from typing import IO
 
+from mega_rl.rewards.sandbox import Execution, Limits, SandboxError, Status
 from mega_rl.rewards.sandbox.bubblewrap import INSTALL, Tool, choose_uid, command
-from mega_rl.rewards.sandbox.limits import Execution, Limits, SandboxError, Status
 from mega_rl.rewards.sandbox.seccomp import build_filter
 
 START_S = 20.0  # for bubblewrap to have made its namespaces, on a busy machine

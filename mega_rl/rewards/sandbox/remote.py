@@ -12,7 +12,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 
-from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, SandboxError, Status
+from mega_rl.rewards.sandbox import MIB, Execution, Limits, SandboxError, Status
 from mega_rl.rewards.score import shortened
 from mega_rl.rewards.service import Poster, PostError
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mega_rl.rewards.sandbox.limits import SandboxError
+from mega_rl.rewards.sandbox import SandboxError
 
 # name: (x86_64, aarch64); None: the architecture has no such call
 REFUSED: dict[str, tuple[int | None, int | None]] = {

@@ -20,8 +20,8 @@ from mega_rl.rewards.code import (
     same_value,
     specification,
 )
+from mega_rl.rewards.sandbox import Execution, SandboxError
 from mega_rl.rewards.sandbox.inside.values import encode
-from mega_rl.rewards.sandbox.limits import Execution, SandboxError
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
 from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt

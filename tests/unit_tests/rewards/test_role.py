@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.rewards.components import RewardComponents
-from mega_rl.rewards.role import TextScorer
+from mega_rl.rewards.role import RewardComponents, TextScorer
 from mega_rl.rewards.score import TAKEN, Item, Outcome, ResponseReader, RewardError, RewardFailure
 from mega_rl.types import Rewards, Rollout
 from tests.helpers.threads import ThreadGroup

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.rewards.sandbox.limits import Execution
+from mega_rl.rewards.sandbox import Execution
 from tests.helpers.sandboxes import local_sandbox
 from tests.helpers.selection import FULL
 from tests.hostile_programs.campaign import LIMITS, PROGRAMS, Canaries, canaries, run_program, table
