@@ -50,7 +50,7 @@ def replay_plans(rank: int, plans: Sequence[ReplayPlan], fault: str = "") -> Non
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.verify.replay import replay
+    from mega_rl.verify.replay_step import replay
 
     for plan in plans:
         with faults()[fault] if fault else nullcontext():
