@@ -37,7 +37,6 @@ class Execution:
     return_code: int | None  # None unless it finished; 128 + N: died of signal N
     stdout: bytes
     stderr: bytes
-    seconds: float
 
     @property
     def succeeded(self) -> bool:

@@ -65,7 +65,7 @@ class Unlocked:
         import sys
 
         ran = subprocess.run([sys.executable, "-c", program], input=stdin, capture_output=True, timeout=20, check=False)
-        return Execution("finished", ran.returncode, ran.stdout, ran.stderr, 0.1)
+        return Execution("finished", ran.returncode, ran.stdout, ran.stderr)
 
 
 @pytest.mark.parametrize(
