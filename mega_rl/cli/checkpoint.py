@@ -10,10 +10,9 @@ import typer
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.cli.convert import Dtype, Jobs, Overwrite, show_report
-from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Json, choose
 from mega_rl.cli.options import checkpoint as hub_checkpoint
-from mega_rl.cli.output import showing
+from mega_rl.cli.output import Commands, showing
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Json, LayoutOptions, checkpoint, choose, with_options
-from mega_rl.cli.output import SHOWN, is_main, names_line, show, showing
+from mega_rl.cli.output import SHOWN, Commands, is_main, names_line, show, showing
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Sharding, check_layout

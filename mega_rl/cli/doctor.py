@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import mega_rl
-from mega_rl.environment import made_by_make
+from mega_rl.environment import (
+    TRANSFORMER_ENGINE,
+    installed_version,
+    is_allowed,
+    requirements,
+    version_problems,
+)
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.patches import patches
@@ -18,7 +24,6 @@ from mega_rl.rewards.sandbox.bubblewrap import Tool
 from mega_rl.rewards.sandbox.limits import Limits, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install, missing_tools
-from mega_rl.versions import TRANSFORMER_ENGINE, installed_version, is_allowed, problems, requirements
 
 CORE = ("torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets", "math-verify", "psutil")
 # Errors of importing a package that is absent, was built against another torch, or misses a library of the system.
@@ -43,7 +48,9 @@ def report() -> Iterator[str]:
     yield f"mega_rl              {mega_rl.__version__}"
     for name in CORE:
         yield f"{name:<20} {installed_version(name) or f'MISSING: run {_how_to_install(name)}'}"
-    yield from (f"{'NOT SUPPORTED':<20} {problem}" for problem in (*problems(), megatron_core.problem()) if problem)
+    yield from (
+        f"{'NOT SUPPORTED':<20} {problem}" for problem in (*version_problems(), megatron_core.problem()) if problem
+    )
     yield ""
     yield from _devices()
     yield ""
@@ -63,7 +70,7 @@ def report() -> Iterator[str]:
 def _how_to_install(name: str) -> str:
     """Return the command that installs a package which mega_rl requires."""
     declared = next((str(one) for one in requirements() if one.name == name), name)
-    return "'make setup'" if made_by_make() else f'pip install "{declared}"'
+    return f'pip install "{declared}"'
 
 
 def is_importable(module: str) -> bool:
@@ -112,7 +119,7 @@ def missing(names: Sequence[str]) -> Iterator[str]:
 def _no_core() -> str | None:
     absent = [name for name in CORE if installed_version(name) is None]
     lines = [f"{name} is not installed; run {_how_to_install(name)}" for name in absent]
-    return "; ".join([*lines, *problems()]) or None
+    return "; ".join([*lines, *version_problems()]) or None
 
 
 def _no_cuda() -> str | None:
