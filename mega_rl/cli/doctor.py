@@ -11,9 +11,7 @@ from functools import partial
 
 import mega_rl
 from mega_rl.environment import (
-    TRANSFORMER_ENGINE,
     installed_version,
-    is_allowed,
     requirements,
     version_problems,
 )
@@ -39,7 +37,6 @@ OPTIONAL = (
     ("mlflow-skinny", "mlflow", "metrics.jsonl and TensorBoard"),
     ("swanlab", "swanlab", "metrics.jsonl and TensorBoard"),
 )
-KERNELS = {"transformer-engine-cu13": "13", "transformer-engine-cu12": "12"}  # package -> CUDA release
 
 
 def report() -> Iterator[str]:
@@ -132,18 +129,6 @@ def _no_cuda() -> str | None:
     return None
 
 
-def _no_transformer_engine() -> str | None:
-    import torch
-
-    kernels = next((cuda for name, cuda in KERNELS.items() if installed_version(name)), None)
-    if kernels and torch.version.cuda and torch.version.cuda.partition(".")[0] != kernels:
-        return f"its kernels are for CUDA {kernels}, and torch's CUDA is {torch.version.cuda}"
-    installed = installed_version(TRANSFORMER_ENGINE.name)
-    if installed is not None and not is_allowed(TRANSFORMER_ENGINE, installed):
-        return f"{installed} is installed; mega_rl works with {TRANSFORMER_ENGINE.specifier} only"
-    return _does_not_load("transformer_engine.pytorch")
-
-
 def _no_sglang() -> str | None:
     installation = find_sglang()
     if installation is None:
@@ -178,7 +163,7 @@ REQUIREMENTS: Mapping[str, Callable[[], str | None]] = {
     "torch": partial(_does_not_load, "torch"),
     "cuda": _no_cuda,
     "megatron": megatron_core.problem,
-    "te": _no_transformer_engine,
+    "te": partial(_does_not_load, "transformer_engine.pytorch"),
     "apex": partial(_does_not_load, "fused_weight_gradient_mlp_cuda"),  # the only part of apex that is used
     "flash-attn": partial(_does_not_load, "flash_attn.flash_attn_interface"),
     "sglang": _no_sglang,

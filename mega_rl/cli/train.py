@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_rl.cli.launch import become
-from mega_rl.cli.options import Overrides, made, prepared, with_options
+from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.keys import pinned_overrides
 from mega_rl.errors import UserError
@@ -126,6 +126,8 @@ def train(
     if not resolved.metrics.progress_bar:
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):
+        from mega_rl.api import prepared
+
         accelerator = prepared(resolved)
         from mega_rl.trainer.assemble import train as run
 
@@ -160,6 +162,8 @@ def evaluate(
         started = launch.launch(program, run_dir=str(out), resume="never")
         become(replace(started, max_restarts=launch.max_restarts or 0))
     with progress.importing("PyTorch and Megatron-Core", announce=True):
+        from mega_rl.api import prepared
+
         accelerator = prepared(resolved)
         from mega_rl.trainer.assemble.evaluation_run import evaluate as run
     try:

@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mega_rl.cli.options import Json, choose, made, with_options
+from mega_rl.cli.options import Json, made, with_options
 from mega_rl.cli.output import Commands, print_json, print_table
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -54,10 +54,11 @@ class VerifyOptions:
     twin: Annotated[
         bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
     ] = False
-    dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option("--dtype", help="Of weights and activations.")] = "fp32"
     packing: Annotated[bool, typer.Option(help="Pack sequences; else pad them.")] = True
     transformer_impl: Annotated[
-        str, typer.Option("--transformer-impl", help="Megatron-Core's layers: auto, local or transformer_engine.")
+        Literal["auto", "local", "transformer_engine"],
+        typer.Option("--transformer-impl", help="Megatron-Core's layers."),
     ] = "auto"
     tolerance: Annotated[
         str,
@@ -235,8 +236,6 @@ def _check(model: Path, options: VerifyOptions) -> tuple[Path, HFConfig]:
     """Return the model's folder, downloaded for a name on the Hub, and its architecture. Raises UserError."""
     begin("verify")
     log.info("verifying %s", model)
-    choose("--dtype", options.dtype, ("fp32", "bf16"))
-    choose("--transformer-impl", options.transformer_impl, ("auto", "local", "transformer_engine"))
     folder = checkpoint_folder(model, label="--model", weights=not options.twin)
     return folder, read_hf_config(folder)
 

@@ -17,8 +17,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 from mega_rl import environment
+from mega_rl.api import prepared
 from mega_rl.cli.look import report
-from mega_rl.cli.options import prepared
 from mega_rl.cli.output import print_table
 from mega_rl.cli.quickstart import programs, sums, word_problems
 from mega_rl.config.keys import value_of

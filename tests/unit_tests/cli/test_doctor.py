@@ -94,13 +94,9 @@ def test_sglang_is_reported_and_required(
     assert [f"MISSING: {reason}" in line for line in lines] == ([True] if reason else [])
 
 
-def test_packages_of_another_release_count_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed_version", {"transformer-engine": "2.20.2"}.get)
-    assert "MISSING: 2.20.2 is installed; mega_rl works with ==2.11.* only" in next(doctor.missing(["te"]))
+def test_packages_that_are_not_installed_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     assert "psutil is not installed; run " in next(doctor.missing(["core"]))
-    monkeypatch.setattr(doctor, "installed_version", {"transformer-engine-cu12": "2.11.0"}.get)
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert next(doctor.missing(["te"])).endswith("its kernels are for CUDA 12, and torch's CUDA is 13.0")
 
 
 @pytest.mark.parametrize(
