@@ -120,7 +120,7 @@ class RewardParts:
 class Rewards:
     """Rewards of a rollout's rows; 0 in rows of failed samples.
 
-    A row that the reward leaves out (None) has NaN until `trainer.filters` takes it off the loss mask.
+    A row that the reward leaves out (None) has NaN until `trainer.rows` takes it off the loss mask.
     """
 
     totals: Tensor  # [B] float32

@@ -161,23 +161,15 @@ class StalenessGuard:
         current, mask = self.current(), rollout.loss_mask
         ages = (current - token_versions(rollout))[mask]
         oldest, newest = (int(ages.max()), int(ages.min())) if len(ages) else (0, 0)
-        failure = None
-        if oldest > self.limit:
-            failure = (
-                f"{self._sample(rollout, current - oldest)}, {oldest} behind the trainer's {current}: more than "
-                f"trainer.async_steps={self.limit} allows; the servers missed a weight update"
+        age, failure = oldest if oldest > self.limit else newest, None
+        if not 0 <= age <= self.limit:
+            row = int((mask & (token_versions(rollout) == current - age)).any(dim=1).nonzero()[0])
+            failure = StaleSampleError(
+                f"sample {int(rollout.sample_index[row])} of prompt {int(rollout.prompt_index[row])} of this step has "
+                f"tokens of weight version {current - age}, and the trainer has {current}: trainer.async_steps="
+                f"{self.limit} allows a token to be as many behind; the servers missed an update, or have other weights"
             )
-        elif newest < 0:
-            failure = (
-                f"{self._sample(rollout, current - newest)}, newer than the trainer's {current}: the servers hold "
-                "weights of another run"
-            )
-        raise_together(None if failure is None else StaleSampleError(failure), self.ranks, error=StaleSampleError)
+        raise_together(failure, self.ranks, error=StaleSampleError)
         count, total = self.ranks.sum(torch.tensor([len(ages), ages.sum()], dtype=torch.float64)).tolist()
         largest = float(self.ranks.max(torch.tensor(float(oldest))))
         return {"rollout/staleness_mean": total / max(count, 1.0), "rollout/staleness_max": largest}
-
-    def _sample(self, rollout: Rollout, version: int) -> str:
-        row = int((rollout.loss_mask & (token_versions(rollout) == version)).any(dim=1).nonzero()[0])
-        place = f"sample {int(rollout.sample_index[row])} of prompt {int(rollout.prompt_index[row])}"
-        return f"{place} of this step has tokens of weight version {version}"

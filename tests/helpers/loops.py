@@ -14,10 +14,10 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.config.schema.output import MemoryCheckpointConfig
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
-from mega_rl.trainer.filters import Overlong
 from mega_rl.trainer.loop import Resident, Stages, StepLog, Trainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
+from mega_rl.trainer.rows import Overlong
 from mega_rl.types import Metrics, Rollout
 from mega_rl.workers.models import ReferenceUpdates
 from tests.helpers.fakes import (

@@ -26,9 +26,9 @@ from mega_rl.tracking.records.writer import RecordWriter, clear_records
 from mega_rl.trainer.assemble.algorithms import build_correction, build_reward_kl
 from mega_rl.trainer.assemble.load import LoadedRun
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES, Roles, checkpoint_of
+from mega_rl.trainer.events import StepColumns, StepRecorder
 from mega_rl.trainer.loop import Stages
 from mega_rl.trainer.policy_gradient import Evaluated
-from mega_rl.trainer.recording import StepColumns, StepRecorder
 from mega_rl.types import JsonObject
 from mega_rl.workers.residency import PARAMETERS
 

@@ -29,9 +29,8 @@ from mega_rl.trainer.assemble.plan import Roles, RunPlan, build_roles, plan_run
 from mega_rl.trainer.assemble.records import record_writer, step_columns
 from mega_rl.trainer.assemble.run import session
 from mega_rl.trainer.collect import Batch
-from mega_rl.trainer.filters import leave_unscored_out
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.rows import Samples, check_rows
+from mega_rl.trainer.rows import Samples, check_rows, leave_unscored_out
 from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.untrusted import read_record
 from mega_rl.verify.replay.inputs import ReplayPlan, replay_config

@@ -14,10 +14,10 @@ from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
+from mega_rl.trainer.events import _weights
 from mega_rl.trainer.loop import Event, StepLog
 from mega_rl.trainer.mismatch import RolloutMismatchError
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
-from mega_rl.trainer.recording import _weights
 from mega_rl.types import Rewards, TokenOutputs
 from mega_rl.workers.models import ReferenceUpdates
 from tests.helpers.fakes import (
