@@ -217,15 +217,9 @@ class StopRequest:
         return 128 + self._agreed if self._agreed else 0
 
     def restore(self) -> None:
-        """Put the handlers back that were there before.
-
-        A signal that came after the last question goes to the handler that a program around the run has set for it.
-        """
+        """Put the handlers back that were there before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        own = self._previous.get(signal.Signals(self._received)) if self._received and not self._agreed else None
-        if callable(own) and own is not signal.default_int_handler:
-            own(self._received, None)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self._received and number == signal.SIGINT:

@@ -19,7 +19,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks
-from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, row_numbers
+from mega_rl.types import PER_TOKEN, Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, row_numbers
 
 # (rollout, row) -> the response as rewards read it, and the same with what others wrote between the policy's turns.
 ReadResponse = Callable[[Rollout, int], tuple[str, str]]
@@ -165,10 +165,6 @@ def gather_column(column: Tensor, ranks: Ranks) -> Tensor:
     stop = int(ends[ranks.rank])
     whole[stop - len(column) : stop] = column
     return ranks.sum(whole)
-
-
-# Numbers of each token that an experience has before mini-batches are cut; all are 0 off the loss mask.
-PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
 def spread_of(samples: Samples, ranks: Ranks, *, by_parts: bool) -> Tensor:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
@@ -37,14 +37,12 @@ log = logging.getLogger(__name__)
 
 def build_estimator(config: Config) -> AdvantageEstimator:
     """Return the advantage estimator that the recipe chooses. Raises UserError as `Choice.build` does."""
-    estimator: AdvantageEstimator = ADVANTAGE.build(config)
-    return estimator
+    return cast("AdvantageEstimator", ADVANTAGE.build(config))
 
 
 def build_objective(config: Config) -> PolicyObjective:
     """Return the policy loss that the recipe chooses. Raises UserError as `Choice.build` does."""
-    objective: PolicyObjective = LOSS.build(config)
-    return objective
+    return cast("PolicyObjective", LOSS.build(config))
 
 
 def build_correction(config: Config) -> Correction | None:

@@ -33,7 +33,7 @@ from mega_rl.tracking.metrics.flops import ModelWork
 from mega_rl.tracking.metrics.steps import WorkMeter
 from mega_rl.trainer.assemble.algorithms import build_actor_role, build_critic_role, build_objective
 from mega_rl.types import Metrics
-from mega_rl.workers.models import Lessons, ReferenceUpdates, ReferenceWorker, RoleMeter
+from mega_rl.workers.models import Lessons, ReferenceWorker, RoleMeter, reference_updates
 from mega_rl.workers.residency import ResidentModels
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         # Every role gets the rows of the actor's replicas.
         return RoleMeter(ModelWork(sharding.hf, head=sharding.head), work, actor.replica.size)
 
-    reference, lessons, average, updates = None, None, None, ReferenceUpdates()
+    reference, lessons, average, updates = None, None, None, reference_updates()
     if "reference" in engines:
         frozen, counted, relaid = engines["reference"], meter("reference"), None
         if frozen.groups is not actor.groups:
@@ -178,7 +178,7 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         if interval := settings.reference_interval:
             stored = (models.stored("reference"), models.stored("actor"))
             average = WeightAverage(*stored, settings.reference_rate, ranks_of(groups.host_world))
-            updates = ReferenceUpdates(interval, average.update)
+            updates = reference_updates(interval, average.update)
     learner = build_actor_role(config, actor, kl, lessons, meter("actor"))
     critic = build_critic_role(config, engines["critic"], meter("critic")) if "critic" in engines else None
     return Roles(learner, critic, reference, average, updates, kl, engines, models, work)
