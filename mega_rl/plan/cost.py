@@ -13,6 +13,7 @@ from math import ceil
 
 from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.plan.activations import num_microbatches, recompute_of
 from mega_rl.plan.memory import (
     CONTEXT,
     FRAGMENTATION,
@@ -23,9 +24,8 @@ from mega_rl.plan.memory import (
     rows_of_a_rank,
     server_of,
 )
-from mega_rl.plan.parameters import weight_bytes
-from mega_rl.plan.passes import num_microbatches, recompute_of
 from mega_rl.plan.setup import PlannedModel, RunSetup
+from mega_rl.plan.state import weight_bytes
 from mega_rl.plan.traffic import (
     Traffic,
     num_servers,

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from mega_rl.config.attention import Role
 from mega_rl.config.choices import has_reference, needs_critic
 from mega_rl.config.loader import load
-from mega_rl.config.needs import models_take_turns
+from mega_rl.config.needs import Role, models_take_turns
 from mega_rl.config.rules import check
 from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config

@@ -13,10 +13,17 @@ from typing import NamedTuple
 
 from mega_rl.config.needs import has_pass_for_old_logprobs, updates_of_a_batch
 from mega_rl.converters.plan.sharding import padded_vocab_size
-from mega_rl.plan.parameters import FP32, transformers_parameters, weight_bytes
-from mega_rl.plan.passes import num_microbatches, recompute_of, tokens_of_longest
+from mega_rl.plan.activations import num_microbatches, recompute_of, tokens_of_longest
 from mega_rl.plan.setup import PlannedModel, RunSetup
-from mega_rl.plan.state import chunk_buffers, parameters_of, shard_ranks, training_of
+from mega_rl.plan.state import (
+    FP32,
+    chunk_buffers,
+    parameters_of,
+    shard_ranks,
+    training_of,
+    transformers_parameters,
+    weight_bytes,
+)
 
 _TP = "tensor parallelism"
 

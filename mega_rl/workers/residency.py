@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from mega_rl.config.attention import Role
+from mega_rl.config.needs import Role
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Engine, Ranks, WeightSync
 from mega_rl.types import EngineState, Metrics

@@ -11,7 +11,7 @@ from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.config.schema import CheckpointConfig
-from mega_rl.config.schema.output import MemoryCheckpointConfig
+from mega_rl.config.schema.training import MemoryCheckpointConfig
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.loop import Resident, Stages, StepLog, Trainer

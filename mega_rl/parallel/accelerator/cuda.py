@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.cores import bind_near
+from mega_rl.environment import bind_near
 from mega_rl.parallel.accelerator.base import Accelerator
 from mega_rl.parallel.accelerator.gpus import device_index
 

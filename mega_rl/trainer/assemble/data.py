@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mega_rl.config.choices import DATA, chosen
 from mega_rl.config.keys import with_settings
 from mega_rl.config.rules import check
-from mega_rl.config.rules.data import files_of
+from mega_rl.config.rules.rollout import files_of
 from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order, chat_template

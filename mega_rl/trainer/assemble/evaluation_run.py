@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl import __version__
-from mega_rl.config.origins import as_record
+from mega_rl.config.keys import as_record
 from mega_rl.config.schema import Config
 from mega_rl.disk import rename, replace_text
+from mega_rl.environment import installed_version
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
@@ -30,7 +31,6 @@ from mega_rl.trainer.assemble.run import device_bytes, rank_facts, session
 from mega_rl.trainer.rows import ReadResponse, scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome
 from mega_rl.types import JsonObject
-from mega_rl.versions import installed_version
 
 
 def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> JsonObject:

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from mega_rl.algorithms.kl import KLController
-from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.choices import LOSS, has_reference, needs_critic, reads_reference
-from mega_rl.config.needs import models_take_turns
+from mega_rl.config.needs import Role, models_take_turns, requested_attention
 from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import mega_rl
 from mega_rl.checkpoint.identity import model_identity
+from mega_rl.config.keys import as_record
 from mega_rl.config.needs import is_on_policy
-from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.engines.models.build import DTYPES

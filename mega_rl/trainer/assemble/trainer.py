@@ -12,7 +12,7 @@ from pathlib import Path
 from mega_rl.checkpoint.identity import run_identity
 from mega_rl.checkpoint.run_state import ORDER, RandomState
 from mega_rl.checkpoint.store import HfExports, RunCheckpoints
-from mega_rl.config.origins import as_record, recorded
+from mega_rl.config.keys import as_record, recorded
 from mega_rl.config.schema import Config
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import KLController
-from mega_rl.config.attention import Role
 from mega_rl.config.loader import load
+from mega_rl.config.needs import Role
 from mega_rl.engines.base import ModelRequest
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of, share

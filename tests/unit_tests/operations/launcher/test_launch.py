@@ -94,7 +94,7 @@ def test_launcher_without_a_thread_says_so(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, threading\n"
         'def start(thread): raise RuntimeError("can\'t start new thread")\n'
-        "if 'mega_rl.cli.launcher' in sys.orig_argv: threading.Thread.start = start\n"
+        "if 'mega_rl.cli.launch' in sys.orig_argv: threading.Thread.start = start\n"
     )
     started = start(tmp_path, "reached('up'); time.sleep(600)")
     code, errors = started.end()
