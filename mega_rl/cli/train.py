@@ -185,5 +185,3 @@ def _print_evaluation(results: JsonObject) -> None:
         for metric, of in one["estimates"].items():
             interval = f"[{of['low']:.4f}, {of['high']:.4f}]"
             typer.echo(f"  {metric:<24} {of['mean']:.4f}  {interval}  over {of['prompts']} prompts")
-    if results["right_when"]:
-        typer.echo(f"right: {results['right_when']}")

@@ -58,7 +58,7 @@ READ_THE_ENVIRONMENT = [
     "tracking/metrics/trackers.py",
     "tracking/progress/terminal.py",
     "trainer/assemble/run.py",
-    "trainer/stop.py",
+    "trainer/loop.py",
     "verify/launcher.py",
     "verify/measure.py",
 ]

@@ -29,7 +29,7 @@ from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data
 from mega_rl.trainer.assemble.load import build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.run import device_bytes, rank_facts, session
 from mega_rl.trainer.rows import ReadResponse, scored_rows
-from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when
+from mega_rl.trainer.validation import ScoredSamples, SetOutcome
 from mega_rl.types import JsonObject
 
 
@@ -152,7 +152,4 @@ def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
         }
     names = ("torch", "transformers", "megatron-core", "sglang")
     versions = {"mega-rl": __version__} | {name: installed_version(name) for name in names}
-    parts = dict.fromkeys(name for one in outcomes for name in getattr(one.samples.rewards.parts, "names", ()))
-    val = config.validation
-    results = {"sets": sets, "right_when": right_when(val.right_above, val.right_part, [*parts]) if val.counted else ""}
-    return results | {"seed": config.trainer.seed, "versions": versions, "config": as_record(config)}
+    return {"sets": sets, "seed": config.trainer.seed, "versions": versions, "config": as_record(config)}

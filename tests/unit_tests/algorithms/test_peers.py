@@ -35,7 +35,7 @@ from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import whiten
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.vocab import VocabColumns
-from mega_rl.trainer.filters import soft_punishment
+from mega_rl.trainer.rows import soft_punishment
 from mega_rl.types import Experience, RewardParts, row_numbers
 from tests.helpers.advantages import advantages_of
 from tests.peers import package
