@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mega_rl.protocols import RolloutSource
     from mega_rl.tracking.progress import show_progress
     from mega_rl.types import Prompt, Rollout
-    from mega_rl.workers.own_rollouts import RolloutContext, Trajectory
+    from mega_rl.workers.rollout import RolloutContext, Trajectory
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _NAMES = {
     "mega_rl.protocols": "RolloutSource",
     "mega_rl.tracking.progress": "show_progress",
     "mega_rl.types": "Prompt Rollout",
-    "mega_rl.workers.own_rollouts": "RolloutContext Trajectory",
+    "mega_rl.workers.rollout": "RolloutContext Trajectory",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULES]

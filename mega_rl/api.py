@@ -20,6 +20,7 @@ from mega_rl.plan.preflight import check_run
 from mega_rl.tracking.metrics.records import StepMetrics, read_metrics
 
 if TYPE_CHECKING:
+    from mega_rl.parallel.accelerator import Accelerator
     from mega_rl.rewards.builtin import RewardFunction
     from mega_rl.trainer import Trainer as Loop
 
@@ -34,6 +35,17 @@ def load_config(recipe: str | Path | None = None, overrides: str | Overrides = (
     for each mistake.
     """
     return load(recipe, [overrides] if isinstance(overrides, str) else overrides)
+
+
+def prepared(config: Config) -> Accelerator:
+    """Return the prepared accelerator of a run; import Megatron-Core only afterwards."""
+    from mega_rl.parallel.accelerator import prepare
+
+    return prepare(
+        config.trainer.device,
+        variables=variables_of(config.engine, config.rollout, config.trainer),
+        deepep=config.engine.megatron.moe.dispatcher == "deepep",
+    )
 
 
 @dataclass(frozen=True)
@@ -78,13 +90,7 @@ class Trainer:
             config = _with_reward(config, reward)
         become_rank()
         config = check_run(config, reward_given=reward is not None)
-        from mega_rl.parallel.accelerator import prepare
-
-        accelerator = prepare(
-            config.trainer.device,
-            variables=variables_of(config.engine, config.rollout, config.trainer),
-            deepep=config.engine.megatron.moe.dispatcher == "deepep",
-        )
+        accelerator = prepared(config)
         from mega_rl.trainer.assemble import running
 
         self.config = config

@@ -1,4 +1,4 @@
-"""Start of a run's processes: their commands, and variables that CUDA, NCCL, cuBLAS and torch's allocator read once.
+"""Start of a run's processes: commands, variables that CUDA, NCCL and torch read once, cores, packages' releases.
 
 All of them are decided here (docs/gpus.md). What the user has set stays as it is.
 """
@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from mega_rl.errors import UserErrors
 
 if TYPE_CHECKING:
     from mega_rl.config.schema import EngineConfig, RolloutConfig, TrainerConfig
@@ -26,7 +34,6 @@ DETERMINISTIC = {
 }
 # The trainer's allocator. Segments that expand cannot be released by SGLang's memory saver, nor shared over CUDA IPC.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-SOURCES = Path(__file__).parents[1]  # an installed package has no Makefile there
 _set_by_run: set[str] = set()  # and not by the user
 
 
@@ -49,7 +56,7 @@ def variables_of(engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerC
     if rollout.backend == "sglang":
         # Servers run so by default, and both ends of a group have to agree.
         variables["NCCL_CUMEM_ENABLE"] = "0"
-        if _shares_devices(rollout, trainer):
+        if shares_devices(rollout, trainer):
             # Buffers of NVLink's multicast stay allocated for each group, and a server needs the memory in its turn.
             variables["NCCL_NVLS_ENABLE"] = "0"
     return variables
@@ -68,7 +75,7 @@ def of_other_programs() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _set_by_run and name not in _ALLOCATOR}
 
 
-def _shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
+def shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
     """Return whether servers are placed on the trainer's devices if it trains on GPUs."""
     sglang = rollout.sglang
     if sglang.placement == "auto":
@@ -76,7 +83,106 @@ def _shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
     return sglang.placement == "colocated"
 
 
-def made_by_make() -> bool:
-    """Return whether this program runs in the environment that `make` makes in a source tree, from that tree."""
-    folder = SOURCES / ".venv"
-    return (SOURCES / "Makefile").is_file() and folder.is_dir() and folder.resolve() == Path(sys.prefix).resolve()
+CGROUP = Path("/sys/fs/cgroup")
+SYSFS = Path("/sys")
+_before: set[int] = set()  # the processors of this process before it was bound to some of them
+
+
+def bind_near(pci: str) -> None:
+    """Bind this thread, and those that it starts, to the processors next to a PCI device, such as "0000:3b:00.0".
+
+    The kernel puts pinned memory near the thread that touches it first, and copies between sockets take twice as long.
+    No effect where the machine names no NUMA node for the device or this process may use none of its processors.
+    """
+    try:
+        node = (SYSFS / "bus" / "pci" / "devices" / pci / "numa_node").read_text().strip()
+        spans = (SYSFS / "devices" / "system" / "node" / f"node{node}" / "cpulist").read_text().strip().split(",")
+        ends = [(int(first), int(last or first)) for first, _, last in (span.partition("-") for span in spans)]
+    except (OSError, ValueError):
+        return
+    allowed = processors()
+    if near := allowed & {cpu for first, last in ends for cpu in range(first, last + 1)}:
+        _before.update(allowed)
+        os.sched_setaffinity(0, near)
+
+
+def processors() -> set[int]:
+    """Return the processors that this process might use before `bind_near`; programs that it starts get them."""
+    return set(_before) or os.sched_getaffinity(0)
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """Return each rank's share, at least 1, of the physical cores that this process may use."""
+    allowed = len(processors())
+    usable = min(psutil.cpu_count(logical=False) or allowed, allowed, _container_limit() or allowed)
+    return max(1, usable // local_ranks)
+
+
+def own_cores() -> int:
+    """Return this rank's share of its host's cores, as `threads_per_rank`."""
+    return threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _container_limit() -> int | None:
+    """Return the processors that a control group grants, None without a limit."""
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        return None if quota == "max" else -(-int(quota) // int(period))
+    except (OSError, ValueError):  # no control groups of version 2
+        return None
+
+
+# Of the extra `gpu`, and no dependency. Megatron-Core imports it wherever it is installed; 0.16.1 asks for >=2.9,<2.12.
+TRANSFORMER_ENGINE = Requirement("transformer-engine==2.11.*")
+
+
+@cache
+def requirements() -> tuple[Requirement, ...]:
+    """Return the dependencies, in their order, and Transformer Engine.
+
+    Megatron-Core is not among them: mega_rl.parallel.accelerator has a table of its releases. Sources that are only on
+    the path declare nothing.
+    """
+    try:
+        declared = [Requirement(text) for text in requires("mega_rl") or [] if "extra ==" not in text]
+    except PackageNotFoundError:
+        declared = []
+    return (*(one for one in declared if one.name != "megatron-core"), TRANSFORMER_ENGINE)
+
+
+@cache
+def require_versions() -> None:
+    """Raise UserErrors with a line for each installed package whose release is not allowed.
+
+    What is allowed once is not read again in this process: it takes 12 ms.
+    """
+    if lines := list(version_problems()):
+        raise UserErrors(lines)
+
+
+def version_problems() -> Iterator[str]:
+    """Yield a line for each installed package whose release is not allowed, with the fix."""
+    for one in requirements():
+        installed = installed_version(one.name)
+        if installed is None or is_allowed(one, installed):
+            continue
+        if one is TRANSFORMER_ENGINE:
+            fix = (
+                f"--no-build-isolation \"{one.name}[core_cu13,pytorch]{one.specifier}\"', or 'pip uninstall {one.name}"
+            )
+        else:
+            fix = f'"{one}"'
+        yield f"{one.name} {installed} is installed, which mega_rl does not run on; run 'pip install {fix}'"
+
+
+def is_allowed(required: Requirement, installed: str) -> bool:
+    """Return whether a release is allowed; builds as 2.14.0a0+nv26.10 count as the release to come."""
+    return Version(installed).base_version in required.specifier
+
+
+def installed_version(name: str) -> str | None:
+    """Return the installed version of a distribution; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

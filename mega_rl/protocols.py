@@ -32,7 +32,6 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int: ...
-
     @property
     def size(self) -> int: ...
 
@@ -56,17 +55,14 @@ class Ranks(Protocol):
 
 
 class TokenLoss(Protocol):
-    """A loss of the tokens of a micro-batch."""
+    """A loss from a micro-batch's outputs and per-token fields of one shape.
+
+    `sequences` sums over whole sequences; collective over the ranks that share them.
+    """
 
     @property
-    def needs_entropy(self) -> bool:
-        """Return whether the loss reads the entropy, which costs a third of the work on logits."""
-
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences, /) -> LossOutput:
-        """Return the loss from outputs and per-token fields of one shape.
-
-        `sequences` sums over whole sequences; collective over the ranks that share them.
-        """
+    def needs_entropy(self) -> bool: ...
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences, /) -> LossOutput: ...
 
 
 # (a mini-batch, the model's outputs on its tokens) -> metrics; raises to stop an update before any weight changes
@@ -86,34 +82,24 @@ class StatefulModel(Protocol):
 class Teacher(Protocol):
     """A model whose distributions over the whole vocabulary another one learns."""
 
-    def teach(self, minibatch: Experience) -> Lesson:
-        """Return what a student needs for its divergence at each token; collective."""
+    def teach(self, minibatch: Experience) -> Lesson: ...
 
 
 class ModelPasses(Teacher, Protocol):
-    """The computations of a model."""
+    """The computations of a model; all are collective."""
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
-        """Return log-probs (head "lm") or values ("value") of every response token; collective.
-
-        [B, S] float32 on the host, equal on all ranks of the replica, as `batch` is. with_entropy: of a head "lm".
-        """
+        """Return [B, S] float32 log-probs (head "lm") or values ("value") of response tokens, on the host."""
 
     def train_minibatch(
-        self,
-        minibatch: Experience,
-        loss: TokenLoss,
-        *,
-        lr: float,
-        inspect: Inspect | None = None,
-        lesson: Lesson | None = None,
-    ) -> Metrics:
-        """Make one optimizer step at learning rate `lr` on this rank's rows of a global mini-batch; collective.
+        self, minibatch: Experience, loss: TokenLoss, *,
+        lr: float, inspect: Inspect | None = None, lesson: Lesson | None = None,
+    ) -> Metrics:  # fmt: skip
+        """Make one optimizer step on this rank's rows of a global mini-batch; returns metrics, equal on all ranks.
 
-        The loss is the sum of `loss` over micro-batches and data-parallel ranks. Returns its metrics, `grad_norm`
-        before clipping, `lr` and `num_microbatches`, equal on all ranks. `inspect` gets the outputs before any weight
-        changes; with a `lesson` the loss gets divergences. Without a token that trains there is no step, and
-        `trained_tokens`, 0, is the only metric. Raises NonFiniteGradientError on all ranks, before a weight changes.
+        The loss is the sum of `loss` over micro-batches and data-parallel ranks; with a `lesson` it gets divergences.
+        Without a token that trains there is no step, and `trained_tokens`, 0, is the only metric. Raises
+        NonFiniteGradientError on all ranks, before a weight changes.
         """
 
 
@@ -139,36 +125,33 @@ class Engine(ModelPasses, StatefulModel, Protocol):
         """Return the pieces of an earlier `state` as views of the host's copies; `onload` brings what is written."""
 
 
-class RolloutEngine(Protocol):
+class Measured(Protocol):
+    """A role that measures its work."""
+
+    def metrics(self) -> Metrics:
+        """Return metrics since the last call, equal on all ranks."""
+
+
+class RolloutEngine(Measured, Protocol):
     """Generates with the weights last published to it."""
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        prompt_index: Sequence[int],
-        *,
-        n: int,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-        limits: Sequence[int] | None = None,
-        draws: Draws | None = None,
-    ) -> Rollout:
+        self, prompts: Sequence[Prompt], prompt_index: Sequence[int], *,
+        n: int, seed: tuple[int, ...], greedy: bool = False,
+        limits: Sequence[int] | None = None, draws: Draws | None = None,
+    ) -> Rollout:  # fmt: skip
         """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
         A sample depends only on weights, prompt and (seed, prompt_index, sample number). limits: most new tokens of
         each prompt's samples. draws: parameters of an evaluation, in place of the engine's own.
         """
 
-    def metrics(self) -> Metrics:
-        """Return metrics of the generations since the last call, equal on all ranks."""
-
 
 class WeightSync(Protocol):
-    """Sends the policy's weights to the rollout engine."""
+    """Sends the policy's weights to the rollout engine; `weight_version` counts publishes from 1."""
 
     @property
-    def weight_version(self) -> int:
-        """Version of the weights last published; 0 before the first time."""
+    def weight_version(self) -> int: ...
 
     def resume_at(self, version: int) -> None:
         """Continue the count after a resume: the next publish stamps `version`."""
@@ -177,7 +160,7 @@ class WeightSync(Protocol):
         """Send every weight, verify when due, raise the version; returns metrics."""
 
 
-class RolloutSource(Protocol):
+class RolloutSource(Measured, Protocol):
     """Rollout role: prompts in, responses out."""
 
     def generate(
@@ -185,18 +168,12 @@ class RolloutSource(Protocol):
     ) -> Rollout:
         """Return this replica's rows: n samples of each of its prompts, one when greedy, or those of `draws`."""
 
-    def metrics(self) -> Metrics:
-        """Return metrics of the generations since the last call, equal on all ranks."""
 
-
-class Scorer(Protocol):
+class Scorer(Measured, Protocol):
     """Reward role: responses in, scores out."""
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the reward of each row, with parts of the same names on all ranks."""
-
-    def metrics(self) -> Metrics:
-        """Return metrics of the responses scored since the last call, equal on all ranks."""
 
 
 class TokenModel(Protocol):
@@ -207,10 +184,9 @@ class TokenModel(Protocol):
 
 
 class Learner(TokenModel, Protocol):
-    """Trained role: the actor or the critic."""
+    """Trained role: the actor or the critic; an update is one optimizer step, without metrics if nothing trains."""
 
-    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
-        """Make one optimizer step on a global mini-batch; no metrics from a step that trains nothing."""
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics: ...
 
 
 class RankState(Protocol):

@@ -60,7 +60,7 @@ class Draws:
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:
-    """[B, width] bool, True from each row's prompt length up to its length; both [B] int64."""
+    """Return [B, width] bool, True from each row's prompt length up to its length; both [B] int64."""
     columns = torch.arange(width, device=lengths.device)
     return (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
 
@@ -92,17 +92,11 @@ class Rollout:
     @classmethod
     def from_rows(cls, tokens: Tensor, *, prompt_lengths: Tensor, lengths: Tensor, **fields: Tensor | None) -> Rollout:
         """Return rows of right-padded `tokens` [B, S]; fields that are not given are blank: whole responses, zeros."""
-        zeros = torch.zeros_like(lengths)
-        rows = {
-            "tokens": tokens,
+        rows = dict.fromkeys(("prompt_index", "sample_index", "weight_version"), torch.zeros_like(lengths)) | {
             "loss_mask": response_mask(prompt_lengths, lengths, width=tokens.size(1)),
-            "prompt_lengths": prompt_lengths,
-            "lengths": lengths,
             "rollout_logprobs": torch.zeros_like(tokens, dtype=torch.float32),
             "finished": torch.ones_like(lengths, dtype=torch.bool),
-            "prompt_index": torch.arange(len(tokens), device=tokens.device),
-            "sample_index": zeros,
-            "weight_version": zeros,
+            **{"tokens": tokens, "prompt_lengths": prompt_lengths, "lengths": lengths},
         }
         return cls(**(rows | fields), batch_size=[len(tokens)])  # type: ignore[arg-type, call-arg]
 
@@ -118,10 +112,7 @@ class RewardParts:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of a rollout's rows; 0 in rows of failed samples.
-
-    A row that the reward leaves out (None) has NaN until `trainer.filters` takes it off the loss mask.
-    """
+    """Rewards of a rollout's rows; 0 of failed samples, NaN of rows left out until `trainer.rows` takes them off."""
 
     totals: Tensor  # [B] float32
     parts: RewardParts | None = None  # None: the rewards have no named parts
@@ -129,8 +120,7 @@ class Rewards:
 
     def __getitem__(self, rows: Tensor) -> Rewards:
         """Return the rewards of some rows; rows: [n] int64, or [B] bool."""
-        parts = None if self.parts is None else replace(self.parts, values=self.parts.values[rows])
-        return replace(self, totals=self.totals[rows], parts=parts)
+        return self.with_columns(self.columns()[rows])
 
     def columns(self) -> Tensor:
         """Return [B, 1 + K] float32: totals, then parts."""
@@ -141,6 +131,10 @@ class Rewards:
         """Return the rewards of other rows from their `columns`, of the same parts."""
         parts = None if self.parts is None else replace(self.parts, values=columns[:, 1:])
         return replace(self, totals=columns[:, 0], parts=parts)
+
+
+# Numbers of each token that an experience has before mini-batches are cut; all are 0 off the loss mask.
+PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
 @tensorclass(shadow=True)  # `values` also names a dict method of tensorclass
@@ -176,14 +170,11 @@ class Experience:
         mask = fields.get("loss_mask")
         if mask is None:
             mask = response_mask(prompt_lengths, lengths, width=tokens.size(1))
-        zeros = torch.zeros_like(tokens, dtype=torch.float32)
-        blank = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-        rows = dict.fromkeys((*blank, "loss_weights", "token_weights"), zeros) | {
-            "tokens": tokens,
+        blank = (*PER_TOKEN, "loss_weights", "token_weights")
+        rows = dict.fromkeys(blank, torch.zeros_like(tokens, dtype=torch.float32)) | {
+            **{"tokens": tokens, "prompt_lengths": prompt_lengths, "lengths": lengths},
             "loss_mask": mask,
             "rows": row_numbers(mask),
-            "prompt_lengths": prompt_lengths,
-            "lengths": lengths,
             "prompt_index": torch.arange(len(tokens), device=tokens.device),
             "sample_index": torch.zeros_like(lengths),
         }
@@ -203,10 +194,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A teacher's distributions at the tokens of a mini-batch, cut as the student's micro-batches and logits are.
-
-    Empty on ranks that have no part of the vocabulary projection: all pipeline stages but the last.
-    """
+    """A teacher's distributions at a mini-batch's tokens, cut as the student's; empty but on the last stage."""
 
     hidden: Sequence[Tensor] = ()  # on the host, of each micro-batch: [its tokens on this rank, H], last hidden states
     weight: Tensor | None = None  # [V / tp, H], this rank's rows of the vocabulary projection
@@ -227,10 +215,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a checkpoint's tensor that one rank holds; the tensor is the same under every layout.
-
-    Saving reads `data` on the rank that owns the piece; loading writes into it on every rank that holds it.
-    """
+    """Part of a checkpoint's tensor, the same under every layout: its owner saves `data`, every holder loads it."""
 
     name: str  # of the whole tensor: "actor/exp_avg/decoder.layers.3.mlp.linear_fc2.weight"
     global_shape: tuple[int, ...]
@@ -250,10 +235,7 @@ class EngineState:
 
 @dataclass
 class LossOutput:
-    """Loss over the tokens of one micro-batch, with its metrics.
-
-    `loss` and `sums` are shares: added over micro-batches and data-parallel ranks they are the mini-batch's numbers.
-    """
+    """Shares of one micro-batch and data-parallel rank in a mini-batch's loss and metrics."""
 
     loss: Tensor  # scalar float32
     sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks

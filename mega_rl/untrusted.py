@@ -22,6 +22,7 @@ Record = TypeVar("Record")
 MAX_DIMS = 16
 MAX_FAULTS = 20  # messages of one file
 MAX_NUMBER = 1 << 63
+_hints = cache(get_type_hints)
 _SHOWN = 80  # characters of a text in a message
 
 
@@ -190,8 +191,3 @@ def _read(kind: object, value: object, name: str) -> object:
     if kind is str and isinstance(value, str):
         return "".join(character if character.isprintable() else " " for character in value)
     raise ValueError(f"{name} must be of type {getattr(kind, '__name__', kind)}")
-
-
-@cache
-def _hints(kind: Callable[..., object]) -> Mapping[str, object]:
-    return get_type_hints(kind)

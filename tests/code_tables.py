@@ -10,8 +10,8 @@ from pathlib import Path
 
 from mega_rl.cli import launch
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS
-from mega_rl.config.key_names import NAMES
 from mega_rl.config.keys import FIELDS
+from mega_rl.config.loader import NAMES
 from mega_rl.converters.families import FAMILIES, Family
 
 ROOT = Path(__file__).parents[1]

@@ -244,7 +244,7 @@ TABLE: Table = {
         ("probes not compared", "if mean > self.limits[0] or largest > self.limits[1]:", "if False:")
     ],
     ("trainer", "trainer/test_staleness.py"): [
-        ("stale samples accepted", "if oldest > self.limit:", "if oldest > self.limit + 1:")
+        ("stale samples accepted", "oldest if oldest > self.limit else", "oldest if oldest > self.limit + 1 else")
     ],
     ("trainer", "trainer/test_step_metrics.py"): [
         (

@@ -25,8 +25,8 @@ REFERENCE: Table = {
     ("reference", "trainer/test_loop.py"): [
         (
             "the reference takes in the weights before the step",
-            "if done % self.interval == 0:",
-            "if (done - 1) % self.interval == 0:",
+            "if done % interval == 0:",
+            "if (done - 1) % interval == 0:",
         )
     ],
     ("reference", "algorithms/test_distillation.py"): [

@@ -16,9 +16,9 @@ from mega_rl.config.loader import load
 from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.plan.activations import num_microbatches
 from mega_rl.plan.cost import HARDWARE, RATES, StepTime, step_time
 from mega_rl.plan.memory import FitVerdict, judge, memory_of_stages
-from mega_rl.plan.passes import num_microbatches
 from mega_rl.plan.report import seconds
 from mega_rl.plan.search import is_legal
 from mega_rl.plan.setup import Machine, RunSetup

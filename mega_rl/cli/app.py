@@ -15,10 +15,10 @@ from typing import Annotated
 import typer
 
 from mega_rl import __version__
-from mega_rl.cli.help import Commands, Later
+from mega_rl.cli.output import Commands, Later
 from mega_rl.config.user_files import place_in_users_code
 from mega_rl.environment import LAST_WORD
-from mega_rl.errors import PeerError, RunError, UserError, UserErrors, limits_as_errors
+from mega_rl.errors import PeerError, RunError, UserError, UserErrors
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress import printable
 
@@ -32,7 +32,7 @@ _COMMANDS = (
     Later("Start", "quickstart", "quickstart.run:quickstart",
           "Train a tiny model to add with PPO, or on word problems with GRPO, in a few minutes on two cores."),
     Later("Start", "recipes", "recipes:app", "List and show the recipes that come with the package."),
-    Later("Start", "data", "data.commands:app", "Write the rows of a problem set, or show the prompts of a recipe."),
+    Later("Start", "data", "data:app", "Write the rows of a problem set, or show the prompts of a recipe."),
     Later("Train", "train", "train:train", "Train a policy with the settings of a recipe and of the command line."),
     Later("Train", "eval", "train:evaluate",
           "Sample a model's answers to sets of prompts and report pass@k, avg@k and maj@k with 95 % intervals."),
@@ -47,7 +47,7 @@ _COMMANDS = (
     Later("Check", "verify", "verify:app", "Check that parallel layouts and engines compute what one rank computes."),
     Later("Check", "replay", "verify:replay",
           "Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."),
-    Later("Check", "bench", "bench:app", "Tasks that show whether the trainer learns."),
+    Later("Check", "bench", "verify:bench_app", "Tasks that show whether the trainer learns."),
     Later("Convert", "convert", "convert:app",
           "Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core."),
     Later("Cluster", "launch", "launch:app", "Runs on several nodes, by the scheduler of a cluster."),
@@ -91,8 +91,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
     if "WORLD_SIZE" not in os.environ:
         os.environ.pop("RANK", None)  # a launcher sets both: left over, it would silence a process that is the only one
     try:
-        with limits_as_errors():
-            outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
+        outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
     except typer.BadParameter as error:

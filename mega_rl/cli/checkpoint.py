@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.cli.convert import Dtype, Jobs, Overwrite, show_report
-from mega_rl.cli.help import Commands
-from mega_rl.cli.options import Json, choose
+from mega_rl.cli.options import Json
 from mega_rl.cli.options import checkpoint as hub_checkpoint
-from mega_rl.cli.output import showing
+from mega_rl.cli.output import Commands, showing
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 
@@ -67,7 +66,7 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.run_dir), or one checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     step: Annotated[int | None, typer.Option("--step", min=0, help="Of which step; default: the newest.")] = None,
-    role: Annotated[str, typer.Option("--role", help="Which model: actor or critic.")] = "actor",
+    role: Annotated[Literal["actor", "critic"], typer.Option("--role", help="Which model: actor or critic.")] = "actor",
     reference: Annotated[
         Path | None,
         typer.Option(
@@ -83,7 +82,6 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the weights of a checkpoint, of any layout and engine, as a Hugging Face checkpoint."""
-    choose("--role", role, ("actor", "critic"))
     complete = {folders.step_of(folder): folder for folder in verbs.checkpoints_of(run)}
     if step is not None and step not in complete:
         steps = ", ".join(map(str, complete))

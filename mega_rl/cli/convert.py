@@ -9,13 +9,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mega_rl.cli.help import Commands
-from mega_rl.cli.options import Json, LayoutOptions, checkpoint, choose, with_options
-from mega_rl.cli.output import SHOWN, is_main, names_line, show, showing
+from mega_rl.cli.options import Json, LayoutOptions, checkpoint, with_options
+from mega_rl.cli.output import SHOWN, Commands, is_main, names_line, show, showing
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Sharding, check_layout
@@ -30,8 +29,8 @@ EXIT_DIFFERS = 1
 
 app = Commands(name="convert", help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.")
 
-Head = Annotated[str, typer.Option("--head", help="lm, or value for a critic or reward model.")]
-Mtp = Annotated[str, typer.Option("--mtp", help="Multi-token prediction layers: drop or load.")]
+Head = Annotated[Literal["lm", "value"], typer.Option("--head", help="value is that of a critic or reward model.")]
+Mtp = Annotated[Literal["drop", "load"], typer.Option("--mtp", help="Multi-token prediction layers.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast weights: bfloat16, float16 or float32.")]
 AllowMissing = Annotated[
     list[str] | None,
@@ -108,7 +107,7 @@ def import_(
     with showing():
         from mega_rl.converters.offline.convert import ImportOptions, WriteOptions, import_hf
 
-        options = ImportOptions(head, mtp, dtype, allow_missing or ())  # type: ignore[arg-type]
+        options = ImportOptions(head, mtp, dtype, allow_missing or ())
         report = import_hf(source, target, options=options, writing=WriteOptions(overwrite, jobs))
     show_report(target, report, as_json=as_json)
 
@@ -123,20 +122,18 @@ def export(
     ] = None,
     shard_gb: Annotated[float, typer.Option("--shard-gb", min=1e-6, help="Largest file, in GB.")] = 5.0,
     experts: Annotated[
-        str | None, typer.Option("--experts", help="per_expert or fused tensors; default: as the reference has them.")
+        Literal["per_expert", "fused"] | None,
+        typer.Option("--experts", help="Tensors of experts; default: as the reference has them."),
     ] = None,
     dtype: Dtype = None,
     mtp: Annotated[
-        str, typer.Option("--mtp", help="Multi-token prediction layers: keep the reference's, or drop.")
+        Literal["keep", "drop"], typer.Option("--mtp", help="Multi-token prediction layers of the reference.")
     ] = "keep",
     overwrite: Overwrite = False,
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Write a Megatron-Core checkpoint as a Hugging Face one."""
-    if experts is not None:
-        choose("--experts", experts, ("per_expert", "fused"))
-    choose("--mtp", mtp, ("keep", "drop"))
     with showing():
         from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
 
@@ -144,7 +141,7 @@ def export(
             source,
             target,
             reference=reference,
-            options=ExportOptions(int(shard_gb * 1e9), experts, dtype, mtp),  # type: ignore[arg-type]
+            options=ExportOptions(int(shard_gb * 1e9), experts, dtype, mtp),
             writing=WriteOptions(overwrite, jobs),
         )
     show_report(target, report, as_json=as_json)
@@ -209,17 +206,17 @@ def diff(
         raise typer.Exit(EXIT_DIFFERS)
 
 
-def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str) -> Sharding:
+def _sharding(
+    path: Path, layout: ParallelLayout, *, head: Literal["lm", "value"], mtp: Literal["drop", "load"]
+) -> Sharding:
     """Return the sharding of a config.json's model over `layout`. Raises UserErrors, before torch is imported."""
-    choose("--head", head, ("lm", "value"))
-    choose("--mtp", mtp, ("drop", "load"))
-    hf = dataclasses.replace(read_hf_config(path), mtp=mtp)  # type: ignore[arg-type]
+    hf = dataclasses.replace(read_hf_config(path), mtp=mtp)
     problems = check_layout(hf, layout)
     if mtp == "load" and not hf.mtp_layers:
         problems.append(f"--mtp=load: {path} has no multi-token prediction layers; leave the option out")
     if problems:
         raise UserErrors(problems)
-    return Sharding(hf, layout, spec="local", head=head)  # type: ignore[arg-type]
+    return Sharding(hf, layout, spec="local", head=head)
 
 
 def _is_hf(path: Path) -> bool:

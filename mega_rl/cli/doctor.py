@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import mega_rl
-from mega_rl.environment import made_by_make
+from mega_rl.environment import (
+    installed_version,
+    requirements,
+    version_problems,
+)
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.patches import patches
@@ -18,7 +22,6 @@ from mega_rl.rewards.sandbox import Limits, SandboxError
 from mega_rl.rewards.sandbox.bubblewrap import Tool
 from mega_rl.rewards.sandbox.local import LocalSandbox
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install, missing_tools
-from mega_rl.versions import TRANSFORMER_ENGINE, installed_version, is_allowed, problems, requirements
 
 CORE = ("torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets", "math-verify", "psutil")
 # Errors of importing a package that is absent, was built against another torch, or misses a library of the system.
@@ -34,7 +37,6 @@ OPTIONAL = (
     ("mlflow-skinny", "mlflow", "metrics.jsonl and TensorBoard"),
     ("swanlab", "swanlab", "metrics.jsonl and TensorBoard"),
 )
-KERNELS = {"transformer-engine-cu13": "13", "transformer-engine-cu12": "12"}  # package -> CUDA release
 
 
 def report() -> Iterator[str]:
@@ -43,7 +45,9 @@ def report() -> Iterator[str]:
     yield f"mega_rl              {mega_rl.__version__}"
     for name in CORE:
         yield f"{name:<20} {installed_version(name) or f'MISSING: run {_how_to_install(name)}'}"
-    yield from (f"{'NOT SUPPORTED':<20} {problem}" for problem in (*problems(), megatron_core.problem()) if problem)
+    yield from (
+        f"{'NOT SUPPORTED':<20} {problem}" for problem in (*version_problems(), megatron_core.problem()) if problem
+    )
     yield ""
     yield from _devices()
     yield ""
@@ -63,7 +67,7 @@ def report() -> Iterator[str]:
 def _how_to_install(name: str) -> str:
     """Return the command that installs a package which mega_rl requires."""
     declared = next((str(one) for one in requirements() if one.name == name), name)
-    return "'make setup'" if made_by_make() else f'pip install "{declared}"'
+    return f'pip install "{declared}"'
 
 
 def is_importable(module: str) -> bool:
@@ -112,7 +116,7 @@ def missing(names: Sequence[str]) -> Iterator[str]:
 def _no_core() -> str | None:
     absent = [name for name in CORE if installed_version(name) is None]
     lines = [f"{name} is not installed; run {_how_to_install(name)}" for name in absent]
-    return "; ".join([*lines, *problems()]) or None
+    return "; ".join([*lines, *version_problems()]) or None
 
 
 def _no_cuda() -> str | None:
@@ -123,18 +127,6 @@ def _no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "no device is visible; a container gets them from its runtime (docker run --gpus all) and the driver"
     return None
-
-
-def _no_transformer_engine() -> str | None:
-    import torch
-
-    kernels = next((cuda for name, cuda in KERNELS.items() if installed_version(name)), None)
-    if kernels and torch.version.cuda and torch.version.cuda.partition(".")[0] != kernels:
-        return f"its kernels are for CUDA {kernels}, and torch's CUDA is {torch.version.cuda}"
-    installed = installed_version(TRANSFORMER_ENGINE.name)
-    if installed is not None and not is_allowed(TRANSFORMER_ENGINE, installed):
-        return f"{installed} is installed; mega_rl works with {TRANSFORMER_ENGINE.specifier} only"
-    return _does_not_load("transformer_engine.pytorch")
 
 
 def _no_sglang() -> str | None:
@@ -171,7 +163,7 @@ REQUIREMENTS: Mapping[str, Callable[[], str | None]] = {
     "torch": partial(_does_not_load, "torch"),
     "cuda": _no_cuda,
     "megatron": megatron_core.problem,
-    "te": _no_transformer_engine,
+    "te": partial(_does_not_load, "transformer_engine.pytorch"),
     "apex": partial(_does_not_load, "fused_weight_gradient_mlp_cuda"),  # the only part of apex that is used
     "flash-attn": partial(_does_not_load, "flash_attn.flash_attn_interface"),
     "sglang": _no_sglang,

@@ -1,24 +1,37 @@
-"""`mega-rl launch`: runs on several nodes, started by the scheduler of a cluster."""
+"""`mega-rl launch`: runs on several nodes, started by the scheduler of a cluster.
+
+As a program, `python -m mega_rl.cli.launch LAUNCH` (a `Launch` in JSON), it is the launcher of one node.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
-from mega_rl.cli.help import Commands
+from mega_rl.checkpoint.folders import CHECKPOINTS, complete
+from mega_rl.checkpoint.memory import place
 from mega_rl.cli.options import Overrides, Recipe, with_options
+from mega_rl.cli.output import Commands
 from mega_rl.config import packaged, rules
 from mega_rl.config.loader import load
+from mega_rl.environment import python_module
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.operations.launcher.launch import Launch, launch
+from mega_rl.operations.launcher.reaper import SIGNALS
 from mega_rl.operations.schedulers import RecipeFacts
 from mega_rl.operations.schedulers import kubernetes as jobset
 from mega_rl.operations.schedulers import slurm as batch
 from mega_rl.operations.schedulers.ray import RayCluster, RayRun, drive
 from mega_rl.tracking import progress
+from mega_rl.tracking.progress.terminal import show_progress
 
 log = logging.getLogger(__name__)
 
@@ -101,3 +114,49 @@ def _read(
     if not facts.saves:
         log.warning("checkpoint.save_interval=0: after the loss of a node the run would begin anew; set it to save")
     return facts
+
+
+def become(settings: Launch) -> NoReturn:
+    """Replace this process by a launcher, which gets the signals and gives the exit code."""
+    progress.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal that comes now waits until the launcher takes it
+    os.execve(sys.executable, command(settings), os.environ)
+
+
+def command(settings: Launch) -> list[str]:
+    """Return the command that runs a launch as a process."""
+    return python_module("mega_rl.cli.launch", settings.to_json())
+
+
+def newest_checkpoints(run_dir: Path, *, shm: Path = place.SHM) -> tuple[str, str]:
+    """Return a run's newest complete checkpoints, NAME@TIME: (on disk, in memory); "" for none."""
+    root = run_dir / CHECKPOINTS
+    history = place.read_history(root)
+    if not history:
+        return _newest_in(root), ""
+    folder = place.folder_of(shm, os.path.realpath(run_dir), history)
+    return _newest_in(root), "" if place.unusable(folder) else _newest_in(folder)
+
+
+def _newest_in(folder: Path) -> str:
+    try:
+        folders = complete(folder)
+        return f"{folders[-1].name}@{folders[-1].stat().st_mtime_ns}" if folders else ""
+    except (OSError, UserError):  # the ranks say what is wrong with the folder
+        return ""
+
+
+def main(argument: str) -> int:
+    """Run the launcher and return its exit code."""
+    settings = Launch.parse(argument)
+    show_progress(live=False, beside_ranks=True)
+    try:
+        return launch(settings, newest=newest_checkpoints)
+    finally:
+        progress.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

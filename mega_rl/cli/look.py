@@ -26,8 +26,6 @@ def report(
     page = out or runs[0] / "report.html"
     if page.suffix != ".html":
         raise UserError(f"--out={page}: must end in .html")
-    if page.is_dir():
-        raise UserError(f"--out={page}: is a folder; name a file")
     progress.show_progress()
     with progress.phase("reading runs"):
         text = page_of(read_runs(runs))
@@ -60,17 +58,12 @@ def plot(
             raise UserError(f"{run}: {reason}; give the folder of a run (trainer.run_dir)")
         files[str(file.parent) if file.name == METRICS else str(file)] = file
     picture = out or next(iter(files.values())).parent / "curves.png"
-    check_picture("--out", picture, PICTURES)
+    if picture.suffix not in PICTURES:
+        raise UserError(f"--out={picture}: must end in {', '.join(PICTURES)}")
     progress.show_progress()
     with progress.phase("drawing"):
         plot_runs(files, picture, names=[name.strip() for name in metrics.split(",") if name.strip()], smooth=smooth)
     typer.echo(str(picture))
-
-
-def check_picture(option: str, picture: Path | None, formats: tuple[str, ...]) -> None:
-    """Raise UserError for a picture in another format."""
-    if picture is not None and picture.suffix not in formats:
-        raise UserError(f"{option}={picture}: must end in {', '.join(formats)}")
 
 
 def doctor(

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from mega_rl.data.hub.resolve import checkpoint_folder
-from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
-
-if TYPE_CHECKING:
-    from mega_rl.config.schema import Config
-    from mega_rl.parallel.accelerator import Accelerator
 
 Made = TypeVar("Made")
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")]
@@ -57,23 +52,6 @@ class LayoutOptions:
             return ParallelLayout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, pipeline=pipeline)
         except ValueError as error:
             raise UserError(str(error)) from error
-
-
-def prepared(config: Config) -> Accelerator:
-    """Return the prepared accelerator of a run; import Megatron-Core only afterwards."""
-    from mega_rl.parallel.accelerator import prepare
-
-    return prepare(
-        config.trainer.device,
-        variables=variables_of(config.engine, config.rollout, config.trainer),
-        deepep=config.engine.megatron.moe.dispatcher == "deepep",
-    )
-
-
-def choose(option: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise UserError for a value of an option that is not allowed."""
-    if value not in allowed:
-        raise UserError(f"{option}={value}: must be one of {', '.join(allowed)}")
 
 
 def checkpoint(context: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:

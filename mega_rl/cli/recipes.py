@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli import output
-from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Json, Overrides, Recipe
+from mega_rl.cli.output import Commands
 from mega_rl.config import packaged
 from mega_rl.plan import report
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_rl.cli.launcher import become
-from mega_rl.cli.options import Overrides, made, prepared, with_options
+from mega_rl.cli.launch import become
+from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
-from mega_rl.config.origins import pinned_overrides
+from mega_rl.config.keys import pinned_overrides
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
@@ -126,6 +126,8 @@ def train(
     if not resolved.metrics.progress_bar:
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):
+        from mega_rl.api import prepared
+
         accelerator = prepared(resolved)
         from mega_rl.trainer.assemble import train as run
 
@@ -150,7 +152,7 @@ def evaluate(
     progress.show_progress()
     launch.check(os.environ)
     with progress.phase("checking the settings, model and data", announce=True):
-        from mega_rl.plan.preflight.run import checked
+        from mega_rl.plan.preflight import checked
 
         loaded = loader.load(config, settings)
         resolved = checked(loaded, world_size=launch.world_size, out=str(out), launchers=launch.nnodes)
@@ -160,6 +162,8 @@ def evaluate(
         started = launch.launch(program, run_dir=str(out), resume="never")
         become(replace(started, max_restarts=launch.max_restarts or 0))
     with progress.importing("PyTorch and Megatron-Core", announce=True):
+        from mega_rl.api import prepared
+
         accelerator = prepared(resolved)
         from mega_rl.trainer.assemble.evaluation_run import evaluate as run
     try:
@@ -181,5 +185,3 @@ def _print_evaluation(results: JsonObject) -> None:
         for metric, of in one["estimates"].items():
             interval = f"[{of['low']:.4f}, {of['high']:.4f}]"
             typer.echo(f"  {metric:<24} {of['mean']:.4f}  {interval}  over {of['prompts']} prompts")
-    if results["right_when"]:
-        typer.echo(f"right: {results['right_when']}")

@@ -1,9 +1,9 @@
-"""Settings that are read only where others hold: a table, and the settings of a config that miss their condition."""
+"""Settings that are read only where others hold, and questions about a config that several settings answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mega_rl.config.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.keys import SECTIONS, TAGGED, keys_below, open_ended, value_of
@@ -211,3 +211,27 @@ def is_on_policy(config: Config) -> bool:
     needed_before = needed_before or algorithm.critic_warmup_steps > 0 or corrects(config)
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before
+
+
+Role = Literal["actor", "critic", "reference", "reward"]
+
+
+class RequestedAttention(NamedTuple):
+    """A word of `schema.ATTENTION` and the key that asks for it."""
+
+    word: str
+    key: str
+
+
+def requested_attention(config: Config, role: Role) -> RequestedAttention:
+    """Return the request of a role's own key, or where that is "same" that of `model.attn_implementation`."""
+    model = config.model
+    own = {
+        "actor": RequestedAttention("same", ""),
+        "critic": RequestedAttention(model.critic_attn_implementation, "model.critic_attn_implementation"),
+        "reference": RequestedAttention(model.ref_attn_implementation, "model.ref_attn_implementation"),
+        "reward": RequestedAttention(
+            getattr(config.reward.source, "attn_implementation", "same"), "reward.source.attn_implementation"
+        ),
+    }[role]
+    return RequestedAttention(model.attn_implementation, "model.attn_implementation") if own.word == "same" else own

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 import yaml
 
 from mega_rl.config.choices import CHOICES
-from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, flat, keys_in
-from mega_rl.config.origins import recorded
+from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, flat, keys_in, recorded
 from mega_rl.config.packaged import parse_value
 from mega_rl.config.schema import Config
 from mega_rl.config.setting import Kind

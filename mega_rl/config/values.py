@@ -1,4 +1,4 @@
-"""One value of a recipe against the field it is meant for: type, range, legal values."""
+"""Values of a recipe against their fields: type, range, legal values; facts of a model that the rules read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import math
 import reprlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 Unknown = Callable[[str], str]
@@ -142,3 +143,47 @@ def _in_range(value: Any, field: dataclasses.Field[Any]) -> bool:
         or (meta["max"] is not None and value > meta["max"])
         or (meta["above"] is not None and value <= meta["above"])
     )
+
+
+MAX_LISTED = 12  # legal values that one line repeats
+MAX_CANDIDATE = 4096  # largest divisor that is looked for
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a checkpoint's model that a layout must divide, and what else sets limits."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    multi_latent_attention: bool = False
+    num_experts: int = 0  # of a mixture-of-experts layer; 0: there is none
+    expert_ffn_hidden_size: int = 0
+    expert_biases: bool = False
+
+    def too_long(self, key: str, keys: str, longest: int, *, sglang: bool) -> Iterator[str]:
+        """Yield that the checkpoint of `key` has no room for `longest` tokens, the sum of the settings `keys`."""
+        free = " but the one that SGLang keeps free" * sglang
+        if longest > (positions := self.max_position_embeddings - sglang):
+            yield f"{keys}={longest} is above the {positions} positions of {key}{free}; make them shorter"
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors up to MAX_CANDIDATE, and the number itself."""
+    small = [candidate for candidate in range(1, min(number, MAX_CANDIDATE + 1)) if number % candidate == 0]
+    return [*small, number] if small[-1:] != [number] else small
+
+
+def listed(values: Sequence[int]) -> str:
+    """The first values, as a line of text."""
+    words = [str(value) for value in values[:MAX_LISTED]]
+    return ", ".join(words) + (", ..." if len(values) > MAX_LISTED else "")
+
+
+def leave_out(*keys: str) -> str:
+    """Return the advice to drop settings, from a recipe or on a command line."""
+    them = "it" if len(keys) == 1 else "them"
+    return f"leave {them} out (on a command line: {' '.join(f'{key}=null' for key in keys)})"

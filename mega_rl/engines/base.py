@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_rl.config.attention import Role
+from mega_rl.config.needs import Role
 from mega_rl.config.schema import EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.live.export import ModelPlace, export_hf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from mega_rl.config.attention import RequestedAttention, Role
+from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.config.schema import MicrobatchConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Head, Spec

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mega_rl.config.attention import Role
 from mega_rl.config.choices import LOSS
+from mega_rl.config.needs import Role
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import padded_vocab_size
-from mega_rl.plan.parameters import weight_bytes
-from mega_rl.plan.passes import PassBytes, forward_pass, training_pass
+from mega_rl.plan.activations import PassBytes, forward_pass, training_pass
 from mega_rl.plan.setup import RunSetup
-from mega_rl.plan.state import StateBytes, state_of
+from mega_rl.plan.state import StateBytes, state_of, weight_bytes
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 
 # CUDA's context, NCCL's channels and cuBLAS' workspaces, outside torch's allocator.

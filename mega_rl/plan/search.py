@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import product
 
-from mega_rl.config.facts import divisors
 from mega_rl.config.keys import value_of, with_settings
 from mega_rl.config.needs import has_several_models, unmet
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
+from mega_rl.config.values import divisors
 from mega_rl.converters.hf.config import facts_of
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.plan.activations import num_microbatches, recompute_of
 from mega_rl.plan.cost import AGAIN
 from mega_rl.plan.memory import FitVerdict, in_gb, judge
-from mega_rl.plan.parameters import weight_bytes
-from mega_rl.plan.passes import num_microbatches, recompute_of
 from mega_rl.plan.setup import RunSetup
+from mega_rl.plan.state import weight_bytes
 
 _MEGATRON = "engine.megatron"
 MOST_CHANGES = 4  # together

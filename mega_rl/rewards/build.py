@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from mega_rl.config.schema import RewardConfig, RewardFunctionConfig, RewardHttpConfig
 from mega_rl.config.schema.rollout import CODE_TESTS, runs_code
-from mega_rl.cores import own_cores
 from mega_rl.data.columns import RewardColumns
+from mega_rl.environment import own_cores
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.protocols import Ranks, Scorer
 from mega_rl.rewards.builtin import CHEAP, RewardFunction

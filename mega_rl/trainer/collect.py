@@ -12,9 +12,18 @@ from torch import Tensor
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.parallel.boxes import whole
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
-from mega_rl.trainer.filters import Overlong, choose, leave_unscored_out, share_out, spread_of, with_prompts
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.rows import Samples, check_rows, scored_rows
+from mega_rl.trainer.rows import (
+    Overlong,
+    Samples,
+    check_rows,
+    choose,
+    leave_unscored_out,
+    scored_rows,
+    share_out,
+    spread_of,
+    with_prompts,
+)
 from mega_rl.trainer.step_metrics import part_metrics, rollout_metrics
 from mega_rl.trainer.validation import judged_values
 from mega_rl.types import EngineState, Metrics, Piece, Prompt, Rewards, Rollout

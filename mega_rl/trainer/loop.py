@@ -10,42 +10,39 @@ Every rank runs it. PPO, GRPO and distillation are one `Algorithm`; a new kind o
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mega_rl.protocols import MetricsSink, WeightSync
+import torch
+
+from mega_rl.protocols import MetricsSink, Ranks, WeightSync
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter
 from mega_rl.types import Metrics
 
-
-class Devices(Protocol):
-    """State that the stages of a step have on the devices. All methods are collective."""
-
-    def enter(self, stage: str) -> None:
-        """Move other state off the devices, then bring what the stage needs; most stages move nothing."""
-
-    def publish(self, sync: WeightSync) -> Metrics:
-        """Send the weights and leave the devices to the sampler; return the metrics of both."""
-
-    def restore(self) -> None:
-        """Bring the trainer's state back before an error travels on."""
+if TYPE_CHECKING:
+    from mega_rl.workers.residency import Residency
 
 
 class Resident:
-    """Devices of a run whose models and servers all stay where they are."""
+    """Devices of a run whose models and servers all stay where they are; another kind is `workers.residency`."""
 
     def enter(self, stage: str) -> None:
-        """Move nothing."""
+        """Move other state off the devices, then bring what the stage needs; collective."""
 
     def publish(self, sync: WeightSync) -> Metrics:
-        """Send the weights."""
+        """Send the weights and leave the devices to the sampler; return the metrics of both; collective."""
         return sync.publish()
 
     def restore(self) -> None:
-        """Move nothing."""
+        """Bring the trainer's state back before an error travels on; collective."""
 
 
 @dataclass
@@ -56,7 +53,7 @@ class Stages:
     """
 
     timer: StepMeter | PhaseTimer
-    devices: Devices = field(default_factory=Resident)
+    devices: Resident | Residency = field(default_factory=Resident)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -183,3 +180,61 @@ class Trainer:
 
     def _after(self, done: int, evaluated: object) -> bool:
         return any([event.after(done, evaluated) for event in self.events])
+
+
+log = logging.getLogger(__name__)
+
+# SIGUSR1 is what Slurm sends ahead of time, `--signal=B:USR1@120`.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+INTERRUPTED = b"\r\x1b[2Kinterrupted: ended at once, without a checkpoint of the step in progress\n"
+
+
+class StopRequest:
+    """The last of `SIGNALS` that came: the step ends first. A second SIGINT interrupts at once.
+
+    Ranks get their signals at different times, or only one does, so `__call__` asks all of them: either every rank
+    stops after this step or none does. Collective over `ranks`. Outside the main thread, where Python sets no handlers,
+    there is never a request.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._received = 0  # signal number of this rank
+        self._agreed = 0  # the largest of all ranks' signals at the last call
+        numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._previous = {number: signal.signal(number, self._remember) for number in numbers}
+
+    def __call__(self) -> bool:
+        """Return whether any rank has a signal to stop."""
+        # A signal that comes while the ranks talk stays in `_received`, for the next question.
+        self._agreed = int(self._ranks.max(torch.tensor(self._received)))
+        return self._agreed != 0
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code that a shell expects: 128 plus the signal's number; 0 without a signal."""
+        return 128 + self._agreed if self._agreed else 0
+
+    def restore(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self._received and number == signal.SIGINT:
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, INTERRUPTED)  # past sys.stderr, which this thread may be writing to
+            raise KeyboardInterrupt
+        if not self._received:
+            # The signal may have come while this thread writes a line; another one waits for its end.
+            threading.Thread(target=_answer, args=(number,), name="answer to a signal", daemon=True).start()
+        self._received = number
+
+
+def _answer(number: int) -> None:
+    """Say on rank 0 what the signal leads to; the other ranks' information is not shown."""
+    steps = next((phase for phase in progress.active() if phase.rounds), None)
+    doing = "the first step" if steps is None else f"step {steps.done + 1:.0f}"
+    again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+    log.info("%s: finishing %s, then saving%s", signal.Signals(number).name, doing, again)

@@ -35,13 +35,10 @@ class StaleSampleError(RunError):
 
 @dataclass(frozen=True)
 class MismatchLimits:
-    """Limits of |trainer - rollout| over a batch's tokens, in nats.
-
-    share: of tokens that differ by 1 nat or more.
-    """
+    """Limits of |trainer - rollout| over a batch's tokens, in nats."""
 
     mean: float
-    share: float
+    share: float  # of tokens that differ by 1 nat or more
     max: float  # infinite: only a difference that is not finite is too large
 
     def exceeded(self, mismatch: LogprobMismatch) -> str | None:
@@ -49,13 +46,13 @@ class MismatchLimits:
         if mismatch.max == inf:
             return "a log-prob is not finite"
         share = mismatch.share_of_large
-        for which, value, limit, name, shown in (
-            ("a token", mismatch.max, self.max, "max", mismatch.max),
-            ("the mean", mismatch.mean, self.mean, "mean", mismatch.mean),
-            (f"a share of {share:.3g} of the tokens", share, self.share, "share", 1.0),
+        for words, value, limit, name in (
+            (f"a token differs by {mismatch.max:.6g} nats", mismatch.max, self.max, "max"),
+            (f"the mean differs by {mismatch.mean:.6g} nats", mismatch.mean, self.mean, "mean"),
+            (f"a share of {share:.3g} of the tokens differs by 1 nat or more", share, self.share, "share"),
         ):
             if value > limit:
-                return f"{which} differs by {shown:.6g} nats or more, beyond rollout.mismatch.{name}_limit={limit:g}"
+                return f"{words}, beyond rollout.mismatch.{name}_limit={limit:g}"
         return None
 
 
@@ -86,14 +83,16 @@ class MismatchGuard:
         naming limit and worst token; for a difference that is not finite in any case.
         """
         assert old.logprobs is not None
-        stale_mask = self._stale(rollout)
         mask, logprobs = rollout.loss_mask, old.logprobs
+        stale_mask = torch.full_like(mask, self.current is not None)
+        if self.current is not None and isinstance(rollout, Rollout):
+            stale_mask = token_versions(rollout) != self.current()
         fresh, stale, importance = self._over_ranks(
             [_summary(rollout, logprobs, part) for part in (mask & ~stale_mask, mask & stale_mask)],
             importance_summary(logprobs, rollout.rollout_logprobs, mask),
         )
         if old.entropy is not None:
-            importance |= self._deviation((old.logprobs + old.entropy)[rollout.loss_mask & ~stale_mask].double())
+            importance |= self._deviation((logprobs + old.entropy)[mask & ~stale_mask].double())
         exceeded = self.limits.exceeded(fresh)
         if exceeded is not None:
             raise RolloutMismatchError(
@@ -113,14 +112,6 @@ class MismatchGuard:
         """Return the sum of log p + entropy over all tokens, in units of its deviation."""
         total, squares = self.ranks.sum(torch.stack([surprise.sum(), surprise.square().sum()])).tolist()
         return {"rollout/sampling_deviation": total / squares**0.5} if squares else {}
-
-    def _stale(self, rollout: Rollout | Experience) -> Tensor:
-        """[B, S] bool, tokens that older weights sampled."""
-        if self.current is None:
-            return torch.zeros_like(rollout.loss_mask)
-        if not isinstance(rollout, Rollout):
-            return torch.ones_like(rollout.loss_mask)
-        return token_versions(rollout) != self.current()
 
     def _over_ranks(
         self, own: list[LogprobMismatch], importance: Tensor
@@ -161,23 +152,15 @@ class StalenessGuard:
         current, mask = self.current(), rollout.loss_mask
         ages = (current - token_versions(rollout))[mask]
         oldest, newest = (int(ages.max()), int(ages.min())) if len(ages) else (0, 0)
-        failure = None
-        if oldest > self.limit:
-            failure = (
-                f"{self._sample(rollout, current - oldest)}, {oldest} behind the trainer's {current}: more than "
-                f"trainer.async_steps={self.limit} allows; the servers missed a weight update"
+        age, failure = oldest if oldest > self.limit else newest, None
+        if not 0 <= age <= self.limit:
+            row = int((mask & (token_versions(rollout) == current - age)).any(dim=1).nonzero()[0])
+            failure = StaleSampleError(
+                f"sample {int(rollout.sample_index[row])} of prompt {int(rollout.prompt_index[row])} of this step has "
+                f"tokens of weight version {current - age}, and the trainer has {current}: trainer.async_steps="
+                f"{self.limit} allows a token to be as many behind; the servers missed an update, or have other weights"
             )
-        elif newest < 0:
-            failure = (
-                f"{self._sample(rollout, current - newest)}, newer than the trainer's {current}: the servers hold "
-                "weights of another run"
-            )
-        raise_together(None if failure is None else StaleSampleError(failure), self.ranks, error=StaleSampleError)
+        raise_together(failure, self.ranks, error=StaleSampleError)
         count, total = self.ranks.sum(torch.tensor([len(ages), ages.sum()], dtype=torch.float64)).tolist()
         largest = float(self.ranks.max(torch.tensor(float(oldest))))
         return {"rollout/staleness_mean": total / max(count, 1.0), "rollout/staleness_max": largest}
-
-    def _sample(self, rollout: Rollout, version: int) -> str:
-        row = int((rollout.loss_mask & (token_versions(rollout) == version)).any(dim=1).nonzero()[0])
-        place = f"sample {int(rollout.sample_index[row])} of prompt {int(rollout.prompt_index[row])}"
-        return f"{place} of this step has tokens of weight version {version}"

@@ -16,9 +16,8 @@ from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
 from mega_rl.protocols import Inspect, Learner, Ranks, TokenModel
 from mega_rl.trainer.collect import Batch
-from mega_rl.trainer.filters import leave_truncated_out, rows_with_advantages
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.rows import gather_column, moved_rows, own_rows
+from mega_rl.trainer.rows import gather_column, leave_truncated_out, moved_rows, own_rows, rows_with_advantages
 from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics
 from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
 

@@ -146,14 +146,6 @@ def right_samples(rows: Rollout, rewards: Rewards, *, above: float, part: str) -
     return [value > above if known else None for value, known in zip(judged.tolist(), known, strict=True)]
 
 
-def right_when(above: float, part: str, names: Sequence[str]) -> str:
-    """Return in words when a sample counts as right. names: those of the reward's parts."""
-    if part or not names:
-        return f"{f'the part {part} of ' * bool(part)}the reward is above {above:g}"
-    hint = f"the weighted sum of {', '.join(names)}; validation.right_part=NAME judges by one of them"
-    return f"the reward is above {above:g} ({hint})"
-
-
 def judged_values(rewards: Rewards, part: str, *, setting: str = "validation.right_part") -> Tensor:
     """Return [B] the rewards, or the part of them that a setting names. Raises UserError."""
     parts, rows = rewards.parts, len(rewards.totals)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import KLController, k3
 from mega_rl.algorithms.policy_losses.clipped import PPO
-from mega_rl.config.attention import RequestedAttention
+from mega_rl.config.needs import RequestedAttention
 from mega_rl.config.schema import (
     EngineConfig,
     MegatronConfig,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import KLController
-from mega_rl.config.attention import Role
 from mega_rl.config.loader import load
+from mega_rl.config.needs import Role
 from mega_rl.engines.base import ModelRequest
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of, share
@@ -24,14 +24,14 @@ from mega_rl.tracking.metrics.sinks import NullSink
 from mega_rl.tracking.metrics.steps import PhaseTimer
 from mega_rl.tracking.records.reader import MODEL_OUTPUTS, Record
 from mega_rl.tracking.records.reader import read_record as read_step
+from mega_rl.tracking.records.writer import RecordWriter
 from mega_rl.trainer.assemble.algorithms import build_overlong, build_policy_gradient
 from mega_rl.trainer.assemble.plan import Roles, RunPlan, build_roles, plan_run
-from mega_rl.trainer.assemble.records import record_writer, step_columns
+from mega_rl.trainer.assemble.records import step_columns
 from mega_rl.trainer.assemble.run import session
 from mega_rl.trainer.collect import Batch
-from mega_rl.trainer.filters import leave_unscored_out
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.rows import Samples, check_rows
+from mega_rl.trainer.rows import Samples, check_rows, leave_unscored_out
 from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.untrusted import read_record
 from mega_rl.verify.replay import ReplayPlan, replay_config
@@ -98,7 +98,8 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
     written = columns(evaluated)
     outputs = {name: computed[name] for name in MODEL_OUTPUTS if name in written and name in computed}
     written |= {name: values.detach().to("cpu") for name, values in outputs.items()}
-    writer = record_writer(target, roles, everyone=ranks_of(groups.host_world), limit=NO_LIMIT)
+    engine, world = roles.actor_engine, ranks_of(groups.host_world)
+    writer = RecordWriter(target, NO_LIMIT, world, engine.data_parallel.rank, is_first=engine.replica.rank == 0)
     writer(record.description, written, [])
 
 

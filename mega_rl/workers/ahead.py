@@ -82,7 +82,6 @@ class ThreadedRollouts(Generic[Samples]):
 
     def interrupt(self) -> None:
         """Interrupt all ranks' requests and keep their tokens; collective; raises any rank's error."""
-        assert self.requests is not None, "this generation cannot be interrupted"
         failure: Exception | None = None
         if self._job is not None:
             try:
@@ -93,7 +92,6 @@ class ThreadedRollouts(Generic[Samples]):
 
     def resume(self) -> None:
         """Continue the interrupted requests with the current weights."""
-        assert self.requests is not None, "this generation cannot be interrupted"
         if self._job is not None:
             self.requests.resume()
 

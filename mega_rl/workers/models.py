@@ -220,18 +220,16 @@ class ReferenceWorker:
         return self.forward(batch)
 
 
-@dataclass(frozen=True)
-class ReferenceUpdates:
-    """Updates of the reference's weights from the policy's, every `interval` trainer steps."""
+def reference_updates(interval: int = 0, mix: Callable[[], float] | None = None) -> Callable[[int], Metrics]:
+    """Return the updates of the reference; mix: makes one every `interval` steps, returns the distance before it."""
 
-    interval: int = 0
-    mix: Callable[[], float] | None = None  # makes one; returns the models' distance before it; collective
-
-    def __call__(self, done: int) -> Metrics:
+    def update(done: int) -> Metrics:
         """Update the reference if it is due after `done` steps; collective."""
-        if self.mix is None:
+        if mix is None:
             return {}
-        metrics = {"kl/reference_step": float(done - done % self.interval)}
-        if done % self.interval == 0:
-            metrics["kl/reference_distance"] = self.mix()
+        metrics = {"kl/reference_step": float(done - done % interval)}
+        if done % interval == 0:
+            metrics["kl/reference_distance"] = mix()
         return metrics
+
+    return update

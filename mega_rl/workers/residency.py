@@ -17,14 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from mega_rl.config.attention import Role
+from mega_rl.config.needs import Role
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Engine, Ranks, WeightSync
 from mega_rl.types import EngineState, Metrics
+
+if TYPE_CHECKING:
+    from mega_rl.rollout.sglang.server.memory import ServersMemory
 
 PARTS = ("parameters", "gradients", "optimizer")
 EVERYTHING = frozenset(PARTS)
@@ -106,16 +109,6 @@ class StateInTurn:
         self.engine.resume_from(numbers)
 
 
-class ServerMemory(Protocol):
-    """Device memory of servers on the trainer's devices, by `TAGS`; both calls are collective, of idle servers."""
-
-    def release(self, tags: Sequence[str]) -> None:
-        """Release this memory; the weights in it are lost."""
-
-    def resume(self, tags: Sequence[str]) -> None:
-        """Resume this memory; its content is undefined."""
-
-
 class MemoryLayout(NamedTuple):
     """Memory on devices that servers share."""
 
@@ -155,7 +148,7 @@ class Residency:
 
     models: ResidentModels
     everyone: Ranks
-    servers: ServerMemory | None = None  # those that share the devices
+    servers: ServersMemory | None = None  # those that share the devices
     # Parts of a policy that takes turns which stay: servers elsewhere are sent parameters when they start anew.
     while_generating: frozenset[str] = NOTHING
     layout: MemoryLayout = field(default=START, init=False)

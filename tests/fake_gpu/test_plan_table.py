@@ -12,7 +12,7 @@ import pytest
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.plan.passes import training_pass
+from mega_rl.plan.activations import training_pass
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
 from mega_rl.plan.state import state_of
 from tests.fake_gpu import guard

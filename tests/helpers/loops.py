@@ -11,15 +11,14 @@ from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.config.schema import CheckpointConfig
-from mega_rl.config.schema.output import MemoryCheckpointConfig
+from mega_rl.config.schema.training import MemoryCheckpointConfig
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
-from mega_rl.trainer.filters import Overlong
 from mega_rl.trainer.loop import Resident, Stages, StepLog, Trainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
+from mega_rl.trainer.rows import Overlong
 from mega_rl.types import Metrics, Rollout
-from mega_rl.workers.models import ReferenceUpdates
 from tests.helpers.fakes import (
     FakeCritic,
     FakePolicy,
@@ -121,7 +120,7 @@ class FakeRun:
             "guard": MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks()),
             "rules": PolicyGradientRules(),
             "kl": KLController(0.0),
-            "update_reference": ReferenceUpdates(),
+            "update_reference": lambda done: {},
             "staleness": lambda rollout: {},
             "overlong": Overlong(),
             "success": None,

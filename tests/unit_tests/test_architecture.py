@@ -35,13 +35,12 @@ MANY_METHODS: dict[str, int] = {
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
 READ_THE_ENVIRONMENT = [
     "cli/app.py",
-    "cli/launcher.py",
+    "cli/launch.py",
     "cli/output.py",
     "cli/train.py",
     "cli/verify.py",
     "converters/live/copying.py",
     "converters/offline/writing.py",
-    "cores.py",
     "environment.py",
     "operations/launcher/launch.py",
     "operations/schedulers/__init__.py",
@@ -59,7 +58,7 @@ READ_THE_ENVIRONMENT = [
     "tracking/metrics/trackers.py",
     "tracking/progress/terminal.py",
     "trainer/assemble/run.py",
-    "trainer/stop.py",
+    "trainer/loop.py",
     "verify/launcher.py",
     "verify/measure.py",
 ]

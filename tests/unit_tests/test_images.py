@@ -16,9 +16,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mega_rl.cli import doctor
+from mega_rl.environment import TRANSFORMER_ENGINE
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
-from mega_rl.versions import TRANSFORMER_ENGINE
 from tests.release import cpu_image
 from tests.release.sources import ROOT
 

@@ -17,7 +17,7 @@ START_S = 120.0  # for imports of a few seconds
 # Programs that `python_module` starts; those of users' launches are `mega_rl.cli`.
 PROGRAMS = (
     "mega_rl.cli",
-    "mega_rl.cli.launcher",
+    "mega_rl.cli.launch",
     "mega_rl.operations.launcher.reaper",
     "mega_rl.operations.launcher.store",
     "mega_rl.processes",
@@ -65,7 +65,7 @@ def test_no_program_runs_a_file_of_the_working_folder(poisoned: Path) -> None:
 
 
 def test_without_the_helper_the_files_run(poisoned: Path) -> None:
-    subprocess.run([sys.executable, "-m", "mega_rl.cli.launcher"], cwd=poisoned, stderr=subprocess.DEVNULL, check=False)
+    subprocess.run([sys.executable, "-m", "mega_rl.cli.launch"], cwd=poisoned, stderr=subprocess.DEVNULL, check=False)
     assert (poisoned / "ran").exists()
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
-from mega_rl.config.rules import check
-from mega_rl.config.rules.advice import advice
+from mega_rl.config.rules import advice, check
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config

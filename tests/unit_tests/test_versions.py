@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from mega_rl import versions
+from mega_rl import environment
 from mega_rl.cli import app as cli
 from mega_rl.errors import UserErrors
 from mega_rl.parallel import accelerator
@@ -22,15 +22,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 def install(monkeypatch: pytest.MonkeyPatch, **releases: str) -> None:
     """Make packages seem to be of other releases."""
-    real = versions.version
-    monkeypatch.setattr(versions, "version", lambda name: releases.get(name) or real(name))
-    versions.require.cache_clear()
+    real = environment.version
+    monkeypatch.setattr(environment, "version", lambda name: releases.get(name) or real(name))
+    environment.require_versions.cache_clear()
 
 
 def test_installed_metadata_and_docs_are_those_of_pyproject() -> None:
     declared = {one.name: one.specifier for one in map(Requirement, PROJECT["dependencies"])}
     declared.pop("megatron-core")  # has a table of its own
-    assert {one.name: one.specifier for one in versions.requirements()[:-1]} == declared
+    assert {one.name: one.specifier for one in environment.requirements()[:-1]} == declared
     assert {name: SpecifierSet(allowed) for name, allowed, _, _ in tested()} == declared
     for name, _, oldest, newest in tested():
         assert {oldest, newest} == set(declared[name].filter([oldest, newest]))
@@ -38,12 +38,12 @@ def test_installed_metadata_and_docs_are_those_of_pyproject() -> None:
 
 def test_extra_for_gpus_takes_the_checked_transformer_engine() -> None:
     required, megatron = map(Requirement, PROJECT["optional-dependencies"]["gpu"])
-    engine = versions.TRANSFORMER_ENGINE
+    engine = environment.TRANSFORMER_ENGINE
     assert required.extras == {"core_cu13", "pytorch"}, "the kernels for torch's CUDA are in an extra of their own"
     assert (megatron.name, megatron.specifier) == ("megatron-core", SpecifierSet("==0.16.*")), "compared with it"
     assert (required.name, required.specifier) == (engine.name, engine.specifier)
     assert "2.11 exactly" in (ROOT / "docs/versions.md").read_text()
-    assert versions.is_allowed(engine, te_release())
+    assert environment.is_allowed(engine, te_release())
 
 
 @pytest.mark.parametrize("release", ["2.10.0", "2.12.0", "2.11.0", "2.11.0+c188b533"])
@@ -54,13 +54,13 @@ def test_another_transformer_engine_is_one_line(release: str, monkeypatch: pytes
         "--no-build-isolation \"transformer-engine[core_cu13,pytorch]==2.11.*\"', or 'pip uninstall "
         "transformer-engine'"
     ]
-    assert list(versions.problems()) == ([] if release.startswith("2.11") else lines)
+    assert list(environment.version_problems()) == ([] if release.startswith("2.11") else lines)
 
 
 def test_builds_of_containers_count_as_their_release() -> None:
-    (torch,) = (one for one in versions.requirements() if one.name == "torch")
+    (torch,) = (one for one in environment.requirements() if one.name == "torch")
     allowed = ("2.14.0a0+git1234.nv26.10", "2.13.0+cpu", "2.12.1+cu130", "3.0.0a0")
-    assert [versions.is_allowed(torch, release) for release in allowed] == [True, True, False, False]
+    assert [environment.is_allowed(torch, release) for release in allowed] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("command", [["train", "model.path=m"], ["quickstart"]], ids=" ".join)

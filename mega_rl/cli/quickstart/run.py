@@ -16,9 +16,9 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from mega_rl import versions
+from mega_rl import environment
+from mega_rl.api import prepared
 from mega_rl.cli.look import report
-from mega_rl.cli.options import prepared
 from mega_rl.cli.output import print_table
 from mega_rl.cli.quickstart import programs, sums, word_problems
 from mega_rl.config.keys import value_of
@@ -110,7 +110,7 @@ def quickstart(
     task: Task = "sums",
 ) -> None:
     """Train a tiny model to add with PPO, or on word problems with GRPO, in a few minutes on two cores."""
-    versions.require()
+    environment.require_versions()
     chosen, folder = _task_and_folder(task, run_dir)
     progress.show_progress()
     start = time.perf_counter()

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega_rl.config.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, chosen, needs_critic, reads_reference
-from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.keys import open_ended, value_of
 from mega_rl.config.needs import may_have_parts, unmet, updates_of_a_batch
-from mega_rl.config.rules.data import data, validation
 from mega_rl.config.rules.parallel import engine, fits_models, has_own_layout, layout
-from mega_rl.config.rules.rollout import rollouts
+from mega_rl.config.rules.rollout import data, rollouts, validation
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.rollout import runs_code
+from mega_rl.config.values import ModelFacts, divisors, leave_out, listed
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
@@ -214,3 +213,36 @@ def _functions(config: Config) -> Iterator[str]:
                 f"reward.weights.{part} has no effect: no function of that name is in reward.functions; legal: "
                 f"{legal}, or NAME_PART of a function that returns named parts"
             )
+
+
+def advice(config: Config) -> Iterator[str]:
+    """Yield a line for each such combination: the settings, what they do to the run, and what to set."""
+    algorithm, rollout, updates = config.algorithm, config.rollout, updates_of_a_batch(config)
+    if updates > 1 and algorithm.loss.settings.get("dual_clip") == 0:
+        yield (
+            f"algorithm.loss.dual_clip=0 with {updates} optimizer steps for each batch: where the advantage "
+            "is negative the gradient of a token grows with its ratio, up to e^20, and is lost beyond; set "
+            "algorithm.loss.dual_clip=3"
+        )
+    decay = algorithm.advantage.settings if algorithm.advantage.name == "gae" else {}
+    gae_lambda, own = float(str(decay.get("gae_lambda", 1))), decay.get("policy_lambda") or decay.get("length_alpha")
+    if gae_lambda < 1 and not own and rollout.max_new_tokens * (1 - gae_lambda) > 5:
+        yield (
+            f"algorithm.advantage.gae_lambda={gae_lambda:g} with rollout.max_new_tokens="
+            f"{rollout.max_new_tokens}: the score at the end of a response hardly moves tokens more than "
+            f"{5 / (1 - gae_lambda):.0f} before it; set gae_lambda=1 with policy_lambda=0.95 or length_alpha=0.05"
+        )
+    if config.trainer.steps > 60 and not (config.checkpoint.save_interval or config.checkpoint.memory.interval):
+        yield (
+            f"checkpoint.save_interval=0 with trainer.steps={config.trainer.steps}: a run that is killed loses "
+            "every step; set checkpoint.save_interval=20"
+        )
+    cut = [f"rollout.top_p={rollout.top_p:g}"] if rollout.top_p < 1 else []
+    cut += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k > 0 else []
+    if cut:
+        yield (
+            f"{' and '.join(cut)}: training does not see what sampling cuts off. Log-probs on both sides are those of "
+            "the whole distribution, so ratios, algorithm.correction and rollout.mismatch leave it out, and tokens "
+            "that are never sampled may lose their probability; set rollout.top_p=1 and rollout.top_k=0, and lower "
+            "rollout.temperature for fewer unlikely tokens"
+        )

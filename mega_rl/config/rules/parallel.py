@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from mega_rl.config.choices import has_reference
-from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.schema import Config, MegatronConfig
+from mega_rl.config.values import ModelFacts, divisors, leave_out, listed
 
 ACTOR = "engine.megatron"  # section of the sizes that all models have, unless they have their own
 REFERENCE = "engine.megatron.reference"

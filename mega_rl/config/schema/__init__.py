@@ -31,7 +31,6 @@ from mega_rl.config.schema.engine import (
     ReferenceLayoutConfig,
     TorchFsdpConfig,
 )
-from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
@@ -50,9 +49,12 @@ from mega_rl.config.schema.rollout import (
 )
 from mega_rl.config.schema.training import (
     AlgorithmConfig,
+    CheckpointConfig,
     KlConfig,
     KlInLoss,
     KlInReward,
+    MemoryCheckpointConfig,
+    MetricsConfig,
     MicrobatchConfig,
     ModelConfig,
     OptimConfig,
@@ -78,5 +80,5 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
-    # No setting: pinned Hub names of settings that hold the path of a downloaded copy (`mega_rl.config.origins`).
+    # No setting: pinned Hub names of settings that hold the path of a downloaded copy (`mega_rl.config.keys`).
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)

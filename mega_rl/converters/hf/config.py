@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mega_rl.config.facts import ModelFacts
+from mega_rl.config.values import ModelFacts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, REFUSED, Family
 from mega_rl.converters.families.base import Scales

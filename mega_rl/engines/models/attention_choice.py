@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Literal
 
-from mega_rl.config.attention import RequestedAttention, Role
+from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.sharding import Spec

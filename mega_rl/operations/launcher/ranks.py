@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from mega_rl.cores import threads_per_rank
-from mega_rl.environment import LAST_WORD, python_module
+from mega_rl.environment import LAST_WORD, python_module, threads_per_rank
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.reaper import STOPPED, Reaper
 from mega_rl.processes import Child, ChildDeadlineError

@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 import torch
 
-from mega_rl import environment, versions
-from mega_rl.cores import own_cores
+from mega_rl import environment
+from mega_rl.environment import own_cores
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.base import Accelerator, prepare_cuda
@@ -37,7 +37,7 @@ def prepare(
     or a Megatron-Core that is not supported, or a package that the CPU or DeepEP needs and does not find; UserErrors:
     releases of packages that are not allowed.
     """
-    versions.require()
+    environment.require_versions()
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f"trainer.device={device!r}: must be one of auto, cuda, cpu")
     if torch.backends.cuda.is_built() and device != "cpu":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from mega_rl.cores import bind_near
+from mega_rl.environment import bind_near
 from mega_rl.errors import UserError
 
 

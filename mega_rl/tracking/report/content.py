@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mega_rl import __version__
-from mega_rl.config.origins import as_record
+from mega_rl.config.keys import as_record
 from mega_rl.config.packaged import parse_yaml
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
@@ -18,14 +18,14 @@ from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.protocols import ModelPasses
 from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
-from mega_rl.trainer.filters import Overlong
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
+from mega_rl.trainer.rows import Overlong
 from mega_rl.types import Rollout
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.models import LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
-from mega_rl.workers.rollout import VocabularyGuard
+from mega_rl.workers.rollout import check_vocabulary
 
 if TYPE_CHECKING:
     from mega_rl.trainer.assemble.load import LoadedRun
@@ -36,14 +36,12 @@ log = logging.getLogger(__name__)
 
 def build_estimator(config: Config) -> AdvantageEstimator:
     """Return the advantage estimator that the recipe chooses. Raises UserError as `Choice.build` does."""
-    estimator: AdvantageEstimator = ADVANTAGE.build(config)
-    return estimator
+    return cast("AdvantageEstimator", ADVANTAGE.build(config))
 
 
 def build_objective(config: Config) -> PolicyObjective:
     """Return the policy loss that the recipe chooses. Raises UserError as `Choice.build` does."""
-    objective: PolicyObjective = LOSS.build(config)
-    return objective
+    return cast("PolicyObjective", LOSS.build(config))
 
 
 def build_correction(config: Config) -> Correction | None:
@@ -56,11 +54,6 @@ def build_correction(config: Config) -> Correction | None:
 def build_reward_kl(kl: KlConfig, controller: KLController) -> RewardKL | None:
     """Return the KL penalty in token rewards; None without one."""
     return RewardKL(controller, KL_ESTIMATORS[kl.estimator]) if kl.name == "reward" else None
-
-
-def build_kl(kl: KlConfig) -> KLController:
-    """Return the controller of the KL coefficient."""
-    return KLController(kl.coef, kl.target if kl.control == "adaptive" else None, kl.horizon)
 
 
 def build_actor_role(
@@ -140,13 +133,11 @@ def _watch_samples(run: LoadedRun) -> Callable[[Rollout], None]:
     roles, counts = run.roles, not run.config.trainer.async_steps
     actor = roles.actor_engine
     readers = [roles.engines[role] for role in ("critic", "reference") if role in roles.engines]
-    smallest = min(readers, key=lambda engine: engine.sharding.hf.vocab_size, default=actor)
-    guard = VocabularyGuard(smallest.sharding.hf.vocab_size, reader=smallest.name, everyone=run.world)
-    guards = guard.vocab_size < actor.sharding.hf.vocab_size
+    smallest = min((actor, *readers), key=lambda engine: engine.sharding.hf.vocab_size)
 
     def watch(rollout: Rollout) -> None:
-        if guards:
-            guard(rollout)
+        if smallest is not actor:
+            check_vocabulary(rollout, smallest.sharding.hf.vocab_size, reader=smallest.name, everyone=run.world)
         if counts:
             roles.work.count(float(rollout.loss_mask.sum()) / actor.replica.size)
 

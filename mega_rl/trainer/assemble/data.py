@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mega_rl.config.choices import DATA, chosen
 from mega_rl.config.keys import with_settings
 from mega_rl.config.rules import check
-from mega_rl.config.rules.data import files_of
+from mega_rl.config.rules.rollout import files_of
 from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order, chat_template
@@ -226,15 +226,11 @@ def open_streams(
 
 
 def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
-    """Return the fingerprint of the training prompts; collective."""
+    """Return the fingerprint of the training prompts; collective. Raises UserError if ranks read other prompts."""
     own = [fingerprint(train), *(fingerprint(one.prompts) for one in held_out)]
-    message = None
-    if own != broadcast_json(own, ranks):
-        message = (
-            f"rank {ranks.rank} and rank 0 read different prompts; give every host the same files, and let a "
-            "data.source draw only from context.seed"
-        )
-    if (message := first_failure(message, ranks)) is not None:
+    words = f"rank {ranks.rank} and rank 0 read different prompts; give every host the same files, and let a "
+    failure = None if own == broadcast_json(own, ranks) else f"{words}data.source draw only from context.seed"
+    if (message := first_failure(failure, ranks)) is not None:
         raise UserError(message)
     return own[0]
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl import __version__
-from mega_rl.config.origins import as_record
+from mega_rl.config.keys import as_record
 from mega_rl.config.schema import Config
 from mega_rl.disk import rename, replace_text
+from mega_rl.environment import installed_version
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
@@ -28,9 +29,8 @@ from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data
 from mega_rl.trainer.assemble.load import build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.run import device_bytes, rank_facts, session
 from mega_rl.trainer.rows import ReadResponse, scored_rows
-from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when
+from mega_rl.trainer.validation import ScoredSamples, SetOutcome
 from mega_rl.types import JsonObject
-from mega_rl.versions import installed_version
 
 
 def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> JsonObject:
@@ -152,7 +152,4 @@ def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
         }
     names = ("torch", "transformers", "megatron-core", "sglang")
     versions = {"mega-rl": __version__} | {name: installed_version(name) for name in names}
-    parts = dict.fromkeys(name for one in outcomes for name in getattr(one.samples.rewards.parts, "names", ()))
-    val = config.validation
-    results = {"sets": sets, "right_when": right_when(val.right_above, val.right_part, [*parts]) if val.counted else ""}
-    return results | {"seed": config.trainer.seed, "versions": versions, "config": as_record(config)}
+    return {"sets": sets, "seed": config.trainer.seed, "versions": versions, "config": as_record(config)}

@@ -6,9 +6,9 @@ import logging
 from math import prod
 from pathlib import Path
 
-from mega_rl.config.origins import as_record, recorded, short_commit
+from mega_rl.config.keys import as_record, recorded, short_commit
 from mega_rl.config.render import resolved_yaml
-from mega_rl.config.rules.advice import advice
+from mega_rl.config.rules import advice
 from mega_rl.config.schema import Config, RewardHttpConfig
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.data.build import source_lines

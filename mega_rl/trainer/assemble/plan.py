@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from mega_rl.algorithms.kl import KLController
-from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.choices import LOSS, has_reference, needs_critic, reads_reference
-from mega_rl.config.needs import models_take_turns
+from mega_rl.config.needs import Role, models_take_turns, requested_attention
 from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
@@ -31,9 +30,9 @@ from mega_rl.protocols import Learner, TokenModel
 from mega_rl.rollout.hidden_tokens import hidden_tokens
 from mega_rl.tracking.metrics.flops import ModelWork
 from mega_rl.tracking.metrics.steps import WorkMeter
-from mega_rl.trainer.assemble.algorithms import build_actor_role, build_critic_role, build_kl, build_objective
+from mega_rl.trainer.assemble.algorithms import build_actor_role, build_critic_role, build_objective
 from mega_rl.types import Metrics
-from mega_rl.workers.models import Lessons, ReferenceUpdates, ReferenceWorker, RoleMeter
+from mega_rl.workers.models import Lessons, ReferenceWorker, RoleMeter, reference_updates
 from mega_rl.workers.residency import ResidentModels
 
 log = logging.getLogger(__name__)
@@ -158,14 +157,15 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         with nullcontext() if own is groups else own.current():
             engine = build_engine(model, settings=plan.engine, groups=own, accelerator=accelerator)
         engines[role] = models.add(role, engine)
-    actor, kl, work = engines["actor"], build_kl(config.algorithm.kl), WorkMeter()
+    actor, work, settings = engines["actor"], WorkMeter(), config.algorithm.kl
+    kl = KLController(settings.coef, settings.target if settings.control == "adaptive" else None, settings.horizon)
 
     def meter(role: Role) -> RoleMeter:
         sharding = engines[role].sharding
         # Every role gets the rows of the actor's replicas.
         return RoleMeter(ModelWork(sharding.hf, head=sharding.head), work, actor.replica.size)
 
-    reference, lessons, average, updates = None, None, None, ReferenceUpdates()
+    reference, lessons, average, updates = None, None, None, reference_updates()
     if "reference" in engines:
         frozen, counted, relaid = engines["reference"], meter("reference"), None
         if frozen.groups is not actor.groups:
@@ -174,10 +174,10 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
             reference = ReferenceWorker(frozen.forward if relaid is None else relaid.evaluate, counted)
         if LOSS.needs(config, "needs_teacher"):
             lessons = Lessons(relaid or frozen, getattr(build_objective(config), "beta", 1.0), models, counted)
-        if interval := config.algorithm.kl.reference_interval:
+        if interval := settings.reference_interval:
             stored = (models.stored("reference"), models.stored("actor"))
-            average = WeightAverage(*stored, config.algorithm.kl.reference_rate, ranks_of(groups.host_world))
-            updates = ReferenceUpdates(interval, average.update)
+            average = WeightAverage(*stored, settings.reference_rate, ranks_of(groups.host_world))
+            updates = reference_updates(interval, average.update)
     learner = build_actor_role(config, actor, kl, lessons, meter("actor"))
     critic = build_critic_role(config, engines["critic"], meter("critic")) if "critic" in engines else None
     return Roles(learner, critic, reference, average, updates, kl, engines, models, work)

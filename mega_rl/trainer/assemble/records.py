@@ -13,22 +13,21 @@ from torch import Tensor
 
 import mega_rl
 from mega_rl.checkpoint.identity import model_identity
+from mega_rl.config.keys import as_record
 from mega_rl.config.needs import is_on_policy
-from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
-from mega_rl.protocols import Ranks
 from mega_rl.tracking.metrics.trackers import without_secrets
 from mega_rl.tracking.records.reader import FOLDER, RecordDescription
 from mega_rl.tracking.records.writer import RecordWriter, clear_records
 from mega_rl.trainer.assemble.algorithms import build_correction, build_reward_kl
 from mega_rl.trainer.assemble.load import LoadedRun
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES, Roles, checkpoint_of
+from mega_rl.trainer.events import StepColumns, StepRecorder
 from mega_rl.trainer.loop import Stages
 from mega_rl.trainer.policy_gradient import Evaluated
-from mega_rl.trainer.recording import StepColumns, StepRecorder
 from mega_rl.types import JsonObject
 from mega_rl.workers.residency import PARAMETERS
 
@@ -43,7 +42,9 @@ def build_recorder(run: LoadedRun, stage: Stages, *, done: int) -> StepRecorder 
         return None
     root = Path(config.trainer.run_dir) / FOLDER
     all_succeed(lambda: clear_records(root, after=done) if world.rank == 0 else None, world)
-    writer = record_writer(root, roles, everyone=world, limit=settings.max_mib << 20)
+    engine = roles.actor_engine
+    first = engine.replica.rank == 0
+    writer = RecordWriter(root, settings.max_mib << 20, world, engine.data_parallel.rank, is_first=first)
     changing = [role for role in TRAINED_ROLES if role in roles.engines]
     changing += [] if roles.average is None else ["reference"]
 
@@ -95,12 +96,6 @@ def _describe(run: LoadedRun, step: int, evaluated: Evaluated) -> RecordDescript
         dtype=config.model.dtype,
         versions={"mega_rl": mega_rl.__version__, **{name: version(name) for name in PACKAGES}},
     )
-
-
-def record_writer(root: Path, roles: Roles, *, everyone: Ranks, limit: int) -> RecordWriter:
-    """Return the writer of records under `root`, without weights."""
-    engine = roles.actor_engine
-    return RecordWriter(root, limit, everyone, engine.data_parallel.rank, is_first=engine.replica.rank == 0)
 
 
 def step_columns(config: Config, roles: Roles) -> StepColumns:

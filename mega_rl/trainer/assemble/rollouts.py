@@ -30,9 +30,14 @@ from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
 from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
-from mega_rl.workers.own_rollouts import CheckedRollouts, RolloutContext, WeightsToSource
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
-from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
+from mega_rl.workers.rollout import (
+    BackgroundRolloutWorker,
+    CheckedRollouts,
+    RolloutContext,
+    RolloutWorker,
+    WeightsToSource,
+)
 
 if TYPE_CHECKING:
     from mega_rl.trainer.assemble.load import Inputs
@@ -132,18 +137,7 @@ def _make_source(inputs: Inputs, roles: Roles, engine: RolloutEngine | None, syn
             f"{name}: its receive_weights has no effect with rollout.backend={rollout.backend}, whose engine takes the "
             "weights; set rollout.backend=none, or leave it out"
         )
-    return CheckedRollouts(
-        made,
-        name,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_new_tokens=rollout.max_new_tokens,
-        vocab_size=inputs.vocab_size,
-        n=rollout.n,
-        engine=engine,
-        data_parallel=actor.data_parallel,
-        replica=actor.replica,
-        everyone=inputs.world,
-    )
+    return CheckedRollouts(made, name, context, config.data.max_prompt_tokens, inputs.vocab_size, inputs.world)
 
 
 def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:

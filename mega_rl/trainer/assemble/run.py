@@ -27,7 +27,7 @@ from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.tracking.metrics.tables import show_summary
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.assemble.trainer import build_trainer
-from mega_rl.trainer.stop import StopRequest
+from mega_rl.trainer.loop import StopRequest
 
 log = logging.getLogger(__name__)
 

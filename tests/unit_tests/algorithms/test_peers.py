@@ -42,7 +42,7 @@ from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV, SAP
 from mega_rl.algorithms.statistics import Sequences, whiten
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.vocab import VocabColumns
-from mega_rl.trainer.filters import soft_punishment
+from mega_rl.trainer.rows import soft_punishment
 from mega_rl.types import Experience, RewardParts, row_numbers
 from tests.helpers.advantages import advantages_of
 from tests.peers import package

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from mega_rl.cli import app as cli
-from mega_rl.cli.help import summary
+from mega_rl.cli.output import summary
 from mega_rl.config import packaged
 from mega_rl.config.schema import Config
 from mega_rl.config.user_files import load_from_file
@@ -188,7 +188,7 @@ def test_more_ranks_become_a_launcher(runs: list[Config], monkeypatch: pytest.Mo
     assert signal.SIGTERM in blocked, "a signal waits until the launcher takes it"
     ((path, arguments, _),) = started
     assert path == sys.executable
-    assert arguments[1:4] == ["-P", "-m", "mega_rl.cli.launcher"]
+    assert arguments[1:4] == ["-P", "-m", "mega_rl.cli.launch"]
     assert Launch.parse(arguments[4]) == Launch(
         program=("mega_rl.cli", "train", "--config", "r.yaml", *GOOD, "engine.megatron.tp=2"),
         nproc_per_node=2,

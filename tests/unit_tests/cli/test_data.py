@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.cli.app import main
-from mega_rl.cli.data.commands import boxed, number_after_hashes
+from mega_rl.cli.data import boxed, number_after_hashes
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.rewards.builtin import math_verify

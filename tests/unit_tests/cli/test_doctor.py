@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl import environment
 from mega_rl.cli import app as cli
 from mega_rl.cli import doctor
 from mega_rl.rollout.sglang.server.installation import Installation
@@ -95,13 +94,9 @@ def test_sglang_is_reported_and_required(
     assert [f"MISSING: {reason}" in line for line in lines] == ([True] if reason else [])
 
 
-def test_packages_of_another_release_count_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed_version", {"transformer-engine": "2.20.2"}.get)
-    assert "MISSING: 2.20.2 is installed; mega_rl works with ==2.11.* only" in next(doctor.missing(["te"]))
+def test_packages_that_are_not_installed_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     assert "psutil is not installed; run " in next(doctor.missing(["core"]))
-    monkeypatch.setattr(doctor, "installed_version", {"transformer-engine-cu12": "2.11.0"}.get)
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert next(doctor.missing(["te"])).endswith("its kernels are for CUDA 12, and torch's CUDA is 13.0")
 
 
 @pytest.mark.parametrize(
@@ -126,25 +121,9 @@ def test_report_lists_everything(capfd: pytest.CaptureFixture[str]) -> None:
     assert "patches of Megatron-Core" in out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("from_checkout", [True, False])
-def test_report_advises_by_the_installation(from_checkout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "made_by_make", lambda: from_checkout)
-    monkeypatch.setattr("mega_rl.rollout.sglang.server.installation.made_by_make", lambda: from_checkout)
+def test_report_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_sglang", lambda: None)
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     lines = {line.split("  ")[0]: line for line in doctor.report()}
-    assert lines["torch"].endswith("'make setup'" if from_checkout else 'pip install "torch<3,>=2.13"')
-    assert ("'make sglang'" in lines["sglang"]) == from_checkout
-    assert ("requirements-cpu.txt' installs it on a CPU" in lines["sglang"]) != from_checkout
-
-
-def test_make_is_advised_in_its_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "SOURCES", tmp_path)
-    monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
-    (tmp_path / ".venv").mkdir()
-    assert not environment.made_by_make(), "no Makefile"
-    (tmp_path / "Makefile").touch()
-    assert environment.made_by_make()
-    (tmp_path / "another").mkdir()
-    monkeypatch.setattr("sys.prefix", str(tmp_path / "another"))
-    assert not environment.made_by_make(), "make would install into the environment that is not used"
+    assert lines["torch"].endswith('pip install "torch<3,>=2.13"')
+    assert "requirements-cpu.txt' installs it on a CPU" in lines["sglang"]

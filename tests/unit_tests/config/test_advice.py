@@ -6,8 +6,7 @@ import pytest
 
 from mega_rl.config.loader import load
 from mega_rl.config.packaged import file_of, names
-from mega_rl.config.rules import check
-from mega_rl.config.rules.advice import advice
+from mega_rl.config.rules import advice, check
 
 SAVED = "checkpoint.save_interval=20"
 SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorithm.epochs=2")

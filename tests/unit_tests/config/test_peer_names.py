@@ -10,9 +10,8 @@ import pytest
 
 from mega_rl.cli import app
 from mega_rl.config.choices import CHOICES
-from mega_rl.config.key_names import NAMES, in_peers, nearest_key
 from mega_rl.config.keys import FIELDS, SECTIONS, is_mapping, keys_in
-from mega_rl.config.loader import load
+from mega_rl.config.loader import NAMES, in_peers, load, nearest_key
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserErrors
 

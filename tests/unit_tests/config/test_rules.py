@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.facts import ModelFacts
 from mega_rl.config.keys import FIELDS, flat
 from mega_rl.config.loader import load
 from mega_rl.config.needs import is_on_policy, models_take_turns
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
+from mega_rl.config.values import ModelFacts
 
 FACTS = ModelFacts(
     num_layers=12,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.facts import ModelFacts
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
+from mega_rl.config.values import ModelFacts
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.models import attention_choice
 from mega_rl.errors import UserError

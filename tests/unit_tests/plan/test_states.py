@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.plan.parameters import Parameter
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
-from mega_rl.plan.state import lay_out, state_of
+from mega_rl.plan.state import Parameter, lay_out, state_of
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.plan.models import run_live
 from tests.unit_tests.plan.states_on_ranks import CASES, PARTS, config_of, run_cases

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.trainer.recording import group_rows, sample_rows
+from mega_rl.trainer.events import group_rows, sample_rows
 from mega_rl.trainer.rows import Samples
 from mega_rl.types import Prompt, Rewards, Rollout
 from tests.helpers.rollouts import make_rollout

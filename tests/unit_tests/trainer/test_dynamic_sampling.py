@@ -11,8 +11,7 @@ import torch
 
 from mega_rl.data.order import PromptSampler
 from mega_rl.trainer.collect import SamplingPlan
-from mega_rl.trainer.filters import has_spread
-from mega_rl.trainer.rows import Samples
+from mega_rl.trainer.rows import Samples, has_spread
 from mega_rl.types import RewardParts, Rewards
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out

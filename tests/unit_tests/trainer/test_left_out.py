@@ -12,10 +12,9 @@ from torch import Tensor
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.kl import k1
 from mega_rl.algorithms.losses import AGGREGATIONS
-from mega_rl.trainer.filters import leave_unscored_out
+from mega_rl.trainer.events import sample_rows
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
-from mega_rl.trainer.recording import sample_rows
-from mega_rl.trainer.rows import Samples
+from mega_rl.trainer.rows import Samples, leave_unscored_out
 from mega_rl.trainer.step_metrics import experience_metrics, part_metrics, rollout_metrics
 from mega_rl.types import Experience, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks

@@ -14,12 +14,12 @@ from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
+from mega_rl.trainer.events import _weights
 from mega_rl.trainer.loop import Event, StepLog
 from mega_rl.trainer.mismatch import RolloutMismatchError
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
-from mega_rl.trainer.recording import _weights
 from mega_rl.types import Rewards, TokenOutputs
-from mega_rl.workers.models import ReferenceUpdates
+from mega_rl.workers.models import reference_updates
 from tests.helpers.fakes import (
     FakePrompts,
     FakeRanks,
@@ -104,7 +104,7 @@ def test_the_reference_is_updated_after_the_policy(interval: int) -> None:
         events.append("mix")
         return 0.25
 
-    trainer.update_reference = ReferenceUpdates(interval, mix)
+    trainer.update_reference = reference_updates(interval, mix)
     trainer.fit()
     records = trainer.metrics.records
     assert [record["kl/reference_step"] for record in records.values()] == [n - n % interval for n in range(1, 5)]

@@ -53,14 +53,14 @@ def test_staleness_is_counted_by_token(rollout: Rollout, expected: tuple[float, 
 def test_a_sample_beyond_the_limit_is_named(by_token: bool) -> None:
     tokens = [[5] * 4] * 3 + [[5, 5, 3, 5]]
     rollout = versions([2] * 4, [5] * 4, tokens) if by_token else versions([2] * 4, [5, 5, 5, 3])
-    match = r"sample 1 of prompt 1 .* weight version 3, 2 behind the trainer's 5: more than trainer.async_steps=1"
+    match = r"sample 1 of prompt 1 .* weight version 3, and the trainer has 5: trainer.async_steps=1 "
     with pytest.raises(StaleSampleError, match=match):
         staleness(rollout, current=5, limit=1)
     assert staleness(rollout, current=5, limit=2)[1] == 2.0
 
 
 def test_a_version_that_the_trainer_never_had() -> None:
-    with pytest.raises(StaleSampleError, match=r"sample 1 of prompt 0 .* 6, newer than the trainer's 5"):
+    with pytest.raises(StaleSampleError, match=r"sample 1 of prompt 0 .* 6, and the trainer has 5"):
         staleness(versions([2, 2], [5, 6]), current=5, limit=1)
 
 

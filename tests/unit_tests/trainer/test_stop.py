@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.tracking import progress
-from mega_rl.trainer.stop import StopRequest
+from mega_rl.trainer.loop import StopRequest
 
 
 class WithAnother(SingleRank):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mega_rl.algorithms.losses import AGGREGATIONS
-from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import LEFT_OUT, MinibatchPlan, PolicyGradientRules
+from mega_rl.trainer.rows import rows_with_advantages
 from mega_rl.types import Experience
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import worst_difference

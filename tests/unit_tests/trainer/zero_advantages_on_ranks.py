@@ -12,8 +12,8 @@ from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
-from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import MinibatchPlan
+from mega_rl.trainer.rows import rows_with_advantages
 from mega_rl.types import Experience, row_numbers
 from mega_rl.workers.models import PolicyLoss
 from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced, running_engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.types import Draws, Prompt, Rollout
-from mega_rl.workers.own_rollouts import CheckedRollouts, RolloutContext, WeightsToSource
-from mega_rl.workers.rollout import EVALUATION
+from mega_rl.workers.rollout import EVALUATION, CheckedRollouts, RolloutContext, WeightsToSource
 
 PROMPTS = [Prompt(index=7, token_ids=(3, 4), text="a", answer=""), Prompt(index=8, token_ids=(5,), text="b", answer="")]
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=5, stop_token_ids=(1,))
@@ -157,13 +157,9 @@ def checked(rows: Any, metrics: Any = None, *, replica: Any = None) -> CheckedRo
     return CheckedRollouts(
         Returned(rows, {} if metrics is None else metrics),
         "rollout.source='own.py:Own'",
+        replace(context_over(Answers()), replica=replica or SingleRank()),
         max_prompt_tokens=2,
-        max_new_tokens=5,
         vocab_size=10,
-        n=2,
-        engine=Answers(),
-        data_parallel=SingleRank(),
-        replica=replica or SingleRank(),
         everyone=SingleRank(),
     )
 

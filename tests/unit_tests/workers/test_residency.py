@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mega_rl.config.attention import Role
+from mega_rl.config.needs import Role
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.loop import Stages

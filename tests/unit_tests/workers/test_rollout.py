@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank, share
 from mega_rl.types import Draws, Prompt, Rollout
-from mega_rl.workers.rollout import EVALUATION, RolloutWorker, VocabularyGuard
+from mega_rl.workers.rollout import EVALUATION, RolloutWorker, check_vocabulary
 from tests.helpers.threads import OneRank, ThreadGroup
 
 PROMPTS = [Prompt(index=100 + i, token_ids=(2 + i,), text=f"p{i}", answer=str(i)) for i in range(7)]
@@ -138,7 +138,7 @@ def generate_known(vocab_sizes: list[int], *, count: int = 7) -> list[Rollout | 
             engine=CountingEngine(), data_parallel=Place(rank.rank, rank.size), replica=SingleRank(), n=2, seed=8
         )
         rollout = source.generate(PROMPTS[:count], step=1)
-        VocabularyGuard(vocab_sizes[rank.rank], reader="reference", everyone=rank)(rollout)
+        check_vocabulary(rollout, vocab_sizes[rank.rank], reader="reference", everyone=rank)
         return rollout
 
     return ThreadGroup(len(vocab_sizes)).run(play)

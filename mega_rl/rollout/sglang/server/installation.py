@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl.environment import made_by_make, of_other_programs
+from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 
 SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with
@@ -87,7 +87,7 @@ def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installat
 def how_to_install(device: str = "") -> str:
     """Return the command in words, for `device` as in `require_sglang`."""
     pip = f"pip install --no-deps --target {Path(sys.prefix) / FOLDER} -r {CPU_REQUIREMENTS}"
-    on_cpu = f"'{'make sglang' if made_by_make() else pip}' installs it on a CPU"
+    on_cpu = f"'{pip}' installs it on a CPU"
     on_cuda = "'pip install mega_rl[sglang]' does so on a GPU machine"
     return {"cpu": on_cpu, "cuda": on_cuda}.get(device, f"{on_cpu}, {on_cuda}")
 

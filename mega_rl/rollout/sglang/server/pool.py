@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from mega_rl.config.facts import divisors, listed
+from mega_rl.config.values import divisors, listed
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import run_on_all, run_on_one
 from mega_rl.protocols import Ranks

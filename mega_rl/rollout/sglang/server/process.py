@@ -15,8 +15,7 @@ from typing import Self
 
 import psutil
 
-from mega_rl.cores import processors
-from mega_rl.environment import python_module
+from mega_rl.environment import processors, python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.processes import PIPE, STDOUT, Child
 from mega_rl.rollout.sglang.http.control import Control, ServerError

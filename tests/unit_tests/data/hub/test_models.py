@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, file_download
 
-from mega_rl.config.origins import pinned_overrides
+from mega_rl.config.keys import pinned_overrides
 from mega_rl.config.render import resolved_yaml
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight import preflight

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from mega_rl.config.origins import pinned_overrides, recorded
+from mega_rl.config.keys import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
-from mega_rl.config.rules.data import files_of
+from mega_rl.config.rules.rollout import files_of
 from mega_rl.data.hub import rows
 from mega_rl.data.hub.names import DatasetName
 from mega_rl.errors import UserError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.loader import load
+from mega_rl.config.needs import Role, requested_attention
 from mega_rl.config.schema import ATTENTION, Config
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.engines.models.attention_choice import check_one_backend, choose_attention

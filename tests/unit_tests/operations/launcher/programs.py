@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mega_rl.checkpoint.format.manifest import commit_text
-from mega_rl.cli.launcher import command
+from mega_rl.cli.launch import command
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.ranks import KEY
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.checkpoint.memory import place
-from mega_rl.cli.launcher import newest_checkpoints
+from mega_rl.cli.launch import newest_checkpoints
 from mega_rl.operations.launcher import run_health
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
 from mega_rl.tracking.health.records import LastWords, PhaseRecord, read_records, write_record

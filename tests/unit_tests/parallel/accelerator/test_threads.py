@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from mega_rl import cores
+from mega_rl import environment
 from mega_rl.parallel.accelerator import base, use_threads
 
 
@@ -19,7 +19,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A host of 16 cores with 32 processors; the folder stands for its control groups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(32)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 32 if logical else 16)
-    monkeypatch.setattr(cores, "CGROUP", tmp_path)
+    monkeypatch.setattr(environment, "CGROUP", tmp_path)
     return tmp_path
 
 
@@ -38,7 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_share_of_a_rank(host: Path, limit: str | None, ranks: int, share: int) -> None:
     if limit is not None:
         (host / "cpu.max").write_text(limit + "\n")
-    assert cores.threads_per_rank(ranks) == share
+    assert environment.threads_per_rank(ranks) == share
 
 
 def test_torch_gets_the_share_unless_the_user_says_otherwise(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +63,8 @@ def sysfs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     gpu = tmp_path / "bus/pci/devices/0000:dc:00.0"
     gpu.mkdir(parents=True)
     (gpu / "numa_node").write_text("1\n")
-    monkeypatch.setattr(cores, "SYSFS", tmp_path)
-    monkeypatch.setattr(cores, "_before", set())
+    monkeypatch.setattr(environment, "SYSFS", tmp_path)
+    monkeypatch.setattr(environment, "_before", set())
     return tmp_path
 
 
@@ -86,9 +86,9 @@ def test_a_rank_runs_near_its_gpu(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: calls[-1] if calls else allowed)
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: calls.append(cpus))
     (sysfs / "bus/pci/devices/0000:dc:00.0/numa_node").write_text(node + "\n")
-    cores.bind_near("0000:dc:00.0")
+    environment.bind_near("0000:dc:00.0")
     assert calls == ([] if bound is None else [bound])
-    assert cores.processors() == allowed, "what it starts may use all of them"
+    assert environment.processors() == allowed, "what it starts may use all of them"
 
 
 def test_a_rank_is_bound_before_it_allocates(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

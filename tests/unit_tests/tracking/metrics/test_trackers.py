@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from mega_rl.config.keys import as_record
 from mega_rl.config.loader import load
-from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config, MetricsConfig
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight.host import check_packages

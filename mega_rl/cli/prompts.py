@@ -20,7 +20,7 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.data.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
 from mega_rl.data.order import shares_of
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.preflight.run import check_data, check_validation
+from mega_rl.plan.preflight import check_data, check_validation
 from mega_rl.plan.setup import smallest_world
 from mega_rl.tracking.progress import printable
 from mega_rl.trainer.assemble.data import Tokens, load_data, load_data_source, read_tokens, with_length

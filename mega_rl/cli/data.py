@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Overrides, Recipe
+from mega_rl.cli.output import Commands
 from mega_rl.cli.quickstart.word_problems import make_problems, write_problems
 from mega_rl.data.columns import RowColumns, RowProblem
 from mega_rl.data.hub.names import FolderName, Role, dataset_name, folder_name
@@ -95,7 +95,7 @@ def show(
 
     The first prompts of each are shown as the model sees them. Nothing is trained, and no weight is read.
     """
-    from mega_rl.cli.data.overview import show_prompts
+    from mega_rl.cli.prompts import show_prompts
 
     progress.show_progress()
     show_prompts(recipe, overrides or [], prompts=prompts)
