@@ -190,9 +190,10 @@ class LearningWorker:
         where = f"{self.role}, step {step + 1}: the gradient norm is {error.norm}"
         limit = f"optim.max_skipped_steps={self.max_skipped_steps}"
         if self._skipped > self.max_skipped_steps:
+            times = "" if self._skipped == 1 else f" in {self._skipped} optimizer steps in a row"
             raise NonFiniteGradientError(
-                f"{where} in {self._skipped} optimizer steps in a row; {limit} allows no more. No weight and no "
-                "moment has changed. Resume from an earlier checkpoint with a lower optim.lr, or try model.dtype=fp32",
+                f"{where}{times}; {limit} allows no more. No weight and no moment has changed. Resume from an earlier "
+                "checkpoint with a lower optim.lr or optim.critic_lr, or try model.dtype=fp32",
                 norm=error.norm,
                 metrics=error.metrics,
             ) from error
