@@ -56,7 +56,7 @@ def variables_of(engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerC
     if rollout.backend == "sglang":
         # Servers run so by default, and both ends of a group have to agree.
         variables["NCCL_CUMEM_ENABLE"] = "0"
-        if _shares_devices(rollout, trainer):
+        if shares_devices(rollout, trainer):
             # Buffers of NVLink's multicast stay allocated for each group, and a server needs the memory in its turn.
             variables["NCCL_NVLS_ENABLE"] = "0"
     return variables
@@ -75,7 +75,7 @@ def of_other_programs() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _set_by_run and name not in _ALLOCATOR}
 
 
-def _shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
+def shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
     """Return whether servers are placed on the trainer's devices if it trains on GPUs."""
     sglang = rollout.sglang
     if sglang.placement == "auto":

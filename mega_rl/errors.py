@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -51,21 +48,6 @@ class UserErrors(UserError):
         assert problems, "UserErrors needs at least one problem"
         self.problems = tuple(problems)
         super().__init__("\n".join(problems))
-
-
-@contextmanager
-def limits_as_errors() -> Iterator[None]:
-    """Raise RunError, of one line, where the machine allows no further thread or process."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        limit = "can't start new thread", os.strerror(errno.EAGAIN)
-        if isinstance(error, RunError) or not any(words in str(error) for words in limit):
-            raise
-        raise RunError(
-            f"{os.uname().nodename} allows no further thread or process ({error}); raise 'ulimit -u', or pids.max of "
-            "the job's control group"
-        ) from error
 
 
 def no_such(thing: str, path: Path) -> str:

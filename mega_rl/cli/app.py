@@ -18,7 +18,7 @@ from mega_rl import __version__
 from mega_rl.cli.output import Commands, Later
 from mega_rl.config.user_files import place_in_users_code
 from mega_rl.environment import LAST_WORD
-from mega_rl.errors import PeerError, RunError, UserError, UserErrors, limits_as_errors
+from mega_rl.errors import PeerError, RunError, UserError, UserErrors
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress import printable
 
@@ -91,8 +91,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
     if "WORLD_SIZE" not in os.environ:
         os.environ.pop("RANK", None)  # a launcher sets both: left over, it would silence a process that is the only one
     try:
-        with limits_as_errors():
-            outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
+        outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
     except typer.BadParameter as error:

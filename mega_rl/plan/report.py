@@ -10,7 +10,7 @@ from pathlib import Path
 from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.activations import num_microbatches, tokens_of_a_pass
-from mega_rl.plan.cost import HARDWARE, Hardware, StepTime, step_time
+from mega_rl.plan.cost import HARDWARE, Hardware, StepTime, Traffic, step_time, step_traffic, sync_traffic
 from mega_rl.plan.memory import (
     CONTEXT,
     FRAGMENTATION,
@@ -28,7 +28,6 @@ from mega_rl.plan.preflight.host import is_missing, smallest_gpu
 from mega_rl.plan.search import Candidate, Proposal, advice, cheapest, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup
 from mega_rl.plan.state import weight_bytes
-from mega_rl.plan.traffic import Traffic, step_traffic, sync_traffic
 
 _LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
 

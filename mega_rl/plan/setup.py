@@ -19,6 +19,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.hub.resolve import checkpoint_folder, checkpoint_paths
+from mega_rl.environment import shares_devices
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -120,12 +121,8 @@ class RunSetup:
     @property
     def colocated(self) -> bool:
         """Return whether started servers share the trainer's devices and take turns with it."""
-        sglang = self.config.rollout.sglang
-        if self.config.rollout.backend != "sglang":
-            return False
-        if sglang.placement == "auto":
-            return not sglang.urls and not self.config.trainer.async_steps
-        return sglang.placement == "colocated"
+        rollout = self.config.rollout
+        return rollout.backend == "sglang" and shares_devices(rollout, self.config.trainer)
 
     @property
     def takes_turns(self) -> bool:

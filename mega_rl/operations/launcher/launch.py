@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mega_rl import __version__
-from mega_rl.errors import RunError, UserError, limits_as_errors
+from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.channel import SILENT_S, Channel, ChannelLost, Door, Joining, join
 from mega_rl.operations.launcher.nodes import (
     ENDED,
@@ -109,8 +109,7 @@ def launch(
         variables = {**os.environ, **(variables or {})}
         os.environ.pop(KEY, None)  # store and reaper would inherit it
         try:
-            with limits_as_errors():
-                conclusion = _run(settings, variables, stop, newest)
+            conclusion = _run(settings, variables, stop, newest)
         except (UserError, RunError) as error:
             conclusion = Conclusion(error.exit_code, str(error))
     if conclusion.line:

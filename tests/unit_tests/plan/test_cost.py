@@ -9,11 +9,10 @@ import pytest
 
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.activations import num_microbatches
-from mega_rl.plan.cost import BUBBLE, COMPUTING, HARDWARE, RATES, StepTime, step_time
+from mega_rl.plan.cost import BUBBLE, COMPUTING, HARDWARE, RATES, StepTime, step_time, sync_traffic
 from mega_rl.plan.report import MemoryPlan, as_json, as_text
 from mega_rl.plan.search import changed
 from mega_rl.plan.state import state_of
-from mega_rl.plan.traffic import sync_traffic
 from mega_rl.tracking.metrics.flops import ModelWork
 from tests import scale_pages
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3

@@ -17,12 +17,12 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.activations import forward_pass, num_microbatches, shape_of, tokens_of_a_pass, training_pass
+from mega_rl.plan.cost import num_servers, step_traffic
 from mega_rl.plan.memory import embedded, host_bytes, judge, kv_bytes_per_token, memory_of_stages, server_of
 from mega_rl.plan.report import MemoryPlan, as_json, as_text
 from mega_rl.plan.search import advice, changed, cheapest, is_legal, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup, smallest_world
 from mega_rl.plan.state import weight_bytes
-from mega_rl.plan.traffic import num_servers, step_traffic
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, QWEN3_32B
 

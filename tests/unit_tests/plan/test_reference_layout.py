@@ -8,12 +8,12 @@ import pytest
 
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
+from mega_rl.plan.cost import step_traffic
 from mega_rl.plan.memory import host_bytes, memory_of_stages, projection_bytes
 from mega_rl.plan.report import MemoryPlan, as_text
 from mega_rl.plan.search import is_legal
 from mega_rl.plan.setup import Machine, RunSetup, smallest_world
 from mega_rl.plan.state import weight_bytes
-from mega_rl.plan.traffic import step_traffic
 from tests.unit_tests.plan.models import QWEN3_8B, QWEN3_32B
 
 DISTILLED = {

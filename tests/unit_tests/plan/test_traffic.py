@@ -10,8 +10,8 @@ import pytest
 
 from mega_rl.config.keys import with_settings
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.plan.cost import Traffic, pass_traffic, update_traffic
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
-from mega_rl.plan.traffic import Traffic, pass_traffic, update_traffic
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.plan.models import run_live
 from tests.unit_tests.plan.test_states import UNTIED

@@ -89,21 +89,6 @@ def test_first_failure_gives_the_exit_code(tmp_path: Path, end: str, code: int, 
     assert bool(line) == ("error:" in errors)
 
 
-def test_launcher_without_a_thread_says_so(tmp_path: Path) -> None:
-    """Its ranks end; the interpreter's start-up file stands for a limit that is reached."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys, threading\n"
-        'def start(thread): raise RuntimeError("can\'t start new thread")\n'
-        "if 'mega_rl.cli.launch' in sys.orig_argv: threading.Thread.start = start\n"
-    )
-    started = start(tmp_path, "reached('up'); time.sleep(600)")
-    code, errors = started.end()
-    assert code == 1
-    assert "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith("error: ")
-    assert "allows no further thread or process (can't start new thread)" in errors.splitlines()[-1]
-
-
 SAVES = """
     def stop(number, frame): reached(f"saved{number}"); sys.exit(128 + number)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, stop)
