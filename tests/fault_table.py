@@ -465,7 +465,8 @@ TABLE: Table = {
             "servers resume memory that models still hold",
             "        offloaded = models.hold(self._residents(layout))\n",
             "        coming = [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)]\n"
-            "        self._ask(self.servers.resume, coming)\n"
+            "        self.everyone.sum(torch.zeros(1))\n"
+            "        self.servers.resume(coming)\n"
             "        now, offloaded = layout, models.hold(self._residents(layout))\n",
         ),
         (

@@ -372,5 +372,4 @@ def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> d
 
 
 def _keys(rows: Rollout | Experience) -> list[tuple[int, int]]:
-    """Return (prompt, sample) of each row."""
     return list(zip(rows.prompt_index.tolist(), rows.sample_index.tolist(), strict=True))

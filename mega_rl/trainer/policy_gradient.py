@@ -103,7 +103,6 @@ class PolicyGradient:
             self.log.add(self.update_reference(step + 1))
 
     def _outputs(self, stage: str, model: TokenModel | None, rollout: Rollout) -> TokenOutputs:
-        """Return a model's outputs for every response token; empty for a role that the run lacks."""
         if model is None:
             return TokenOutputs()
         with self.stage(stage):
