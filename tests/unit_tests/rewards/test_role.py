@@ -157,7 +157,7 @@ FIRST, SECOND = "prompt 23: '2+3=', response: '50,51', answer: '5'", "; prompt 1
     ],
 )
 def test_error_without_a_rule_ends_all_ranks(value: object, expected: str) -> None:
-    results = score_on(2, lambda *_: raising(value) if isinstance(value, BaseException) else value)
+    results = score_on(2, lambda response: raising(value) if isinstance(value, BaseException) else value)
     assert all(isinstance(result, RewardError) for result in results)
     assert "3 of 3 responses have no score" in str(results[0])
     assert expected in str(results[0])
@@ -167,7 +167,7 @@ def test_error_without_a_rule_ends_all_ranks(value: object, expected: str) -> No
 def test_error_on_one_replica_ends_all() -> None:
     """The other replicas would wait for it in the next collective until the deadline."""
     first = threading.Lock()
-    results = score_on(2, lambda *_: math.nan if first.acquire(blocking=False) else 1.0, replicas=2)
+    results = score_on(2, lambda response: math.nan if first.acquire(blocking=False) else 1.0, replicas=2)
     assert all(isinstance(result, RewardError) and "returned nan" in str(result) for result in results)
 
 
@@ -256,7 +256,7 @@ def test_failed_response_gets_its_score_in_every_component() -> None:
 
 
 def test_response_that_is_left_out_is_nan_on_every_rank() -> None:
-    for result in score_on(2, lambda prompt, *_: None if prompt == "2+3=" else 1.0):
+    for result in score_on(2, lambda prompt, response: None if prompt == "2+3=" else 1.0):
         assert str(result.totals.tolist()) == "[nan, 1.0, nan]"
 
 
