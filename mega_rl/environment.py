@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -113,6 +112,8 @@ def processors() -> set[int]:
 
 def threads_per_rank(local_ranks: int) -> int:
     """Return each rank's share, at least 1, of the physical cores that this process may use."""
+    import psutil
+
     allowed = len(processors())
     usable = min(psutil.cpu_count(logical=False) or allowed, allowed, _container_limit() or allowed)
     return max(1, usable // local_ranks)
