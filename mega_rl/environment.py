@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -21,9 +22,6 @@ from mega_rl.errors import UserErrors
 if TYPE_CHECKING:
     from mega_rl.config.schema import EngineConfig, RolloutConfig, TrainerConfig
 
-# Descriptor of a file into which the command of each rank writes, at the rank's place, one more than its exit code: a
-# reward function or a library may call os._exit(0).
-LAST_WORD = "MEGA_RL_LAST_WORD"
 # cuBLAS's split work space adds up in an order of its own; NCCL's choice of algorithm changes with load and topology;
 # Transformer Engine has attention kernels that add atomically.
 DETERMINISTIC = {
@@ -112,8 +110,6 @@ def processors() -> set[int]:
 
 def threads_per_rank(local_ranks: int) -> int:
     """Return each rank's share, at least 1, of the physical cores that this process may use."""
-    import psutil
-
     allowed = len(processors())
     usable = min(psutil.cpu_count(logical=False) or allowed, allowed, _container_limit() or allowed)
     return max(1, usable // local_ranks)
