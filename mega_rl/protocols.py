@@ -22,7 +22,7 @@ from mega_rl.types import (
 from mega_rl.types import LossOutput as LossOutput
 
 if TYPE_CHECKING:
-    from mega_rl.algorithms.sequences import Sequences
+    from mega_rl.algorithms.statistics import Sequences
 
 Batch = TypeVar("Batch", Rollout, Experience)
 

@@ -235,5 +235,5 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks
     minima: dict[str, Tensor] = field(default_factory=dict)  # scalars, minimum; infinite without tokens
-    # [BINS] float64 of `algorithms.distribution`, counts of logarithms of positive numbers; added
+    # [BINS] float64 of `algorithms.statistics`, counts of logarithms of positive numbers; added
     log_histograms: dict[str, Tensor] = field(default_factory=dict)

@@ -485,8 +485,8 @@ TABLE: Table = {
         ("a response without a score is not counted", "                counts[result.kind] += 1\n", ""),
         (
             "failed responses counted on one rank",
-            "sum(failed) > self._max_failed_share * total",
-            "sum(failed) > self._max_failed_share * sum(own)",
+            "sum(failed) > self.max_failed_share * total",
+            "sum(failed) > self.max_failed_share * sum(own)",
         ),
         (
             "the stop token is not counted",

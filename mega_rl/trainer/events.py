@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import RewardKL
-from mega_rl.algorithms.losses.tokens import Correction, SampledTokens
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.losses import Correction, SampledTokens
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.protocols import CheckpointStore, MetricsSink, Ranks
 from mega_rl.tracking.metrics.records import to_json_value

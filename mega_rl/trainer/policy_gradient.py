@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.inputs import AdvantageEstimator, AdvantageInputs
 from mega_rl.algorithms.kl import KLController, RewardKL
-from mega_rl.algorithms.losses.aggregation import Aggregation, loss_weights, token_and_sequence_counts
+from mega_rl.algorithms.losses import Aggregation, loss_weights, token_and_sequence_counts
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
 from mega_rl.protocols import Inspect, Learner, Ranks, TokenModel

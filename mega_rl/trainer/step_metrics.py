@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.distribution import QUANTILES, SUMMARY, combine, histogram, summary
 from mega_rl.algorithms.kl import k3
-from mega_rl.algorithms.losses.value import explained_variance
+from mega_rl.algorithms.losses import explained_variance
+from mega_rl.algorithms.statistics import QUANTILES, SUMMARY, combine, histogram, summary
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.rows import answered, gather_column
 from mega_rl.types import TRAINED_TOKENS, Experience, Metrics, RewardParts, Rewards, Rollout
