@@ -10,8 +10,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mega_rl.verify.learn.results import Curve, TaskResult, band
-from mega_rl.verify.learn.tasks import TASKS
+from mega_rl.verify.learn.tasks import TASKS, Curve, TaskResult, band
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = "| task | variant | steps | result, 95 % band | statement | |\n|---|---|---|---|---|---|\n"

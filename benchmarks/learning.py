@@ -27,7 +27,7 @@ from typing import Any
 
 from driver import parser_of, run
 
-from mega_rl.verify.learn.results import band
+from mega_rl.verify.learn.tasks import band
 
 LETTERS, STOP = "abcdefgh", "."
 RESPONSE = 6  # letters of a right response

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mega_rl.algorithms.inputs import AdvantageInputs
-    from mega_rl.algorithms.losses.tokens import PolicyTokens, SampledTokens
+    from mega_rl.algorithms.losses import PolicyTokens, SampledTokens
     from mega_rl.api import (
         Outcome,
         Trainer,
@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "mega_rl.algorithms.inputs": "AdvantageInputs",
-    "mega_rl.algorithms.losses.tokens": "PolicyTokens SampledTokens",
+    "mega_rl.algorithms.losses": "PolicyTokens SampledTokens",
     "mega_rl.api": "Outcome Trainer load_config register_advantage register_correction register_data_source "
     "register_loss register_rollout_source train",
     "mega_rl.config.schema": "Config",

@@ -22,7 +22,7 @@ from mega_rl.types import (
 from mega_rl.types import LossOutput as LossOutput
 
 if TYPE_CHECKING:
-    from mega_rl.algorithms.sequences import Sequences
+    from mega_rl.algorithms.statistics import Sequences
 
 Batch = TypeVar("Batch", Rollout, Experience)
 
@@ -113,7 +113,7 @@ class Engine(ModelPasses, StatefulModel, Protocol):
         """Yield (Hugging Face name, full tensor in training dtype) of every weight, on all ranks; collective."""
 
     def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
-        """Give back the memory of parameters, gradients and optimizer state; returns the bytes; collective."""
+        """Give back the memory of these parts; returns the bytes; collective."""
 
     def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Undo `offload` of these parts, bit for bit; gradients are zero then, as before a mini-batch."""
@@ -206,13 +206,12 @@ class CheckpointStore(Protocol):
         """Begin to write models, optimizers and `state` after `step` steps, with the step's metrics."""
 
     def save_in_memory(self, step: int, state: JsonObject) -> None:
-        """Write the same into the hosts' memory, where the run keeps checkpoints; complete when it returns."""
+        """Write the same into the hosts' memory; complete when it returns."""
 
     def poll(self) -> Metrics:
-        """Return metrics of the saves that ended; raises for a failure that ends the run."""
+        """Return metrics of the saves that ended; like `finish`, raises for a failure that ends the run."""
 
-    def finish(self) -> None:
-        """Wait for the save in progress, within its deadline; raises like `poll`."""
+    def finish(self) -> None: ...
 
 
 class MetricsSink(Protocol):

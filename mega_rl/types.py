@@ -3,9 +3,8 @@
 Shape letters: B sequences of this data-parallel rank, S padded length, T packed tokens, V vocabulary, H hidden,
 L mixtures of experts, K experts that a token goes to.
 
-Alignment: every per-token tensor is aligned to the token that it describes. `old_logprobs[b, t]` is the log-probability
-of `tokens[b, t]` given `tokens[b, :t]`, and `values[b, t]` is the value predicted just before that token is emitted.
-The shift between a model's output position and the token it predicts happens in one place, `mega_rl.data.packing`.
+Every per-token tensor is aligned to the token that it describes: `old_logprobs[b, t]` is the log-probability of
+`tokens[b, t]` given `tokens[b, :t]`, `values[b, t]` is predicted just before it. `mega_rl.data.packing` shifts.
 Rows are right-padded: prompt, response, padding; between two turns of a response stand tokens that are off the loss
 mask. Batches live on the host; an engine moves each micro-batch to its device and brings results back.
 """
@@ -84,9 +83,7 @@ class Rollout:
     sample_index: Tensor  # [B] int64, number of the sample of its prompt (0 .. n-1)
     weight_version: Tensor  # [B] int64, version of the weights that sampled it; the oldest where several did
     routing: Tensor | None = None  # [B, S, L, K] int16 from an engine that reports it; as in `Experience`
-    # [B, S] int64, version of the weights that sampled each token, 0 off the mask; None: `weight_version` sampled all.
-    # This field and the next are there on all ranks or on none.
-    token_versions: Tensor | None = None
+    token_versions: Tensor | None = None  # [B, S] int64 of the weights of each token, 0 off the mask; on all ranks
     failed: Tensor | None = None  # [B] bool, rows without an answer, no token on the mask; None: none failed
 
     @classmethod
@@ -155,11 +152,8 @@ class Experience:
     returns: Tensor  # [B, S] float32, value targets; 0 off the mask
     loss_weights: Tensor  # [B, S] float32, share of each token in its mini-batch's policy loss
     token_weights: Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: for means and the critic
-    # [B, S] int64, 1 + the row's place in this rank's mini-batch on the loss mask, 0 elsewhere: which sequence a token
-    # is of, once rows are packed. See algorithms.sequences.
-    rows: Tensor
-    # [B, S, L, K] int16, the K experts that each of L mixtures gave the token when it was the input, prompts included;
-    # -1 where unknown; None: every pass chooses for itself. It goes with the input, so it is not shifted.
+    rows: Tensor  # [B, S] int64, 1 + the row's place in this rank's mini-batch on the loss mask, 0 elsewhere
+    # [B, S, L, K] int16, experts of each mixture when the token was the input, so it is not shifted; -1: unknown.
     routing: Tensor | None = None
 
     @classmethod
@@ -241,5 +235,5 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks
     minima: dict[str, Tensor] = field(default_factory=dict)  # scalars, minimum; infinite without tokens
-    # [BINS] float64 of `algorithms.distribution`, counts of logarithms of positive numbers; added
+    # [BINS] float64 of `algorithms.statistics`, counts of logarithms of positive numbers; added
     log_histograms: dict[str, Tensor] = field(default_factory=dict)

@@ -24,8 +24,7 @@ from mega_rl.algorithms.inputs import AdvantageInputs
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
-from mega_rl.algorithms.sequences import Sequences
-from mega_rl.algorithms.statistics import SumOverRanks
+from mega_rl.algorithms.statistics import Sequences, SumOverRanks
 from mega_rl.types import Experience, RewardParts, TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
 

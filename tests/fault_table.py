@@ -465,7 +465,8 @@ TABLE: Table = {
             "servers resume memory that models still hold",
             "        offloaded = models.hold(self._residents(layout))\n",
             "        coming = [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)]\n"
-            "        self._ask(self.servers.resume, coming)\n"
+            "        self.everyone.sum(torch.zeros(1))\n"
+            "        self.servers.resume(coming)\n"
             "        now, offloaded = layout, models.hold(self._residents(layout))\n",
         ),
         (
@@ -484,8 +485,8 @@ TABLE: Table = {
         ("a response without a score is not counted", "                counts[result.kind] += 1\n", ""),
         (
             "failed responses counted on one rank",
-            "sum(failed) > self._max_failed_share * total",
-            "sum(failed) > self._max_failed_share * sum(own)",
+            "sum(failed) > self.max_failed_share * total",
+            "sum(failed) > self.max_failed_share * sum(own)",
         ),
         (
             "the stop token is not counted",

@@ -185,7 +185,11 @@ RL: Table = {
             "rows.prompt_index = torch.searchsorted(chosen, rows.prompt_index)",
             "rows.prompt_index = torch.searchsorted(chosen, rows.prompt_index).flip(0)",
         ),
-        ("prompts of other rows are not compared", "for row in (differ | (", "for row in (differ & ("),
+        (
+            "prompts of other rows are not compared",
+            "if first != len(ids) or rollout",
+            "if first != len(ids) and rollout",
+        ),
         ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.plan.n)\n", ""),
     ],
     ("experience", "rollout/sglang/test_rows.py"): [

@@ -15,7 +15,7 @@ from mega_rl.config.setting import Kind, by_name, setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mega_rl.algorithms.losses.tokens import SampledTokens, TokenLoss
+    from mega_rl.algorithms.losses import SampledTokens, TokenLoss
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class RewardKL:
 def kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, *, token_weights: Tensor) -> dict[str, Tensor]:
     """Return the token means kl/ref (estimate k3) and kl/ref_k1, nats, as shares of this micro-batch; no gradient.
 
-    All tensors share one shape; `token_weights` as in `algorithms.losses.policy`, and where it is 0 nothing counts.
+    All tensors share one shape; `token_weights` as in `algorithms.losses`, and where it is 0 nothing counts.
     """
     active = token_weights > 0
     logprobs, ref_logprobs = (torch.where(active, x.detach(), 0.0) for x in (logprobs, ref_logprobs))

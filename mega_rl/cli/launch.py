@@ -25,10 +25,10 @@ from mega_rl.config.loader import load
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.operations.launcher.launch import Launch, launch
-from mega_rl.operations.launcher.signals import SIGNALS
+from mega_rl.operations.launcher.reaper import SIGNALS
+from mega_rl.operations.schedulers import RecipeFacts
 from mega_rl.operations.schedulers import kubernetes as jobset
 from mega_rl.operations.schedulers import slurm as batch
-from mega_rl.operations.schedulers.options import RecipeFacts
 from mega_rl.operations.schedulers.ray import RayCluster, RayRun, drive
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress.terminal import show_progress

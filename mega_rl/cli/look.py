@@ -9,7 +9,7 @@ import typer
 
 from mega_rl import disk
 from mega_rl.errors import UserError
-from mega_rl.operations.diagnosis.overview import overview
+from mega_rl.operations.diagnosis.cause import overview
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.plot import plot_runs
 from mega_rl.tracking.report.content import page_of, read_runs

@@ -23,7 +23,7 @@ from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
 from mega_rl.operations.launcher.store import LOOPBACK
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.operations.schedulers.slurm_tasks import become_rank
+from mega_rl.operations.schedulers.slurm import become_rank
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal
 

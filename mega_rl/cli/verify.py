@@ -21,14 +21,23 @@ from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
-from mega_rl.verify.layouts import Layout, Plan, fsdp, resolve_all, stages, usual
-from mega_rl.verify.learn.results import MOST_SEEDS, TaskResult, record
-from mega_rl.verify.learn.tasks import TASKS
+from mega_rl.verify.layouts import (
+    TOLERANCES,
+    UPDATES,
+    Layout,
+    Plan,
+    fsdp,
+    read_changes,
+    resolve_all,
+    stages,
+    tolerances,
+    usual,
+)
+from mega_rl.verify.learn.tasks import MOST_SEEDS, TASKS, TaskResult, record
 from mega_rl.verify.rl.inputs import STEPS, read_run
-from mega_rl.verify.tolerances import TOLERANCES, UPDATES, read_changes, tolerances
 
 if TYPE_CHECKING:
-    from mega_rl.verify.replay.run import Difference, TokenPlace
+    from mega_rl.verify.replay import Difference, TokenPlace
     from mega_rl.verify.rl.run import Lockstep, PlantedFault
     from mega_rl.verify.run import Verdict
 
@@ -207,13 +216,13 @@ def replay(
     """Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."""
     begin("replay")
     with progress.importing("PyTorch"):
-        from mega_rl.verify.replay import run
+        from mega_rl.verify.replay import prepare, replay_layouts
     with tempfile.TemporaryDirectory(prefix="verify_") as name:
         work = Path(name)
-        record, plans = run.prepare(folder, names, work, weights=weights, timeout_s=timeout_s)
+        record, plans = prepare(folder, names, work, weights=weights, timeout_s=timeout_s)
         log.info("replaying %s", folder)
         step, facts = record.description, []
-        for layout, differences in run.replay_layouts(record, plans, work, atol=atol):
+        for layout, differences in replay_layouts(record, plans, work, atol=atol):
             first = next((difference for difference in differences if not difference.good), None)
             facts.append(
                 {
@@ -265,7 +274,7 @@ def _verify(
     """Measure the layouts, print the results and end with the exit code. steps: default: the plan's."""
     allowed = tolerances(options.dtype, options.tolerance, experts=hf.moe is not None)
     with progress.importing("PyTorch"):
-        from mega_rl.parallel.accelerator.gpus import gpu_for_each
+        from mega_rl.parallel.accelerator.base import gpu_for_each
         from mega_rl.verify.run import prepare_model, verify
     on_gpus = gpu_for_each(max(layout.ranks for layout in wanted))  # all layouts use one device
     counted = {} if steps is None else {"steps": steps}

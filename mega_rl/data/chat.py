@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -128,15 +128,6 @@ class ChatTemplate:
     def unread(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of the variables that no template of the tokenizer reads."""
         return frozenset() if self._reads is None else frozenset(names) - self._reads
-
-    def changes_daily(self) -> bool:
-        """Return whether prompts depend on the day on which they are rendered."""
-        question = [{"role": "user", "content": "?"}]
-        days = (datetime.date(2001, 2, 3), datetime.date(2004, 5, 6))
-        try:
-            return self.date is None and len({replace(self, date=day).render(question, {}) for day in days}) > 1
-        except TemplateRefusal:
-            return False  # the rows say it
 
 
 def template_variables(template: str) -> frozenset[str]:

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.distribution import BINS, QUANTILES, points_of
-from mega_rl.algorithms.sequences import Sequences
-from mega_rl.algorithms.statistics import identity
+from mega_rl.algorithms.statistics import BINS, QUANTILES, Sequences, identity, points_of
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.errors import NonFiniteGradientError, UserError

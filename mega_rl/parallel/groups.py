@@ -23,7 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator import Accelerator, gpus, prepare
+from mega_rl.parallel.accelerator import Accelerator, prepare
+from mega_rl.parallel.accelerator.base import claim
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 prepare()  # before the first import of Megatron-Core
@@ -227,7 +228,7 @@ def _join_world(layout: ParallelLayout, *, accelerator: Accelerator, timeout: ti
     _check_world(layout, world_size)
     # A fresh key space each time: gloo would find the addresses of a destroyed world under the old keys.
     store = PrefixStore(f"mega_rl/{next(_generation)}", store)
-    gpus.claim(accelerator.identity, store=store, rank=rank, timeout=timeout)
+    claim(accelerator.identity, store=store, rank=rank, timeout=timeout)
     # No `device_id`: with one, each later group, of any backend, splits NCCL's communicator of the whole world, for
     # which ranks wait for each other, and each rank keeps every communicator. NCCL takes the current GPU, which
     # `accelerator.prepare` has set, and connects a group's ranks when they first use it.

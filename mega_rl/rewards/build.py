@@ -15,9 +15,8 @@ from mega_rl.protocols import Ranks, Scorer
 from mega_rl.rewards.builtin import CHEAP, RewardFunction
 from mega_rl.rewards.call import load_functions, plan
 from mega_rl.rewards.code import AssertCase, read_cases, specification, unfit_tests
-from mega_rl.rewards.components import RewardComponents
 from mega_rl.rewards.pool import FunctionRewards, WorkerPool
-from mega_rl.rewards.role import AbsentScorer, TextScorer
+from mega_rl.rewards.role import AbsentScorer, RewardComponents, TextScorer
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
 from mega_rl.rewards.score import ResponseReader
 from mega_rl.rewards.service import Poster, find_service, service_scores

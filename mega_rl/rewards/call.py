@@ -31,20 +31,14 @@ from mega_rl.rewards.score import (
 if TYPE_CHECKING:
     from mega_rl.types import Prompt  # which imports torch
 
-TEXTS = ("prompt", "response", "answer")  # given by position to a function whose parameters have other names
 # Parameters of a function of several responses by those of a function of one. Each gets a list.
 PLURALS = {
     "prompt": "prompts", "response": "responses", "answer": "answers", "row": "rows", "prompt_index": "prompt_indices",
     "finish": "finishes", "transcript": "transcripts",
 } | {name: name for name in ("messages", "num_tokens", "turns", "token_ids", "prompt_ids")}  # fmt: skip
-FACTS = tuple(name for name in PLURALS if name not in TEXTS)
 RESPONSE_TEXTS = frozenset({"response", "turns", "transcript", "token_ids"})
 # Annotations of an answer that is text, of one response and of several.
 _STRINGS = ((str, "str"), (list[str], "list[str]", Sequence[str], "Sequence[str]"))
-_TRL = (
-    "; completions is a parameter of TRL, which gives texts or conversations; take the texts as responses, answers as "
-    "answers and other columns from rows: docs/rewards.md, Several responses at a time"
-)
 
 Arguments: TypeAlias = Mapping[str, object]  # one response's, by parameter
 Begin: TypeAlias = Callable[[Sequence[Arguments]], None]  # told of the responses of each call
@@ -57,7 +51,6 @@ class PlannedFunction:
     function: Callable[..., object]
     parameters: tuple[str, ...]  # given by name, in the singular
     columns: RewardColumns
-    positional: bool = False  # whether prompt, response and answer are given by position
     batched: bool = False  # whether it takes lists, by the plurals of `parameters`, and returns one
     name: str = ""  # among several functions: the component that it gives
     concurrency: int = 64  # calls of an asynchronous function at a time
@@ -90,8 +83,11 @@ class PlannedFunction:
             "token_ids": list(response.token_ids),
             "prompt_ids": list(prompt.token_ids),
         }
-        taken = {*self.parameters, "prompt_index", *(TEXTS if self.positional else ())}
-        return {name: values[name] for name in taken if name != "answer" or prompt.answer is not None}
+        return {
+            name: values[name]
+            for name in {*self.parameters, "prompt_index"}
+            if name != "answer" or prompt.answer is not None
+        }
 
     def run(
         self,
@@ -157,8 +153,7 @@ class PlannedFunction:
         if self.batched:
             return self.function(**{PLURALS[name]: [one.get(name) for one in batch] for name in self.parameters})
         (one,) = batch
-        texts = [one[name] for name in TEXTS if name in one] if self.positional else []
-        return self.function(*texts, **{name: one[name] for name in self.parameters if name in one})
+        return self.function(**{name: one[name] for name in self.parameters if name in one})
 
     def _outcome(self, result: object) -> Outcome:
         try:
@@ -187,17 +182,13 @@ def _several(value: object, size: int) -> list[object]:
 def plan(function: Callable[..., object], **settings: Any) -> PlannedFunction:
     """Return how to call a reward function; settings: fields of `PlannedFunction`, as name and batch_size.
 
-    With a parameter that is a plural of `PLURALS` it takes several responses. If one of its parameters is named as one
-    of `RESPONSE_TEXTS`, and each one without a default as one of `PLURALS`, it is called by these names and need not
-    take all of them. Any other is called as (prompt, response, answer), with `FACTS` by name where it has them.
-
-    Raises:
-        TypeError: it can be called in none of these ways.
+    It is called by the names of its parameters, those of `PLURALS`, and need not take all of them. With a parameter
+    that is a plural it takes several responses. It must take one of `RESPONSE_TEXTS`. Raises TypeError for any other.
     """
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C need not have one
-        return PlannedFunction(function, (), RewardColumns(structured=True), positional=True, **settings)
+        raise TypeError("has no signature; wrap it in a function with the parameter response") from None
     everything = signature.parameters.values()
     named = {one.name: one for one in everything if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     batched = any(name in named for single, name in PLURALS.items() if name != single)
@@ -205,30 +196,19 @@ def plan(function: Callable[..., object], **settings: Any) -> PlannedFunction:
     taken = tuple(single for single, name in known.items() if name in named)
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = {one.name for one in everything if one.default is one.empty and one.kind not in rest}
-    by_name = not RESPONSE_TEXTS.isdisjoint(taken) and required <= {known[name] for name in taken}
-    trl = _TRL if "completions" in signature.parameters else ""
-    if batched and (not by_name or any(name in named for name in PLURALS if name not in PLURALS.values())):
+    mixed = batched and any(name in named for name in PLURALS if name not in PLURALS.values())
+    if mixed or RESPONSE_TEXTS.isdisjoint(taken) or not required <= {known[name] for name in taken}:
         raise TypeError(
-            f"has the signature {signature}; for several responses it takes lists of them by the names "
-            f"{', '.join(PLURALS.values())}, responses, transcripts, turns or token_ids among them{trl}"
+            f"has the signature {signature}; it takes one response, by the names {', '.join(PLURALS)}, or lists of "
+            f"several, by {', '.join(PLURALS.values())}; response, transcript, turns or token_ids among them"
         )
-    if not by_name:
-        taken = tuple(name for name in taken if name in FACTS)
-        try:
-            signature.bind(*TEXTS, **dict.fromkeys(taken))
-        except TypeError as error:
-            raise TypeError(
-                f"has the signature {signature}, but is called as (prompt, response, answer), with "
-                f"{', '.join(FACTS)} for parameters of these names: {error}{trl}"
-            ) from None
-    by_place = [one for one in everything if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    answer = named.get(known["answer"]) if by_name else (by_place[2] if len(by_place) > 2 else None)
+    answer = named.get(known["answer"])
     columns = RewardColumns(
-        answer=not by_name if answer is None else answer.default is answer.empty,
+        answer=answer is not None and answer.default is answer.empty,
         structured=answer is None or answer.annotation not in _STRINGS[batched],
         every="row" in taken,
     )
-    return PlannedFunction(function, taken, columns, positional=not by_name, batched=batched, **settings)
+    return PlannedFunction(function, taken, columns, batched=batched, **settings)
 
 
 def load_functions(

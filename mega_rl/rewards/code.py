@@ -21,8 +21,8 @@ from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.config.schema.rollout import CODE_TESTS
 from mega_rl.errors import UserError
+from mega_rl.rewards.sandbox import MIB, Execution, Limits, Sandbox, SandboxError
 from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox
 from mega_rl.rewards.sandbox.remote import RETRIES, WAIT_S, RemoteSandbox
 from mega_rl.rewards.sandbox.suites import UnknownTestsError, judge, suite_of, unfit

@@ -45,15 +45,14 @@ class RowLimits:
         return ""
 
 
+@dataclass
 class ModelScorer:
     """Reward role of one replica: a frozen model's output at each row's last token."""
 
-    def __init__(self, engine: ModelPasses, token_rows: TokenRows, *, limits: RowLimits, everyone: Ranks) -> None:
-        """`engine` has a value head, the checkpoint's; `everyone` are all ranks."""
-        self._engine = engine
-        self._token_rows = token_rows
-        self._limits = limits
-        self._everyone = everyone
+    engine: ModelPasses  # with a value head, the checkpoint's
+    token_rows: TokenRows
+    limits: RowLimits
+    everyone: Ranks  # all ranks
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the reward of each row, on the rollout's device; collective over all ranks.
@@ -68,17 +67,17 @@ class ModelScorer:
         failure: RewardError | None = None
         token_ids: list[list[int]] = []
         try:
-            token_ids = self._token_rows(rollout, rows, prompts)
-            failure = _refused([self._limits.problem(ids) for ids in token_ids], rollout, rows, prompts)
+            token_ids = self.token_rows(rollout, rows, prompts)
+            failure = _refused([self.limits.problem(ids) for ids in token_ids], rollout, rows, prompts)
         except RewardError as error:
             failure = error
-        raise_together(failure, self._everyone, error=RewardError)
+        raise_together(failure, self.everyone, error=RewardError)
         batch = _rows_with_a_place(token_ids)
-        values = self._engine.forward(batch).values
+        values = self.engine.forward(batch).values
         assert values is not None, "a reward model is an engine with a value head"
         values = values[torch.arange(len(token_ids)), batch.lengths - 1].float()  # [B] on the host, at the last token
         problems = ["" if math.isfinite(value) else f"it gave {value}" for value in values.tolist()]
-        raise_together(_refused(problems, rollout, rows, prompts), self._everyone, error=RewardError)
+        raise_together(_refused(problems, rollout, rows, prompts), self.everyone, error=RewardError)
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
         scores[rows] = values
         return Rewards(scores.to(rollout.tokens.device))

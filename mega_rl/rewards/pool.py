@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,19 +44,13 @@ GRACE_S = 2.0  # for asynchronous calls that are cancelled at their deadline to 
 BEAT_S = 5.0  # between two reports that workers, which have deadlines, are at work
 
 
+@dataclass
 class FunctionRewards:
     """Source of scores by reward functions, in this process without deadlines or in workers."""
 
-    def __init__(
-        self,
-        functions: Sequence[PlannedFunction],
-        sources: Mapping[str, Sequence[str]] | None = None,
-        pool: WorkerPool | None = None,
-    ) -> None:
-        """sources: names of functions by the data source of a row; empty: all for every row."""
-        self.functions = functions
-        self.sources = sources or {}
-        self.pool = pool
+    functions: Sequence[PlannedFunction]
+    sources: Mapping[str, Sequence[str]] = field(default_factory=dict)  # names of functions by a row's source; {}: all
+    pool: WorkerPool | None = None
 
     @property
     def columns(self) -> RewardColumns:
@@ -83,7 +78,8 @@ class FunctionRewards:
                 if not function.name or outcome is None or isinstance(outcome, RewardFailure):
                     final[row] = outcome
                     continue
-                own = {function.name: outcome} if isinstance(outcome, float) else _prefixed(function.name, outcome)
+                parts = {"": outcome} if isinstance(outcome, float) else outcome
+                own = {f"{function.name}_{part}" if part else function.name: value for part, value in parts.items()}
                 if twice := components[row].keys() & own.keys():
                     what = f"{function} gives a part {min(twice)!r}, which another gives too"
                     final[row] = RewardFailure("error", what)
@@ -99,10 +95,6 @@ class FunctionRewards:
             report(f"prompt {chunk[0]['prompt_index']}{more}, whose response {function} is scoring")
 
         return function.run(batch, begin) if self.pool is None else self.pool.score(function, batch, report)
-
-
-def _prefixed(name: str, parts: Mapping[str, float]) -> dict[str, float]:
-    return {f"{name}_{part}": value for part, value in parts.items()}
 
 
 def _together(components: Mapping[str, float]) -> Outcome:

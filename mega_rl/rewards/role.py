@@ -1,4 +1,4 @@
-"""Reward role over texts: a replica's ranks share its responses and exchange the scores."""
+"""Reward role over texts, whose responses a replica's ranks share; columns of a reward, which users know as parts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
-from mega_rl.parallel.agreement import raise_together, run_beside_meetings
+from mega_rl.parallel.agreement import first_names, raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
-from mega_rl.rewards.components import RewardComponents
 from mega_rl.rewards.pool import FunctionRewards
 from mega_rl.rewards.score import (
     Item,
@@ -22,10 +23,95 @@ from mega_rl.rewards.score import (
     ResponseReader,
     RewardError,
     RewardFailure,
+    Score,
     answered,
+    is_finite,
     no_score,
+    shortened,
 )
-from mega_rl.types import Metrics, Prompt, Rewards, Rollout
+from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
+
+
+class RewardComponents:
+    """Names and weights of a reward's components, settled by each data source's first response."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None, *, reader: str = "", sources: Sequence[str] = ()):
+        """
+        weights: reward.weights; a component without one has 1.
+        reader: the setting that reads components, "algorithm.advantage=gdpo"; empty where a number will do.
+        sources: of rows, each with its own components; empty: those of all rows are the same.
+        """
+        self._weights = dict(weights or {})
+        self._reader = reader
+        self._sources = tuple(sources) or ("",)
+        self._settled: dict[str, tuple[str, ...]] = {}  # names, under each source; () for numbers
+        self._names: tuple[str, ...] = ()  # all sources', in alphabetical order
+
+    def settle(self, items: Sequence[Item], outcomes: Sequence[Outcome], everyone: Ranks) -> None:
+        """Settle names by the first score of the lowest rank that has one.
+
+        Collective while some names are not known. Raises UserError on all ranks alike for settings that do not fit.
+        """
+        unknown = [source for source in self._sources if source not in self._settled]
+        for source in unknown:
+            own = None
+            for (prompt, _), outcome in zip(items, outcomes, strict=False):  # no outcomes where scoring failed
+                is_score = outcome is not None and not isinstance(outcome, RewardFailure)
+                if own is None and is_score and self._source(prompt) == source:
+                    own = list(outcome) if isinstance(outcome, dict) else []
+            names = first_names(own, everyone)
+            if names is None:
+                continue
+            self._settled[source] = tuple(names)
+            if self._reader and not names:
+                raise UserError(
+                    f"{self._reader} reads named parts of the reward, but the reward is a number; return a mapping, as "
+                    "{'correct': 1.0, 'format': 0.0}, or take an estimator that reads a number, as "
+                    "algorithm.advantage=grpo"
+                )
+        self._names = tuple(sorted({name for names in self._settled.values() for name in names}))
+        unused = [name for name in self._weights if name not in self._names]
+        if unknown and unused and len(self._settled) == len(self._sources):
+            has = f"has the parts {', '.join(self._names)}" if self._names else "is a number, without named parts"
+            raise UserError(f"reward.weights.{unused[0]} has no effect: the reward {has}")
+
+    def columns(self, score: Score, prompt: Prompt) -> list[float] | RewardFailure:
+        """Return [1 + K], the reward, then its components; or why these are not those of others.
+
+        All are NaN for a response that is left out. One that the prompt's source does not have is NaN, and in no sum.
+        """
+        if score is None:
+            return [math.nan] * self.width
+        own, values = self._settled.get(self._source(prompt), ()), score if isinstance(score, dict) else {}
+        names = tuple(values)
+        if names != own:
+            has = f"the parts {', '.join(own)}" if own else "no parts"
+            return RewardFailure("error", f"the reward {shortened(score)} has not {has}, as those of other responses")
+        total = sum(self._weights.get(name, 1.0) * values[name] for name in own) if own else score
+        assert isinstance(total, int | float), "without parts the score is a number"
+        if not is_finite(total):
+            what = f"the weighted sum of the parts {shortened(score)} is not finite in float32"
+            return RewardFailure("error", what)
+        return [total, *(values.get(name, math.nan) for name in self._names)]
+
+    def everywhere(self, score: float, prompt: Prompt) -> Score:
+        """Return a score that is the number in every component of the prompt's source."""
+        return dict.fromkeys(self._settled.get(self._source(prompt), ()), score) or score
+
+    @property
+    def width(self) -> int:
+        """Return the number of columns."""
+        return 1 + len(self._names)
+
+    def rewards(self, columns: Tensor) -> Rewards:
+        """Return the rewards of rows from `columns` [B, 1 + K] float32."""
+        has_parts = bool(self._names) or (not self._settled and bool(self._reader))
+        weights = tuple(self._weights.get(name, 1.0) for name in self._names)
+        return Rewards(columns[:, 0], RewardParts(self._names, weights, columns[:, 1:]) if has_parts else None)
+
+    def _source(self, prompt: Prompt) -> str:
+        return prompt.source if self._sources != ("",) else ""
+
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +119,7 @@ KINDS = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "rewa
 NAMED = 5  # failed responses in the log of one batch
 
 
+@dataclass
 class TextScorer:
     """Reward role of one replica over a source of scores.
 
@@ -40,35 +127,15 @@ class TextScorer:
     sees each response once, and all ranks of a replica train on the same numbers.
     """
 
-    def __init__(
-        self,
-        source: FunctionRewards,
-        *,
-        reader: ResponseReader,
-        replica: Ranks,
-        everyone: Ranks,
-        timeout_s: float,
-        components: RewardComponents | None = None,
-        failure_score: float | None = None,
-        max_failed_share: float = 0.0,
-    ) -> None:
-        """
-        everyone: all ranks. They wait for each other's scores however long that takes in all.
-        timeout_s: a rank that has begun no response for so long ends the run.
-        components: the run's own, which changes; None: weights of 1.
-        failure_score: of a response without a score, in every component; None leaves it out.
-        max_failed_share: of a step's responses; more failures end the run.
-        """
-        self._source = source
-        self._reader = reader
-        self._replica = replica
-        self._everyone = everyone
-        self._timeout_s = timeout_s
-        self._components = components or RewardComponents()
-        self._failure_score = failure_score
-        self._max_failed_share = max_failed_share
-        self._lowest = math.inf  # reward that the source gave
-        self._metrics: Metrics = {}
+    source: FunctionRewards
+    reader: ResponseReader
+    replica: Ranks
+    everyone: Ranks  # all ranks, which wait for each other's scores however long that takes in all
+    timeout_s: float  # a rank that has begun no response for so long ends the run
+    components: RewardComponents = field(default_factory=RewardComponents)  # the run's own, which changes
+    failure_score: float | None = None  # of a response without a score, in every component; None leaves it out
+    max_failed_share: float = 0.0  # of a step's responses; more failures end the run
+    _metrics: Metrics = field(default_factory=dict, init=False)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the reward of each row, on the device of the rollout; collective over all ranks.
@@ -82,15 +149,15 @@ class TextScorer:
             UserError: on every rank, for settings that do not go with the reward's components.
         """
         # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
-        rows = answered(rollout)[self._replica.rank :: self._replica.size]
-        items = self._reader.texts(rollout, rows, prompts)
+        rows = answered(rollout)[self.replica.rank :: self.replica.size]
+        items = self.reader.texts(rollout, rows, prompts)
         outcomes = self._outcomes(items)
-        self._components.settle(items, outcomes, self._everyone)
+        self.components.settle(items, outcomes, self.everyone)
         numbers = self._numbers(items, outcomes)
-        columns = torch.zeros(len(rollout.lengths), self._components.width, dtype=torch.float32)
+        columns = torch.zeros(len(rollout.lengths), self.components.width, dtype=torch.float32)
         if rows:
             columns[rows] = torch.tensor(numbers, dtype=torch.float32)
-        return self._components.rewards(self._replica.sum(columns.to(rollout.tokens.device)))
+        return self.components.rewards(self.replica.sum(columns.to(rollout.tokens.device)))
 
     def metrics(self) -> Metrics:
         """Return and reset the metrics since the last call, equal on all ranks."""
@@ -107,25 +174,25 @@ class TextScorer:
             heard, waits_for = time.monotonic(), what
 
         def stalled() -> str | None:
-            if time.monotonic() - heard < self._timeout_s:
+            if time.monotonic() - heard < self.timeout_s:
                 return None
             return (
-                f"rank {self._everyone.rank} has scored no response for {self._timeout_s:g} s (trainer.timeout_s): its "
+                f"rank {self.everyone.rank} has scored no response for {self.timeout_s:g} s (trainer.timeout_s): its "
                 f"reward waits for {waits_for}"
             )
 
         def work() -> tuple[list[Outcome], float, RewardError | None]:
             begin = time.perf_counter()
             try:
-                outcomes, failure = self._source.score(items, report), None
+                outcomes, failure = self.source.score(items, report), None
             except RewardError as error:
                 outcomes, failure = [], error
             return outcomes, time.perf_counter() - begin, failure
 
-        outcomes, seconds, failure = run_beside_meetings(work, self._everyone, stalled=stalled)
-        raise_together(failure, self._everyone, error=RewardError)
+        outcomes, seconds, failure = run_beside_meetings(work, self.everyone, stalled=stalled)
+        raise_together(failure, self.everyone, error=RewardError)
         own = torch.tensor([float(len(items)), seconds if items else 0.0], dtype=torch.float64)
-        scored, total_s = self._everyone.sum(own).tolist()
+        scored, total_s = self.everyone.sum(own).tolist()
         if scored:
             self._metrics["time/reward_latency_s"] = total_s / scored
         return outcomes
@@ -138,47 +205,33 @@ class TextScorer:
         counts: Counter[str] = Counter()
         numbers, first = [], ""
         for (prompt, response), outcome in zip(items, outcomes, strict=True):
-            result = outcome if isinstance(outcome, RewardFailure) else self._components.columns(outcome, prompt)
+            result = outcome if isinstance(outcome, RewardFailure) else self.components.columns(outcome, prompt)
             if isinstance(result, RewardFailure):
                 counts[result.kind] += 1
                 what = str(no_score(result.what, prompt, response))
                 if counts.total() <= NAMED:
                     log.warning(
-                        "%s; its score is %s", what, "none" if self._failure_score is None else self._failure_score
+                        "%s; its score is %s", what, "none" if self.failure_score is None else self.failure_score
                     )
                 first = first or what
-                score = self._failure_score
-                result = self._components.columns(
-                    None if score is None else self._components.everywhere(score, prompt), prompt
+                score = self.failure_score
+                result = self.components.columns(
+                    None if score is None else self.components.everywhere(score, prompt), prompt
                 )
                 assert isinstance(result, list), "the components of a failure are those of its source"
-            elif result[0] < self._lowest:
-                self._lowest = result[0]
             numbers.append(result)
-        self._warn_of_prizes(failed=counts.total() > 0)
         own = [float(len(items)), *(float(counts[kind]) for kind in KINDS)]
-        total, *failed = self._everyone.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        total, *failed = self.everyone.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         too_many = None
-        if first and sum(failed) > self._max_failed_share * total:
+        if first and sum(failed) > self.max_failed_share * total:
             too_many = RewardError(
                 f"{sum(failed):.0f} of {total:.0f} responses have no score, more than the share of "
-                f"{self._max_failed_share:g} that may fail (reward.source.max_failed_share); the first: {first}"
+                f"{self.max_failed_share:g} that may fail (reward.source.max_failed_share); the first: {first}"
             )
-        raise_together(too_many, self._everyone, error=RewardError)
+        raise_together(too_many, self.everyone, error=RewardError)
         for name, count in zip(KINDS.values(), failed, strict=True):
             self._metrics[name] = self._metrics.get(name, 0.0) + count
         return numbers
-
-    def _warn_of_prizes(self, *, failed: bool) -> None:
-        """Warn once if a failed response got more than the function gave another."""
-        if failed and self._failure_score is not None and -math.inf < self._lowest < self._failure_score:
-            log.warning(
-                "reward.source.failure_score=%g is above %g, which the reward function gave a response: hanging or "
-                "crashing it is rewarded; set it to the lowest score",
-                self._failure_score,
-                self._lowest,
-            )
-            self._lowest = -math.inf
 
 
 class AbsentScorer:

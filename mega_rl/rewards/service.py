@@ -61,13 +61,14 @@ def find_service(url: str, key_file: str, section: str = "reward.source") -> Ser
         )
     path = Path(key_file)
     try:
-        mode, key = path.stat().st_mode, path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{section}.key_file: {path}: cannot be read: {type(error).__name__}") from None
-    if mode & 0o077:
-        raise UserError(f"{section}.key_file: {path}: others than its owner may read it; chmod 600 {path}")
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(f"{section}.key_file: {path}: must hold one key of printable ASCII characters without spaces")
+        mode, key = path.stat().st_mode, path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        mode, key = 0, ""
+    if mode & 0o077 or not key or not key.isprintable() or " " in key:
+        raise UserError(
+            f"{section}.key_file: {path}: must hold one key of printable ASCII characters without spaces, and be "
+            f"readable by its owner alone: chmod 600 {path}"
+        )
     return Service(url, key)
 
 

@@ -22,7 +22,6 @@ from mega_rl.trainer.rows import (
     scored_rows,
     share_out,
     spread_of,
-    with_prompts,
 )
 from mega_rl.trainer.step_metrics import part_metrics, rollout_metrics
 from mega_rl.trainer.validation import judged_values
@@ -136,7 +135,6 @@ class Collector:
         return self.drawn if self.plan.waves else self.order.drawn_after(done)
 
     def _sample(self, prompts: Sequence[Prompt], step: int) -> Samples:
-        """Return this replica's samples of the prompts with their rewards."""
         with self.stage("generate"):
             rollout = self.source.generate(prompts, step=step)
             self.watch(rollout)
@@ -162,7 +160,8 @@ class Collector:
             spread = torch.cat([spread, spread_of(wave, self.ranks, by_parts=self.plan.by_parts)])
             chosen = choose(spread, self.plan.prompts_per_step)
             # Later prompts never displace earlier ones, so drop the rest now.
-            kept = with_prompts(wave if kept is None else kept.join(wave), chosen)
+            kept = wave if kept is None else kept.join(wave)
+            kept = kept.select(torch.isin(kept.rollout.prompt_index, chosen).nonzero().flatten())
         assert kept is not None
         total, count = self.ranks.sum(sampled).tolist()
         self.log.add(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import RewardKL
-from mega_rl.algorithms.losses.tokens import Correction, SampledTokens
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.losses import Correction, SampledTokens
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.protocols import CheckpointStore, MetricsSink, Ranks
 from mega_rl.tracking.metrics.records import to_json_value
@@ -372,5 +372,4 @@ def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> d
 
 
 def _keys(rows: Rollout | Experience) -> list[tuple[int, int]]:
-    """Return (prompt, sample) of each row."""
     return list(zip(rows.prompt_index.tolist(), rows.sample_index.tolist(), strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.inputs import AdvantageEstimator, AdvantageInputs
 from mega_rl.algorithms.kl import KLController, RewardKL
-from mega_rl.algorithms.losses.aggregation import Aggregation, loss_weights, token_and_sequence_counts
+from mega_rl.algorithms.losses import Aggregation, loss_weights, token_and_sequence_counts
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
 from mega_rl.protocols import Inspect, Learner, Ranks, TokenModel
@@ -103,7 +103,6 @@ class PolicyGradient:
             self.log.add(self.update_reference(step + 1))
 
     def _outputs(self, stage: str, model: TokenModel | None, rollout: Rollout) -> TokenOutputs:
-        """Return a model's outputs for every response token; empty for a role that the run lacks."""
         if model is None:
             return TokenOutputs()
         with self.stage(stage):

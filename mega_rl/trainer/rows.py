@@ -6,13 +6,12 @@ Dynamic sampling and overlong responses: Yu et al. 2025 (DAPO), arXiv:2503.14476
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from mega_rl.data.minibatches import assign_rows
 from mega_rl.errors import RunError
@@ -109,32 +108,26 @@ def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, sam
 
     samples: number for each prompt, 0 for as many as the highest sample number says. Raises RunError on all ranks.
     """
-    fault = next(_row_faults(rollout, prompts, own=share(len(prompts), ranks), samples=samples), None)
-    raise_together(None if fault is None else RunError(f"rollout: {fault}"), ranks, error=RunError)
+    fault = _row_fault(rollout, prompts, own=share(len(prompts), ranks), samples=samples)
+    raise_together(RunError(f"rollout: {fault}") if fault else None, ranks, error=RunError)
 
 
-def _row_faults(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, samples: int) -> Iterator[str]:
+def _row_fault(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, samples: int) -> str:
     keys = list(zip(rollout.prompt_index.tolist(), rollout.sample_index.tolist(), strict=True))
     samples = samples or max((sample + 1 for _, sample in keys), default=0)
     expected = Counter((prompt, sample) for prompt in own for sample in range(samples))
     if wrong := (Counter(keys) - expected) or (expected - Counter(keys)):
         prompt, sample = min(wrong)
-        yield (
+        return (
             f"sample {sample} of prompt {prompt} has {keys.count((prompt, sample))} rows; this rank must have one row "
             f"of each of {samples} samples of prompts {own.start} to {own.stop - 1}, and no others"
         )
-    if wrong or not keys:
-        return
-    table = [torch.tensor(prompts[prompt].token_ids, dtype=torch.int64) for prompt in own]
-    lengths, ids = torch.tensor([len(tokens) for tokens in table]), pad_sequence(table, batch_first=True)
-    place = rollout.prompt_index.cpu() - own.start
-    width = min(ids.size(1), rollout.tokens.size(1))
-    inside = torch.arange(width) < lengths[place, None]
-    differ = ((rollout.tokens.cpu()[:, :width] != ids[place, :width]) & inside).any(dim=1)
-    for row in (differ | (rollout.prompt_lengths.cpu() != lengths[place])).nonzero().flatten().tolist():
-        prompt, sample = keys[row]
-        called = f"row {row} is called sample {sample} of prompt {prompt}, row {prompts[prompt].index} of the data"
-        yield f"{called}, but its prompt has other tokens: it answers another prompt than it would be scored for"
+    for row, (prompt, sample) in enumerate(keys):
+        ids, first = prompts[prompt].token_ids, int(rollout.prompt_lengths[row])
+        if first != len(ids) or rollout.tokens[row, :first].tolist() != list(ids):
+            called = f"row {row} is called sample {sample} of prompt {prompt}, row {prompts[prompt].index} of the data"
+            return f"{called}, but its prompt has other tokens: it answers another prompt than it would be scored for"
+    return ""
 
 
 def moved_rows(experience: Experience, destinations: Tensor, ranks: Ranks) -> Experience:
@@ -199,11 +192,6 @@ def choose(spread: Tensor, count: int) -> Tensor:
     """Return the first `count` prompts with a spread, filled with the first without; ascending."""
     with_spread, without = spread.nonzero().flatten(), (~spread).nonzero().flatten()
     return torch.cat([with_spread, without])[:count].sort().values
-
-
-def with_prompts(samples: Samples, chosen: Tensor) -> Samples:
-    """Return the rows of the chosen prompts, under all prompts as before; chosen: [n] int64."""
-    return samples.select(torch.isin(samples.rollout.prompt_index, chosen).nonzero().flatten())
 
 
 def share_out(samples: Samples, chosen: Tensor, ranks: Ranks) -> Samples:

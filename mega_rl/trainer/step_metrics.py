@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.distribution import QUANTILES, SUMMARY, combine, histogram, summary
 from mega_rl.algorithms.kl import k3
-from mega_rl.algorithms.losses.value import explained_variance
+from mega_rl.algorithms.losses import explained_variance
+from mega_rl.algorithms.statistics import QUANTILES, SUMMARY, combine, histogram, summary
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.rows import answered, gather_column
 from mega_rl.types import TRAINED_TOKENS, Experience, Metrics, RewardParts, Rewards, Rollout
@@ -78,7 +78,6 @@ def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks, *, p
 
 
 def _gathered(rollout: Rollout, rewards: Rewards, ranks: Ranks) -> SampleTable:
-    """Return the table of all ranks' samples; collective."""
     response = rollout.loss_mask.sum(dim=1).double()
     columns = (
         rewards.totals, rollout.prompt_lengths, response, rollout.lengths, rollout.finished,
@@ -102,7 +101,6 @@ def _by_sample(table: Tensor) -> Tensor:
 
 
 def _reward_metrics(samples: SampleTable) -> Metrics:
-    """Return metrics of rewards, and of groups if prompts have several samples."""
     rewards, count = samples.reward, len(samples.reward)
     mean = float(rewards.sum()) / count
     metrics = {"reward/mean": mean, "reward/std": float((rewards - mean).square().sum() / count) ** 0.5}
@@ -163,7 +161,6 @@ def _lengths(name: str, tokens: Tensor) -> Metrics:
 
 
 def _length_metrics(samples: SampleTable) -> Metrics:
-    """Return lengths of prompts and responses, endings, and repetition."""
     response, count = samples.response_tokens, len(samples.prompt)
     metrics = {
         "rollout/sequences": float(count),
@@ -300,10 +297,13 @@ class AnswerTable:
         self._parts.append(() if parts is None else parts.names)
         self.scored = self.scored and rewards.scored
 
-    def add_votes(self, votes: Sequence[tuple[int, int, bool, str | None]]) -> None:
-        """Add (prompt, sample, right, vote) of this replica's judged samples; collective."""
-        gathered = self.ranks.gather_json([list(vote) for vote in votes])
-        self._votes += [(prompt, sample, right, vote) for part in gathered for prompt, sample, right, vote in part]
+    def add_votes(
+        self, votes: Sequence[str | None], right: Sequence[bool | None], rows: Rollout, *, first: int
+    ) -> None:
+        """Add the vote of each of this replica's samples that a reward judges; collective."""
+        own = zip(rows.prompt_index.tolist(), rows.sample_index.tolist(), right, votes, strict=True)
+        judged = [(first + prompt, *sample) for prompt, *sample in own if sample[1] is not None]
+        self._votes += [tuple(vote) for part in self.ranks.gather_json(judged) for vote in part]
 
     def votes(self) -> list[tuple[int, bool, str | None]]:
         """Return (prompt, right, vote) of each judged sample, by prompt and sample."""
@@ -335,5 +335,4 @@ def _with_parts(table: Tensor, own: Sequence[str], names: Sequence[str]) -> Tens
 
 
 def _mean(name: str, values: Tensor) -> Metrics:
-    """Return the mean of [n] float64 by its name; nothing of nothing."""
     return {name: float(values.sum()) / len(values)} if len(values) else {}

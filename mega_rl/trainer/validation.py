@@ -86,7 +86,7 @@ class Evaluation:
                 samples = self._sample(one, part, step)
                 table.add(samples.rollout, samples.rewards, first=samples.first)
                 if self.plan.counted:
-                    table.add_votes(_judged_votes(samples))
+                    table.add_votes(samples.votes, samples.right, samples.rollout, first=samples.first)
                 each(samples)
                 shown = shown or samples
             assert shown is not None, "a set of prompts has some"
@@ -101,7 +101,6 @@ class Evaluation:
         return outcomes
 
     def _sample(self, one: PromptSet, part: range, step: int) -> ScoredSamples:
-        """Return responses to a part of a set with rewards and votes; collective over all ranks."""
         prompts, draws = one.prompts[part.start : part.stop], self.plan.draws
         self.hold("validate")
         if draws is None:
@@ -130,13 +129,6 @@ def parts_of(count: int, *, most: int) -> list[range]:
     """Return neighbouring parts of `count` prompts, as even as possible, none of more than `most`."""
     number = -(-count // most)
     return [range(count * part // number, count * (part + 1) // number) for part in range(number)]
-
-
-def _judged_votes(samples: ScoredSamples) -> list[tuple[int, int, bool, str | None]]:
-    """Return (prompt, sample, right, vote) of each sample of this replica that a reward judges."""
-    prompts, numbers = samples.rollout.prompt_index.tolist(), samples.rollout.sample_index.tolist()
-    rows = zip(prompts, numbers, samples.right, samples.votes, strict=True)
-    return [(samples.first + prompt, number, right, vote) for prompt, number, right, vote in rows if right is not None]
 
 
 def right_samples(rows: Rollout, rewards: Rewards, *, above: float, part: str) -> list[bool | None]:

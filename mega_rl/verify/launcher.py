@@ -1,4 +1,7 @@
-"""Run a task of a verification on ranks of this machine, with a deadline."""
+"""Run a task of a verification on ranks of this machine, with a deadline.
+
+Each rank is `python -m mega_rl.verify.launcher TASK`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
@@ -17,7 +23,8 @@ from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.operations.launcher.ranks import Assignment, environment
 from mega_rl.operations.launcher.store import LOOPBACK, listen
-from mega_rl.parallel.accelerator.gpus import HIDDEN
+from mega_rl.parallel.accelerator import prepare
+from mega_rl.parallel.accelerator.base import HIDDEN
 from mega_rl.processes import DEVNULL, STDOUT, Child
 from mega_rl.tracking import progress
 
@@ -51,7 +58,7 @@ def run_task(
     title = f"{ranks} rank{'s' * (ranks > 1)}: {label}"
     log.info("%s", title)
     with progress.phase(title):
-        command = ["mega_rl.verify.rank", str(task)]
+        command = ["mega_rl.verify.launcher", str(task)]
         run_ranks(command, ranks=ranks, logs=folder, timeout_s=timeout_s, use_gpus=use_gpus, watch=watch)
 
 
@@ -121,3 +128,22 @@ def _last_words(rank: int, code: int, logs: Path) -> str:
     where = f" ({places[-1][0]}:{places[-1][1]}, in {places[-1][2]})" if places else ""
     last = re.sub(rf"^(\[rank{rank}\]: |error: )", "", lines[-1])
     return f"rank {rank}: {last}{where}"
+
+
+def main(path: str) -> int:
+    """Run the task in a file; returns the exit code, 2 for a user's mistake."""
+    logging.basicConfig(level=logging.WARNING)
+    warnings.simplefilter("ignore")
+    try:
+        accelerator = prepare("auto")
+        ((name, arguments),) = json.loads(Path(path).read_text(encoding="utf-8")).items()
+        module = import_module(f"mega_rl.verify.{name}")  # imports Megatron-Core
+        module.run_task(arguments, accelerator)
+    except UserError as error:
+        sys.stderr.write("error: " + " ".join(str(error).split("\n")) + "\n")
+        return UserError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

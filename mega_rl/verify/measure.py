@@ -38,8 +38,7 @@ from mega_rl.parallel.accelerator.norms import distance, norm
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.types import Experience, response_mask
 from mega_rl.untrusted import read_record
-from mega_rl.verify.layouts import REFERENCE, Layout, LayoutErrors, Plan
-from mega_rl.verify.tolerances import finite
+from mega_rl.verify.layouts import REFERENCE, Layout, LayoutErrors, Plan, finite
 from mega_rl.workers.models import PolicyLoss
 
 GRADIENT, MOVED, START = "gradient/", "moved/", "start/"

@@ -11,10 +11,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
-from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
-from mega_rl.algorithms.losses.tokens import Correction, PolicyObjective, PolicyTokens, SampledTokens
-from mega_rl.algorithms.losses.value import clipped_value_loss
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.losses import (
+    Correction,
+    KLTerm,
+    PolicyObjective,
+    PolicyTokens,
+    SampledTokens,
+    clipped_value_loss,
+    policy_loss,
+)
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses, Teacher
 from mega_rl.tracking.metrics.flops import ModelWork
@@ -30,7 +36,7 @@ LearningRate = Callable[[int], float]  # trainer steps since the role began to l
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy's loss with its numbers (see `algorithms.losses.policy`).
+    """A policy's loss with its numbers (see `algorithms.losses`).
 
     on_policy: a step updates once, so the forward at hand gives the log-probs before the update, kl/ref and kl/ref_k1.
     """
@@ -85,7 +91,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The clipped squared error of the critic (see `algorithms.losses.value`)."""
+    """The clipped squared error of the critic (see `algorithms.losses`)."""
 
     value_clip: float
     needs_entropy: ClassVar[bool] = False

@@ -15,7 +15,7 @@ difference moves: the side that releases memory goes first, and all ranks have r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -210,28 +210,23 @@ class Residency:
         if now is TRAINING and models.one_at_a_time:
             self._bytes["memory/training_bytes"] = float(models.take_largest())
         assert self.servers is not None
-        self._ask(
-            self.servers.release, [tag for tag in reversed(TAGS) if tag in set(now.servers) - set(layout.servers)]
-        )
+        if released := [tag for tag in reversed(TAGS) if tag in set(now.servers) - set(layout.servers)]:
+            self.everyone.sum(torch.zeros(1))  # once every rank has come this far
+            self.servers.release(released)
         offloaded = models.hold(self._residents(layout))
         models.accelerator.empty_cache()  # frees buckets of weights that were sent
         models.take_largest()
         self._bytes[f"memory/{layout.name}_bytes"] = float(models.accelerator.memory_allocated())
-        self._ask(self.servers.resume, [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)])
+        if resumed := [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)]:
+            self.everyone.sum(torch.zeros(1))  # once every rank has released
+            self.servers.resume(resumed)
         self.layout = layout
         return offloaded
 
     def _residents(self, layout: MemoryLayout) -> dict[Role, frozenset[str]]:
-        """Return the parts of each model in a layout; models that take turns come later."""
         if self.models.one_at_a_time and layout.others:
             return {}
         return {role: layout.models.get(role, layout.others) for role in self.models.engines}
-
-    def _ask(self, servers: Callable[[Sequence[str]], None], tags: list[str]) -> None:
-        """Let the servers release or resume, once every rank has come this far."""
-        if tags:
-            self.everyone.sum(torch.zeros(1))
-            servers(tags)
 
 
 def _named(chosen: frozenset[str]) -> dict[str, bool]:

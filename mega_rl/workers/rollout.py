@@ -65,7 +65,6 @@ class RolloutWorker:
         return self.engine.metrics()
 
     def _own(self, prompts: Sequence[Prompt]) -> range:
-        """Return the positions of the prompts that this rank generates for."""
         return own_share(len(prompts), self.data_parallel, self.replica)
 
 
@@ -224,7 +223,6 @@ class RolloutContext:
 
 
 def _add_turn(trajectories: Sequence[Trajectory], rows: Rollout) -> None:
-    """Append the responses of an engine, one row for each trajectory."""
     failed = [False] * len(trajectories) if rows.failed is None else rows.failed.tolist()
     columns = (rows.tokens, rows.rollout_logprobs, rows.prompt_lengths, rows.lengths, rows.finished)
     for trajectory, no_answer, *row in zip(trajectories, failed, *(column.tolist() for column in columns), strict=True):
@@ -332,7 +330,6 @@ class CheckedRollouts:
         raise_together(RunError(f"{self.name}: {fault}") if fault else None, self.everyone, error=RunError)
 
     def _broken_rule(self, rollout: Rollout, longest: int) -> str:
-        """Return which rule a row breaks; "" if all keep to them."""
         first, end = rollout.prompt_lengths[:, None], rollout.lengths[:, None]
         places, mask, logprobs = torch.arange(rollout.tokens.size(1)), rollout.loss_mask, rollout.rollout_logprobs
         failed = torch.zeros_like(rollout.finished) if rollout.failed is None else rollout.failed
@@ -359,7 +356,6 @@ class CheckedRollouts:
 
 
 def _wrong_form(rollout: object, *, prompts: int, n: int) -> str:
-    """Return what is wrong with the form of a replica's rows; "" if nothing is."""
     if not isinstance(rollout, Rollout):
         return f"generate() returned {type(rollout).__name__}, not a Rollout"
     rows, width = prompts * n, rollout.tokens.shape[-1]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mega_rl.parallel.accelerator import patches, standin
+from mega_rl.parallel.accelerator.base import CudaAccelerator
 from mega_rl.parallel.accelerator.cpu import CpuAccelerator
-from mega_rl.parallel.accelerator.cuda import CudaAccelerator
 from mega_rl.parallel.accelerator.rewrite import RewritingFinder
 from tests.fake_te.extension import compiled_half, triton_kernels
 

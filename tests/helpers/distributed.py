@@ -22,7 +22,7 @@ import torch
 from torch.distributed import TCPStore
 
 from mega_rl.errors import name_of_signal
-from mega_rl.parallel.accelerator.gpus import HIDDEN, gpu_for_each
+from mega_rl.parallel.accelerator.base import HIDDEN, gpu_for_each
 from tests.helpers import strict_nccl
 
 GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs

@@ -9,7 +9,7 @@ from typing import Any
 from mega_rl.algorithms.advantages.groups import GRPO
 from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.kl import KLController
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.config.schema.training import MemoryCheckpointConfig
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mega_rl.rewards.sandbox import SandboxError
 from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.limits import SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox
 from tests.hostile_programs.campaign import LIMITS, PROGRAMS, Report, run_all, table
 from tests.hostile_programs.training import train

@@ -19,7 +19,7 @@ import psutil
 
 import mega_rl
 from mega_rl.rewards.code import AssertCase, CallCase, Case, StdioCase, read_cases
-from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError
+from mega_rl.rewards.sandbox import MIB, Execution, Limits, Sandbox, SandboxError
 from mega_rl.rewards.sandbox.local import used_bytes
 from mega_rl.rewards.sandbox.suites import UnknownTestsError, unfit
 from tests.hostile_programs.forging import FORGING

@@ -206,7 +206,7 @@ def test_trainers_end_and_others_follow(folder: Path) -> None:
         "RewardError: . of . responses have no score: .* the reward function raised KeyError: ", seen["broken"]
     )
     assert seen["signature"].startswith("UserError: reward.function='python:tests.unit_tests.test_api.use_trainers.")
-    assert "but is called as (prompt, response, answer)" in seen["signature"]
+    assert "it takes one response, by the names prompt, response, answer" in seen["signature"]
     assert seen["thread"] == 1, "a run outside the main thread, after one that failed"
     assert seen["http"] == (
         "UserError: reward: a function is given, but reward.source=http; set reward.source=function"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
+from mega_rl.algorithms.statistics import QUANTILES as TOKEN_QUANTILES
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.tracking.metrics.steps import TOKEN_PHASES, PhaseTimer

@@ -23,7 +23,7 @@ PROGRAMS = (
     "mega_rl.processes",
     "mega_rl.rewards.pool_worker",
     "mega_rl.rollout.sglang.server.launcher",
-    "mega_rl.verify.rank",
+    "mega_rl.verify.launcher",
 )
 # The harness starts the candidate of a sandbox, whose folder holds nothing else.
 STARTS_PYTHON_ITSELF = ["environment.py", "rewards/sandbox/inside/harness.py"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mega_rl.config.setting import Kind, kinds_below
 
 if TYPE_CHECKING:
-    from mega_rl.algorithms.losses.tokens import PolicyTokens, TokenLoss
+    from mega_rl.algorithms.losses import PolicyTokens, TokenLoss
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mega_rl.config.setting import setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mega_rl.algorithms.losses.tokens import PolicyTokens, TokenLoss
+    from mega_rl.algorithms.losses import PolicyTokens, TokenLoss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from mega_rl.config.setting import setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mega_rl.algorithms.losses.tokens import PolicyTokens, TokenLoss
+    from mega_rl.algorithms.losses import PolicyTokens, TokenLoss
 
 SMALLEST = 1e-7  # floor of 1 - p before its logarithm: half a rounding of 1 in float32
 

@@ -14,8 +14,7 @@ from mega_rl.checkpoint.memory.place import SHM
 from mega_rl.disk import SaveError
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import first_failure
-from mega_rl.parallel.comm import GroupRanks
-from mega_rl.parallel.transfers import FilePart, transfer
+from mega_rl.parallel.comm import FilePart, GroupRanks, transfer
 from mega_rl.protocols import Ranks
 from mega_rl.untrusted import open_regular, read_at
 

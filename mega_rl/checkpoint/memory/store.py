@@ -23,7 +23,7 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.errors import RunError, in_units
 from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, run_on_all
-from mega_rl.parallel.transfers import FilePart, cut
+from mega_rl.parallel.comm import FilePart, cut
 from mega_rl.types import JsonObject, Metrics, Piece
 
 log = logging.getLogger(__name__)

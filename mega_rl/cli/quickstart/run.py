@@ -187,7 +187,7 @@ def launch(command: list[str], run_dir: Path) -> float:
 
     Raises RunError when it fails; it has shown why.
     """
-    from mega_rl.parallel.accelerator.gpus import environment_of_ranks
+    from mega_rl.parallel.accelerator.base import environment_of_ranks
 
     started = time.perf_counter()
     settings = Launch(("mega_rl.cli", *command), NUM_RANKS, run_dir=str(run_dir))

@@ -12,9 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, loss_weights
-from mega_rl.algorithms.losses.policy import nll_loss
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.losses import AGGREGATIONS, loss_weights, nll_loss
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.schema import Config
 from mega_rl.data.order import permutation
 from mega_rl.parallel.accelerator import Accelerator

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import IncompleteSnapshotError
+from tqdm import tqdm
 
 from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.packaged import read_recipe
@@ -13,15 +19,113 @@ from mega_rl.config.rules.rollout import files_of
 from mega_rl.config.schema import Config, MixtureConfig, Origin
 from mega_rl.data.hub.names import (
     DEFAULT_REVISION,
+    FAILURES,
     FolderName,
     ModelName,
     Role,
     RowsName,
     dataset_name,
     folder_name,
+    is_unreachable,
     model_name,
+    reason,
 )
 from mega_rl.errors import UserError
+from mega_rl.tracking import progress
+
+INDEX = "model.safetensors.index.json"
+DESCRIPTION = (
+    *("config.json", "generation_config.json", INDEX, "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.model.v[0-9]*", "tekken.json", "*.tiktoken"),
+    *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*"),
+)  # never code, never pickled weights
+
+
+def fetch_description(name: ModelName, *, label: str) -> tuple[Path, ModelName]:
+    """Download a model without its weights; return (folder in the cache, pinned name)."""
+    folder = _download(name, DESCRIPTION, label=label)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{label}: {name.repo} has no config.json at this revision, so it is not a model in Hugging "
+            "Face's format; name another repository or revision"
+        )
+    return folder, replace(name, revision=folder.name)
+
+
+def fetch_weights(name: ModelName, folder: Path, *, label: str) -> None:
+    """Complete the folder of `fetch_description` with the safetensors files; `name` is pinned. Raises UserError."""
+    wanted = _weight_files(folder, label=label)
+    if all((folder / file).is_file() for file in wanted):
+        return
+    _download(name, wanted, label=label)
+    if not any((folder / file).is_file() for file in wanted):
+        raise UserError(
+            f"{label}: {name.repo} holds no safetensors weights ({wanted[0]}); other formats are not read, since they "
+            "may run code: take a repository or revision with safetensors"
+        )
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether every weight file of a downloaded description is there."""
+    try:
+        return all((folder / file).is_file() for file in _weight_files(folder, label=""))
+    except UserError:
+        return False
+
+
+def _weight_files(folder: Path, *, label: str) -> list[str]:
+    """Return the files that the index names, or the one file of a model without an index."""
+    index = folder / INDEX
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{label}: {index}: not an index of weights; take another revision") from None
+    return sorted(name for name in names if name.endswith(".safetensors"))
+
+
+def _download(name: ModelName, files: Sequence[str], *, label: str) -> Path:
+    """Return the folder of the snapshot, with those of the files that the repository has."""
+    try:
+        with progress.phase(f"downloading {label}", unit="B", announce=files is not DESCRIPTION) as phase:
+            return _snapshot(name, files, tqdm_class=type("Bar", (_Bar,), {"phase": phase}))
+    except FAILURES as error:
+        failure: Exception = error
+    if is_unreachable(failure):  # the client gives up without its list of files, which an older cache may lack
+        try:
+            return _snapshot(name, files, local_files_only=True)
+        except IncompleteSnapshotError as error:
+            failure = error
+        except FAILURES:
+            pass
+    raise UserError(f"{label}: {reason(failure, repo=name.repo, revision=name.revision, kind='model')}") from failure
+
+
+def _snapshot(name: ModelName, files: Sequence[str], **settings: Any) -> Path:
+    # Patterns match folders, too: only additional_chat_templates is part of the description.
+    nested = ["[!a]*/*", "a[!d]*/*"] if files is DESCRIPTION else None
+    return Path(
+        snapshot_download(
+            name.repo, revision=name.revision, allow_patterns=list(files), ignore_patterns=nested, **settings
+        )
+    )
+
+
+class _Bar(tqdm):
+    """A bar of huggingface_hub that shows its bytes in our phase and writes nothing itself."""
+
+    phase: progress.Phase
+
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings | {"disable": False, "file": io.StringIO()})
+
+    def display(self, *_: Any, **__: Any) -> None:
+        # One bar counts files, one the bytes received, one the bytes written: only the last knows the real total.
+        if self.unit == "B" and not str(self.desc).startswith("Downloading"):
+            self.phase.report(int(self.n), int(self.total or 0) or None)
+
 
 SOURCES = "data.mixture.sources"  # a mapping of sources, each with a list of files
 SETS = "validation.sets"  # a mapping of files, and of lists of files
@@ -80,7 +184,7 @@ def _files_by_entry(key: str, value: Any) -> dict[str, Sequence[str]]:
 
 def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -> Config:
     """Return the config with every name replaced by its download, and the pinned names in `origins`."""
-    from mega_rl.data.hub.models import fetch_description, fetch_weights, has_weights
+    from mega_rl.data.hub.resolve import fetch_description, fetch_weights, has_weights
 
     models = {key: fetch_description(name, label=f"{key}={name}") for key, name in names.models.items()}
     config = with_settings(config, {key: str(folder) for key, (folder, _) in models.items()})
@@ -131,7 +235,7 @@ def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> 
     name = model_name(str(text))
     if name is None:
         return Path(text)
-    from mega_rl.data.hub.models import fetch_description, fetch_weights
+    from mega_rl.data.hub.resolve import fetch_description, fetch_weights
 
     asked = f"{label}={name}"
     folder, pinned = fetch_description(name, label=asked)

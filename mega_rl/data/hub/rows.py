@@ -18,8 +18,17 @@ from urllib.parse import quote
 from filelock import FileLock
 from huggingface_hub import HfApi, constants
 
-from mega_rl.data.hub.errors import FAILURES, by_library, is_unreachable, reason, why_unreadable
-from mega_rl.data.hub.names import COMMIT, DatasetName, FolderName, Role
+from mega_rl.data.hub.names import (
+    COMMIT,
+    FAILURES,
+    DatasetName,
+    FolderName,
+    Role,
+    by_library,
+    is_unreachable,
+    reason,
+    why_unreadable,
+)
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 

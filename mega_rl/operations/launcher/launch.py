@@ -32,9 +32,8 @@ from mega_rl.operations.launcher.nodes import (
     gather,
 )
 from mega_rl.operations.launcher.ranks import KEY, NodeRanks, interface_of
-from mega_rl.operations.launcher.reaper import SAVE_S
+from mega_rl.operations.launcher.reaper import SAVE_S, StopSignals
 from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
-from mega_rl.operations.launcher.signals import StopSignals
 from mega_rl.operations.launcher.store import LOOPBACK, listen
 from mega_rl.operations.launcher.supervisor import Conclusion, Supervisor
 from mega_rl.tracking.progress import printable

@@ -14,8 +14,7 @@ import psutil
 
 from mega_rl.environment import python_module, threads_per_rank
 from mega_rl.errors import LAST_WORD, UserError
-from mega_rl.operations.launcher.reaper import Reaper
-from mega_rl.operations.launcher.signals import STOPPED
+from mega_rl.operations.launcher.reaper import STOPPED, Reaper
 from mega_rl.processes import Child, ChildDeadlineError
 from mega_rl.tracking.health.failure_kinds import GENERATION, INNOCENT_CODES, UNSAID
 

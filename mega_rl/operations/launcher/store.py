@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError
-from mega_rl.operations.launcher.signals import SIGNALS
+from mega_rl.operations.launcher.reaper import SIGNALS
 from mega_rl.processes import DEVNULL, Child, ChildStartError
 
 LOOPBACK = "127.0.0.1"

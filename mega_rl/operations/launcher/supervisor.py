@@ -13,9 +13,8 @@ from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.operations.diagnosis.observations import in_words
 from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, LocalNode, RunNode
 from mega_rl.operations.launcher.ranks import INNOCENT, Assignment, RankEnd
-from mega_rl.operations.launcher.reaper import SAVE_S
+from mega_rl.operations.launcher.reaper import SAVE_S, SIGNALS, STOPPED, StopSignals
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
-from mega_rl.operations.launcher.signals import SIGNALS, STOPPED, StopSignals
 from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, UNSAID
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,56 @@
-"""Start runs by Slurm, Kubernetes or Ray, with a launcher on every node."""
+"""Start runs by Slurm, Kubernetes or Ray, with a launcher on every node; options that all three have."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+import typer
+
+from mega_rl.errors import UserError
+
+Nodes: TypeAlias = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the run.")]
+RanksPerNode: TypeAlias = Annotated[
+    int, typer.Option("--nproc-per-node", min=1, help="Ranks on each node, one GPU for each.")
+]
+MaxRestarts: TypeAlias = Annotated[
+    int, typer.Option("--max-restarts", min=0, help="Restarts of dead or stuck ranks by their launchers, as of train.")
+]
+NodeRestarts: TypeAlias = Annotated[
+    int, typer.Option("--node-restarts", min=0, help="Restarts of the run on new nodes or pods after a failure of one.")
+]
+Variables: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the ranks; without a value, as it is here."),
+]
+
+
+@dataclass(frozen=True)
+class RecipeFacts:
+    """A recipe with its overrides, and the settings of it that a scheduler needs."""
+
+    recipe: str  # path, or name of a packaged recipe
+    text: str  # content of the file
+    overrides: Sequence[str]  # KEY=VALUE
+    run_dir: str
+    resume: str  # checkpoint.resume
+    device: str  # trainer.device
+    saves: bool  # at intervals
+
+
+def variables(given: Sequence[str] | None) -> dict[str, str]:
+    """Return the variables that --env names. Raises UserError for a variable without a value here."""
+    named = {}
+    for text in given or ():
+        name, sign, value = text.partition("=")
+        if not name.isidentifier():
+            raise UserError(f"--env={text}: {name!r} is not the name of a variable; write --env NAME=VALUE")
+        if not sign and name not in os.environ:
+            raise UserError(f"--env={name}: has no value here; write --env {name}=VALUE")
+        named[name] = value if sign else os.environ[name]
+    return named
+
+
+def is_below(path: str, folders: Sequence[str]) -> bool:
+    """Return whether an absolute path is one of the folders, or below one."""
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)

@@ -17,7 +17,7 @@ import yaml
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.ranks import KEY
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.operations.schedulers.options import (
+from mega_rl.operations.schedulers import (
     MaxRestarts,
     NodeRestarts,
     Nodes,

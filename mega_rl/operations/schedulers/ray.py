@@ -30,9 +30,9 @@ from mega_rl.disk import lock_file
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.operations.launcher.ranks import KEY
-from mega_rl.operations.launcher.signals import STOPPED, StopSignals
+from mega_rl.operations.launcher.reaper import STOPPED, StopSignals
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.operations.schedulers.options import (
+from mega_rl.operations.schedulers import (
     MaxRestarts,
     NodeRestarts,
     Nodes,

@@ -14,7 +14,7 @@ from mega_rl import environment
 from mega_rl.environment import own_cores
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
-from mega_rl.parallel.accelerator.base import Accelerator
+from mega_rl.parallel.accelerator.base import Accelerator, prepare_cuda
 
 __all__ = ["Accelerator", "prepare"]
 
@@ -59,9 +59,7 @@ def prepare(
         problem = megatron_core.problem()
         if problem:
             raise UserError(problem)
-        from mega_rl.parallel.accelerator import cuda
-
-        accelerator: Accelerator = cuda.prepare()
+        accelerator: Accelerator = prepare_cuda()
     else:
         from mega_rl.parallel.accelerator import cpu
 

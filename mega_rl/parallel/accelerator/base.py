@@ -1,14 +1,23 @@
-"""Interface of a device to the rest of the package, and what it is on a CPU."""
+"""Interface of a device to the rest of the package; GPUs of NVIDIA, and which rank has which."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
+
+from mega_rl.environment import bind_near
+from mega_rl.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -56,3 +65,107 @@ def resident_bytes() -> int:
     except FileNotFoundError:  # no procfs: the peak is the best there is; macOS counts bytes, others KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+HIDDEN = {VISIBLE: ""}  # environment of a rank that runs on the CPU of a machine with GPUs
+
+
+def gpu_for_each(ranks: int) -> bool:
+    """Return whether this machine shows that many GPUs, so that every one of its ranks can have its own."""
+    return torch.cuda.device_count() >= ranks
+
+
+def environment_of_ranks(ranks: int) -> Mapping[str, str]:
+    """Return the variables for ranks that run on GPUs if each can have one, and all on the CPU if not."""
+    return {} if gpu_for_each(ranks) else HIDDEN
+
+
+def device_index(environment: Mapping[str, str], *, count: int) -> int:
+    """Return the index of this rank's GPU among the `count` visible ones: LOCAL_RANK, 0 without a launcher.
+
+    A launcher that shows each process only its own GPU (Ray, Slurm with --gpus-per-task=1) leaves a single index, 0,
+    for every local rank. It has set CUDA_VISIBLE_DEVICES to one device then, as a user may have who starts several
+    ranks on that device; `claim` finds those when the ranks meet.
+
+    Raises UserError: more local ranks than visible GPUs.
+    """
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    if local_rank < count:
+        return local_rank
+    if count == 1 and len([name for name in environment.get(VISIBLE, "").split(",") if name.strip()]) == 1:
+        return 0
+    raise UserError(
+        f"LOCAL_RANK={local_rank}: only {count} CUDA device(s) are visible, and each rank needs its own; start at most "
+        f"{count} rank(s) per node, or set {VISIBLE}= (empty) to train on the CPU"
+    )
+
+
+def claim(identity: str, *, store: Store, rank: int, timeout: timedelta) -> None:
+    """Enter this rank as the only user of its device into the store that all ranks share.
+
+    identity: a name of the device that is unique among all machines; empty for a CPU, which ranks may share.
+
+    Raises UserError: another rank uses the same device.
+    """
+    if not identity:
+        return
+    store.set_timeout(timeout)
+    owner = int(store.compare_set(f"device/{identity}", "", str(rank)))
+    if owner != rank:
+        raise UserError(
+            f"ranks {owner} and {rank} have the same CUDA device ({identity}), and each needs its own; start one rank "
+            f"per device, let {VISIBLE} show every rank's device or each rank its own, or set {VISIBLE}= (empty) to "
+            "train on the CPU"
+        )
+
+
+class CudaAccelerator(Accelerator):
+    """The GPU of this local rank."""
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def total_memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def take_peak_memory(self) -> Mapping[str, int]:
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        peaks = {"allocated": allocated, "reserved": torch.cuda.max_memory_reserved(self.device)}
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peaks
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def transformer_config_overrides(self) -> dict[str, Any]:
+        """Return the fusions that the installed packages support."""
+        has_te = importlib.util.find_spec("transformer_engine") is not None
+        has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        return {
+            "use_cpu_initialization": False,
+            # Weight gradients added into main_grad by one kernel, which apex builds: Megatron-Core's own layers raise
+            # without it. Transformer Engine's have their own: `mega_rl.engines.models.build.fuse_weight_gradients`.
+            "gradient_accumulation_fusion": has_apex_kernel,
+            "apply_rope_fusion": has_te,
+            "bias_activation_fusion": True,
+            "bias_dropout_fusion": True,
+            "deallocate_pipeline_outputs": True,
+        }
+
+
+@cache
+def prepare_cuda() -> CudaAccelerator:
+    """Bind this process to its GPU (`device_index`) and the processors near it. Raises UserError without one."""
+    device = torch.device("cuda", device_index(os.environ, count=torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    facts = torch.cuda.get_device_properties(device)
+    address = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(facts)
+    bind_near("{:04x}:{:02x}:{:02x}.0".format(*address))
+    return CudaAccelerator(device, "cuda", "nccl", facts.name, str(facts.uuid))

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl.rewards.sandbox.limits import Limits, SandboxError
+from mega_rl.rewards.sandbox import Limits, SandboxError
 
 PROGRAM = "/sandbox/program.py"  # the program's path inside
 NOBODY = 65534  # uid and gid inside a user namespace

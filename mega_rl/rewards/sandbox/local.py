@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
 from typing import IO
 
+from mega_rl.rewards.sandbox import Execution, Limits, SandboxError, Status
 from mega_rl.rewards.sandbox.bubblewrap import INSTALL, Tool, choose_uid, command
-from mega_rl.rewards.sandbox.limits import Execution, Limits, SandboxError, Status
 from mega_rl.rewards.sandbox.seccomp import build_filter
 
 START_S = 20.0  # for bubblewrap to have made its namespaces, on a busy machine
@@ -60,18 +60,17 @@ class LocalSandbox:
             if uid:  # so that the program may open /dev/stdin
                 for file in (given, stdout, stderr):
                     os.fchown(file.fileno(), uid, uid)
-            begin = time.monotonic()
+            deadline = time.monotonic() + limits.timeout_s
             run = _Run(self.tool, limits, uid, text, rules, (given, stdout, stderr))
             stack.callback(run.end)
             run.find_init()
-            status = run.status(begin + limits.timeout_s)
-            seconds = time.monotonic() - begin
+            status = run.status(deadline)
             run.end()
             output, errors = (_read(file, limits.output_bytes) for file in (stdout, stderr))
             if status == "finished" and max(len(output), len(errors)) > limits.output_bytes:
                 status = "output"
             code = run.process.returncode if status == "finished" else None
-            return Execution(status, code, output, errors, seconds)
+            return Execution(status, code, output, errors)
 
     def check(self) -> None:
         """Run a program and one that starts too many processes. Raises SandboxError."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, SandboxError, Status
+from mega_rl.rewards.sandbox import MIB, Execution, Limits, SandboxError, Status
 from mega_rl.rewards.score import shortened
 from mega_rl.rewards.service import Poster, PostError
 
@@ -42,12 +43,14 @@ class RemoteSandbox:
         limit = ANSWER_BYTES + 12 * self.limits.output_bytes
         try:
             content = asyncio.run(self.poster.post(json.dumps(body).encode(), limit=limit))
-            answer = json.loads(content)
         except PostError as error:
-            raise SandboxError(f"{self._where()}: {error}") from None
-        except (ValueError, RecursionError):
-            raise self._failure(f"no JSON: {self.poster.readable(content)}") from None
-        return self._outcome(answer)
+            raise SandboxError(f"sandbox service {self.poster.address}: {error}") from None
+        try:
+            return self._outcome(json.loads(content)["run_result"])
+        except (ValueError, RecursionError, TypeError, KeyError):
+            raise self._failure(
+                f"no run_result that finished with a return_code or was late: {self.poster.readable(content)}"
+            ) from None
 
     def check(self) -> None:
         """Run a program. Raises SandboxError unless it ends as it must."""
@@ -55,24 +58,16 @@ class RemoteSandbox:
         if not outcome.succeeded or outcome.stdout != b"42\n":
             raise self._failure(f"{outcome.status}, output {shortened(outcome.stdout)} of print(6 * 7)")
 
-    def _outcome(self, answer: object) -> Execution:
-        """Return a run's end from the service's answer. Raises SandboxError for the service's failures."""
-        run = answer.get("run_result") if isinstance(answer, dict) else None
-        status: object = run.get("status") if isinstance(run, dict) else None
-        code = run.get("return_code") if isinstance(run, dict) else None
-        is_late = status == "TimeLimitExceeded"
-        if not isinstance(run, dict) or not (is_late or (status == "Finished" and type(code) is int)):
-            raise self._failure(f"no run_result that finished with a return_code or was late: {shortened(answer)}")
+    def _outcome(self, run: Mapping[str, object]) -> Execution:
+        """Return a run's end. Raises TypeError or KeyError for the service's failures."""
+        is_late, code = run["status"] == "TimeLimitExceeded", run.get("return_code")
+        if not is_late and (run["status"] != "Finished" or type(code) is not int):
+            raise TypeError
         stdout, stderr = (str(run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
         end: Status = "timeout" if is_late else "finished"
         if max(len(stdout), len(stderr)) > self.limits.output_bytes:
             end = "output"
-        seconds = run.get("execution_time")
-        seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
-        return Execution(end, code if end == "finished" else None, stdout, stderr, seconds)
-
-    def _where(self) -> str:
-        return f"sandbox service {self.poster.address}"
+        return Execution(end, code if type(code) is int and end == "finished" else None, stdout, stderr)
 
     def _failure(self, what: str) -> SandboxError:
-        return SandboxError(f"{self._where()} answered {what}")
+        return SandboxError(f"sandbox service {self.poster.address} answered {what}")

@@ -11,9 +11,8 @@ import errno
 import platform
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from mega_rl.rewards.sandbox.limits import SandboxError
+from mega_rl.rewards.sandbox import SandboxError
 
 # name: (x86_64, aarch64); None: the architecture has no such call
 REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -61,16 +60,7 @@ _LOAD, _AND, _IF_EQUAL, _IF_ABOVE, _IF_BITS, _RETURN = 0x20, 0x54, 0x15, 0x25, 0
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A machine's column in the tables, and its AUDIT_ARCH."""
-
-    column: int
-    audit: int
-    last_known: int = LAST_KNOWN
-
-
-ARCHITECTURES = {"x86_64": Architecture(0, 0xC000003E), "aarch64": Architecture(1, 0xC00000B7)}
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH, in the order of the tables' columns
 
 
 def build_filter(machine: str | None = None) -> bytes:
@@ -81,17 +71,17 @@ def build_filter(machine: str | None = None) -> bytes:
             f"no filter of system calls for {machine}; legal: {', '.join(ARCHITECTURES)}; name a service with "
             "reward.sandbox=remote"
         )
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in _instructions(ARCHITECTURES[machine]))
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in _instructions(machine))
 
 
-def _instructions(architecture: Architecture) -> Iterator[tuple[int, int, int, int]]:
+def _instructions(machine: str) -> Iterator[tuple[int, int, int, int]]:
     """Yield (code, jump if true, jump if false, constant); a jump counts skipped instructions."""
-    column = architecture.column
+    column = [*ARCHITECTURES].index(machine)
     yield _LOAD, 0, 0, _ARCH
-    yield _IF_EQUAL, 1, 0, architecture.audit
+    yield _IF_EQUAL, 1, 0, ARCHITECTURES[machine]
     yield _RETURN, 0, 0, _KILL  # a call of another architecture, as int 0x80
     yield _LOAD, 0, 0, _NUMBER
-    yield _IF_ABOVE, 0, 1, architecture.last_known  # those of x32 among them
+    yield _IF_ABOVE, 0, 1, LAST_KNOWN  # those of x32 among them
     yield _RETURN, 0, 0, _ERRNO | errno.ENOSYS
     for table, answer in ((REFUSED, errno.EPERM), (ABSENT, errno.ENOSYS)):
         for numbers in table.values():

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mega_rl.rewards.sandbox.limits import Execution, Sandbox
+from mega_rl.rewards.sandbox import Execution, Sandbox
 
 _PLACE = 'CANDIDATE = ""'
 _FUTURE = "from __future__ import annotations\n"

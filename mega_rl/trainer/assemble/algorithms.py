@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
-from mega_rl.algorithms.losses.tokens import Correction, PolicyObjective
+from mega_rl.algorithms.losses import AGGREGATIONS, Correction, PolicyObjective
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.schema import Config, KlConfig, SuccessCurriculum

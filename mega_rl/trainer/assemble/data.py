@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from mega_rl.config.rules import check
 from mega_rl.config.rules.rollout import files_of
 from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.config.user_files import users_code
-from mega_rl.data.build import PromptReader, build_order, build_stream_order, chat_template
+from mega_rl.data.build import PromptReader, build_order, build_stream_order
 from mega_rl.data.chat import check_template
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.order import StepOrder, SuccessRates
@@ -273,14 +272,3 @@ def prompt_line(tokens: Tokens, prompts: Sequence[Prompt]) -> str:
     kind = "chat template of the tokenizer" if prompts[0].messages else "plain text"
     mean = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
     return f"{kind}, {mean:.0f} tokens, end {tokens.render(prompts[0].token_ids)[-24:]!r}"
-
-
-def warn_of_date(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
-    """Log a warning where prompts depend on the day of the run's start."""
-    template = chat_template(tokenizer, chat)
-    if template is not None and template.of_strings and template.changes_daily():
-        log.warning(
-            "the chat template writes today's date into the prompts, so a checkpoint cannot be resumed on another day; "
-            "set data.chat.date=%s",
-            date.today().isoformat(),
-        )

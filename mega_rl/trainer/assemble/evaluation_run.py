@@ -32,6 +32,8 @@ from mega_rl.trainer.rows import ReadResponse, scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome
 from mega_rl.types import JsonObject
 
+UNFINISHED = "samples.jsonl.part"
+
 
 def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> JsonObject:
     """Evaluate as `config.validation` says on every rank of this job; return the results.
@@ -57,7 +59,6 @@ def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate 
 def _run(
     config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack, samples: SamplesFile
 ) -> list[SetOutcome]:
-    """Return the outcomes on each set, whose samples are written as they come."""
     world = ranks_of(groups.host_world)
     inputs = read_inputs(config, accelerator, world, resources, trains=False)
     columns = inputs.rewards.columns(config.data.answer_key)
@@ -80,16 +81,11 @@ def _run(
 
 @dataclass
 class SamplesFile:
-    """samples.jsonl, written by rank 0 part by part under another name until it is complete."""
+    """samples.jsonl, written by rank 0 part by part, and named when it is complete."""
 
     folder: Path
     everyone: Ranks
     count: int = field(default=0, init=False)  # samples
-
-    @property
-    def unfinished(self) -> Path:
-        """Return the file of an unfinished evaluation."""
-        return self.folder / "samples.jsonl.part"
 
     def append(self, rows: Sequence[JsonObject]) -> None:
         """Write the samples of the next prompts, in order of prompt and sample; collective."""
@@ -97,7 +93,7 @@ class SamplesFile:
 
         def work() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self.unfinished.open("a" if self.count else "w", encoding="utf-8") as file:
+            with (self.folder / UNFINISHED).open("a" if self.count else "w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in ordered)
 
         run_on_one(work, self.everyone)
@@ -107,7 +103,7 @@ class SamplesFile:
         """Name the samples and write results.json; collective."""
 
         def work() -> None:
-            rename(self.unfinished, self.folder / "samples.jsonl")
+            rename(self.folder / UNFINISHED, self.folder / "samples.jsonl")
             text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
             replace_text(self.folder / "results.json", text)
 
@@ -140,7 +136,6 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
 
 
 def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
-    """Return the numbers of every set, with the settings and versions that they are of."""
     sets = {}
     for outcome in outcomes:
         means = {name.removeprefix("val/"): value for name, value in outcome.metrics.items()}

@@ -68,7 +68,6 @@ def read_inputs(
 
 
 def _read_rows_as(config: Config, tokens: Tokens) -> TokenRows | None:
-    """Return how a reward model reads rollouts."""
     if config.reward.source.name != "model":
         return None
     path = Path(config.reward.model_path)
@@ -153,7 +152,6 @@ def build_evaluation(
 
 
 def _build_scorer(inputs: Inputs, roles: Roles) -> Scorer:
-    """Return the reward role."""
     config, rows_as = inputs.plan.config, inputs.rows_as
     trainer = config.trainer
     if rows_as is None:

@@ -77,7 +77,6 @@ def build_actor(
 
 
 def _model_of(config: Config, role: Role, settings: EngineSettings, device_type: str, head: Head) -> ModelRequest:
-    """Return the model of a role as its engine is asked for it. Raises UserError."""
     return resolve_model(
         role,
         checkpoint_of(config, role),

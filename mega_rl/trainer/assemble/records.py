@@ -77,7 +77,6 @@ def build_recorder(run: LoadedRun, stage: Stages, *, done: int) -> StepRecorder 
 
 
 def _describe(run: LoadedRun, step: int, evaluated: Evaluated) -> RecordDescription:
-    """Return the description of a step's record, without saved weights; rank 0 reads identities by content."""
     config, roles, samples = run.config, run.roles, evaluated.batch.samples
     engine, parts = roles.actor_engine, samples.rewards.parts
     models = roles.engines if run.world.rank == 0 else ()

@@ -101,7 +101,6 @@ def build_rollouts(
 
 
 def _pending(source: RolloutSource) -> RankState | None:
-    """Return the user's source if it has state for checkpoints."""
     made = getattr(source, "source", None)
     return made if hasattr(made, "state") and hasattr(made, "restore") else None
 
@@ -141,7 +140,6 @@ def _make_source(inputs: Inputs, roles: Roles, engine: RolloutEngine | None, syn
 
 
 def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:
-    """Return the Hugging Face engine of this rank, without weights yet."""
     rollout = plan.config.rollout
     return HFRolloutEngine(
         plan.config.model.path,
@@ -182,7 +180,6 @@ def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> 
 
 
 def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
-    """Return the parameters of training samples."""
     return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop_ids)
 
 
@@ -193,7 +190,6 @@ def _ahead(
     sync: WeightSync,
     prompts: Callable[[int], Sequence[Prompt]],
 ) -> OneStepAhead:
-    """Return the generation of the next step while this one trains."""
     config, world = inputs.plan.config, inputs.world
     rollout, partial = config.rollout, config.rollout.sglang.partial_rollout
     rows = math.ceil(config.trainer.prompts_per_step / world.size) * rollout.n

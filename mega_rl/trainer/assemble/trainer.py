@@ -22,8 +22,8 @@ from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector
-from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, warn_of_date, with_length
-from mega_rl.trainer.assemble.load import Inputs, LoadedRun, build_evaluation, load_run, read_inputs
+from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, with_length
+from mega_rl.trainer.assemble.load import LoadedRun, build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.metrics import build_meter, open_sink
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES
 from mega_rl.trainer.assemble.records import build_recorder
@@ -50,7 +50,13 @@ def build_trainer(
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     prompts = build_prompts(config, inputs.tokens, inputs.rewards, inputs.rows, inputs.vocab_size, inputs.world)
     resources.callback(prompts.order.close)
-    inputs = _with_length(inputs, len(prompts.train))
+    plan, hidden = inputs.plan, inputs.plan.engine.hidden_tokens
+    if inputs.world.rank == 0 and (
+        zero_rows := describe_zero_rows(Path(config.model.path), hidden, inputs.tokens.stop_ids)
+    ):
+        log.warning("%s", zero_rows)
+    config_of_length = with_length(config, len(prompts.train), world_size=inputs.world.size)
+    inputs = replace(inputs, plan=replace(plan, config=config_of_length))
     # From here on no other run writes into this one's folder.
     checkpoints = open_checkpoints(inputs.plan.config, groups, fingerprint=prompts.fingerprint)
     resources.enter_context(checkpoints)
@@ -69,17 +75,6 @@ def build_trainer(
     return Trainer(batches, algorithm, run.rollouts.sync, events, stage, steps, run.config.trainer.steps, done)
 
 
-def _with_length(inputs: Inputs, num_prompts: int) -> Inputs:
-    """Return the inputs of a run whose trainer.steps are known; warn of tokenizer and vocabulary before it."""
-    plan, tokens = inputs.plan, inputs.tokens
-    if inputs.world.rank == 0:
-        warn_of_date(tokens.tokenizer, plan.config.data.chat)
-        if zero_rows := describe_zero_rows(Path(plan.config.model.path), plan.engine.hidden_tokens, tokens.stop_ids):
-            log.warning("%s", zero_rows)
-    config = with_length(plan.config, num_prompts, world_size=inputs.world.size)
-    return replace(inputs, plan=replace(plan, config=config))
-
-
 def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, *, done: int) -> list[Event]:
     """Return the events around steps, in this order; done: steps when the run begins."""
     trainer, metrics, tokens = run.config.trainer, run.config.metrics, run.tokens
@@ -94,7 +89,6 @@ def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, 
 
 
 def _close_sink(sink: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
-    """Close the run's sinks; kind: exception type that ended the run."""
     sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
 
 

@@ -23,8 +23,7 @@ from mega_rl.tracking.progress.terminal import standard_error
 from mega_rl.trainer.collect import Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.types import Metrics, Rollout
-from mega_rl.verify.learn.results import Curve
-from mega_rl.verify.learn.tasks import LearningTask, Variant
+from mega_rl.verify.learn.tasks import Curve, LearningTask, Variant
 from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer
 from mega_rl.workers.rollout import RolloutWorker
 

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.norms import distance
-from mega_rl.verify.rl.independent.formulas import Formulas
+from mega_rl.verify.layouts import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
+from mega_rl.verify.rl.independent.formulas import Formulas, groups_of, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
-from mega_rl.verify.rl.independent.sampling import groups_of, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
 from mega_rl.verify.rl.trace import read_batch, read_facts, read_figures
-from mega_rl.verify.tolerances import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
 
 # Figures of tokens by phase.
 TOKEN_PHASES = {"log-probs": ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}

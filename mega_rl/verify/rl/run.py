@@ -12,15 +12,13 @@ from mega_rl.config.schema import Config
 from mega_rl.errors import RunError, UserError
 from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_task
-from mega_rl.verify.layouts import REFERENCE, Layout, resolve_all, stages
+from mega_rl.verify.layouts import REFERENCE, TOLERANCES, Layout, resolve_all, stages
 from mega_rl.verify.rl.compare import UpdateErrors, follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.inputs import LockstepRun, algorithm_run, with_layout
 from mega_rl.verify.rl.model import read_architecture, write_inputs
-from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
-from mega_rl.verify.rl.rewards import reward_rule
-from mega_rl.verify.tolerances import TOLERANCES
+from mega_rl.verify.rl.rewards import ALGORITHMS, lockstep_settings, reward_rule
 
 
 @dataclass(frozen=True)

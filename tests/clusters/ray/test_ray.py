@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.operations.schedulers.options import RecipeFacts
+from mega_rl.operations.schedulers import RecipeFacts
 from mega_rl.operations.schedulers.ray import RayCluster, RayRun, drive
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation, loss_weights, token_and_sequence_counts
+from mega_rl.algorithms.losses import AGGREGATIONS, Aggregation, loss_weights, token_and_sequence_counts
 
 # Rows of 3, 1 and 0 response tokens; token losses 1, 2, 3 and 10.
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False], [False, False, False, False]])

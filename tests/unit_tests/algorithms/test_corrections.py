@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.corrections import CORRECTIONS
-from mega_rl.algorithms.losses.tokens import SampledTokens
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.losses import SampledTokens
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.types import row_numbers
 
 ROWS, COLUMNS = 6, 9

@@ -25,14 +25,21 @@ from mega_rl.algorithms.corrections import OPSM, TIS, GeometricRejection, IcePop
 from mega_rl.algorithms.evaluation import pass_at_k
 from mega_rl.algorithms.inputs import AdvantageEstimator, AdvantageInputs
 from mega_rl.algorithms.kl import KL_ESTIMATORS, k3, kl_penalty
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Denominators, loss_weights
-from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
-from mega_rl.algorithms.losses.tokens import Correction, PolicyObjective, PolicyTokens, SampledTokens
-from mega_rl.algorithms.losses.value import clipped_value_loss
+from mega_rl.algorithms.losses import (
+    AGGREGATIONS,
+    Correction,
+    Denominators,
+    KLTerm,
+    PolicyObjective,
+    PolicyTokens,
+    SampledTokens,
+    clipped_value_loss,
+    loss_weights,
+    policy_loss,
+)
 from mega_rl.algorithms.policy_losses.clipped import GMPO, GSPO, PPO, ClipCov, KLCov, covariance
 from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV, SAPO
-from mega_rl.algorithms.sequences import Sequences
-from mega_rl.algorithms.statistics import whiten
+from mega_rl.algorithms.statistics import Sequences, whiten
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.vocab import VocabColumns
 from mega_rl.trainer.rows import soft_punishment

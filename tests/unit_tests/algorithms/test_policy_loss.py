@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms import losses
 from mega_rl.algorithms.kl import k1, k3
-from mega_rl.algorithms.losses import policy
-from mega_rl.algorithms.losses.policy import KLTerm
-from mega_rl.algorithms.losses.tokens import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.losses import KLTerm, PolicyObjective, PolicyTokens
 from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.protocols import LossOutput
 
 QUARTER = torch.full((4,), 0.25)
@@ -40,7 +39,7 @@ def policy_loss(
         token_weights=token_weights,
         sequences=Sequences((token_weights > 0).long(), 1),
     )
-    return policy.policy_loss(tokens, entropy, **rest)
+    return losses.policy_loss(tokens, entropy, **rest)
 
 
 def loss_of(ratios: list[float], advantages: list[float], **changed: Any) -> LossOutput:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.losses.tokens import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.losses import PolicyObjective, PolicyTokens
 from mega_rl.algorithms.policy_losses.clipped import GMPO, GSPO, ClipCov, KLCov
 from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV, SAPO
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.statistics import Sequences
 
 LENGTHS = (9, 1, 17, 6, 12)
 PADDING = 3

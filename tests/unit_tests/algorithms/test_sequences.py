@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.data.packing import MicroBatch, pack, pad
 from mega_rl.types import Experience, row_numbers
 from tests.helpers.models import random_experience

@@ -14,7 +14,7 @@ import pytest
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import KL_ESTIMATORS
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.config.schema import AlgorithmConfig, KlInLoss, KlInReward
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mega_rl.algorithms.losses.value import clipped_value_loss, explained_variance
+from mega_rl.algorithms.losses import clipped_value_loss, explained_variance
 
 
 @pytest.mark.parametrize(

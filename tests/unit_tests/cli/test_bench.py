@@ -13,8 +13,7 @@ import pytest
 
 from mega_rl.cli.app import main
 from mega_rl.verify.learn import run
-from mega_rl.verify.learn.results import Curve
-from mega_rl.verify.learn.tasks import TASKS, LearningTask, Variant
+from mega_rl.verify.learn.tasks import TASKS, Curve, LearningTask, Variant
 from tests.unit_tests.verify.tiny_task import TINY
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -14,12 +14,12 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.config.keys import value_of
 from mega_rl.errors import UserError
+from mega_rl.verify.layouts import TOLERANCES, UPDATES
 from mega_rl.verify.rl import run as lockstep
 from mega_rl.verify.rl.compare import UpdateErrors
 from mega_rl.verify.rl.faults import FAULTS
 from mega_rl.verify.rl.inputs import PARTS, SIZES, read_run, reward_of
 from mega_rl.verify.rl.model import read_architecture
-from mega_rl.verify.tolerances import TOLERANCES, UPDATES
 
 RIGHT = UpdateErrors(
     "actor", 0, 1, {phase: min(1e-7, tolerance) for phase, tolerance in TOLERANCES.items()}, "lm_head.weight"

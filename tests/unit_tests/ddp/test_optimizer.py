@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import AlgorithmConfig, Config, MegatronOptimizerConfig, OptimConfig, TrainerConfig
 from mega_rl.types import Experience, TokenOutputs

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import k2
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import TokenOutputs, row_numbers

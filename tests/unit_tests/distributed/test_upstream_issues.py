@@ -22,9 +22,8 @@ from mega_rl.config.rules import check
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.megatron_core import installed_release
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.verify.layouts import Layout, Plan, resolve
+from mega_rl.verify.layouts import FP32, Layout, Plan, resolve
 from mega_rl.verify.measure import LONGEST
-from mega_rl.verify.tolerances import FP32
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import k2
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.algorithms.policy_losses.weighted import TeacherDivergence
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience, TokenOutputs, row_numbers

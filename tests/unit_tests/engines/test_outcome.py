@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mega_rl.algorithms.distribution import QUANTILES, histogram_where
+from mega_rl.algorithms.statistics import QUANTILES, histogram_where
 from mega_rl.engines.outcome import Finished, check_norm, reduce_losses
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.parallel.comm import SingleRank

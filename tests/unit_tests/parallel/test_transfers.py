@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from mega_rl.parallel.transfers import FilePart, cut
+from mega_rl.parallel.comm import FilePart, cut
 from tests.helpers.distributed import run_ranks
 
 
@@ -14,37 +14,37 @@ def send_around(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from mega_rl.errors import RunError
-    from mega_rl.parallel import transfers
+    from mega_rl.parallel import comm
     from mega_rl.parallel.comm import GroupRanks
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     group = dist.group.WORLD
     assert group is not None
     ranks = GroupRanks(group)
-    transfers.PART_BYTES = 1000
-    parts: list[transfers.FilePart] = []
+    comm.PART_BYTES = 1000
+    parts: list[comm.FilePart] = []
     for source in range(3):
         for target in range(3):
             if source != target:
                 for name, size in sizes.items():
-                    parts += transfers.cut(source, target, f"{name}{source}{target}", 7, size)
+                    parts += comm.cut(source, target, f"{name}{source}{target}", 7, size)
     received: dict[str, bytearray] = {}
 
-    def read(part: transfers.FilePart, buffer: memoryview) -> None:
+    def read(part: comm.FilePart, buffer: memoryview) -> None:
         for i in range(part.nbytes):
             buffer[i] = byte(part.source, part.start + i)
 
-    def write(part: transfers.FilePart, buffer: memoryview) -> None:
+    def write(part: comm.FilePart, buffer: memoryview) -> None:
         received.setdefault(part.file, bytearray(max(sizes.values()) + 7))[part.start : part.start + part.nbytes] = (
             buffer
         )
 
-    def fail(part: transfers.FilePart, buffer: memoryview) -> None:
+    def fail(part: comm.FilePart, buffer: memoryview) -> None:
         raise RunError(f"no {part.file}")
 
-    failure = transfers.transfer(parts, ranks, read=read, write=write)
-    on_read = transfers.transfer(parts, ranks, read=fail if rank == 1 else read, write=lambda *_: None)
-    on_write = transfers.transfer(parts, ranks, read=read, write=fail if rank == 2 else lambda *_: None)
+    failure = comm.transfer(parts, ranks, read=read, write=write)
+    on_read = comm.transfer(parts, ranks, read=fail if rank == 1 else read, write=lambda *_: None)
+    on_write = comm.transfer(parts, ranks, read=read, write=fail if rank == 2 else lambda *_: None)
     dist.destroy_process_group()
     return {"received": received, "failure": failure, "on read": on_read, "on write": on_write}
 
@@ -58,7 +58,7 @@ SIZES = {"none": 0, "short": 10, "long": 12345}
 
 
 def test_a_file_is_cut_into_parts_that_cover_it(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("mega_rl.parallel.transfers.PART_BYTES", 10)
+    monkeypatch.setattr("mega_rl.parallel.comm.PART_BYTES", 10)
     assert cut(1, 2, "f", 5, 25) == [
         FilePart(1, 2, "f", 5, 10),
         FilePart(1, 2, "f", 15, 10),

@@ -44,7 +44,7 @@ def some(*responses: str) -> list[Item]:
 def called(*functions: Any, sources: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> FunctionRewards:
     """Return rewards by one function, or by several with names."""
     named = [one if isinstance(one, tuple) else ("", one) for one in functions]
-    return FunctionRewards([plan(function, name=name, **settings) for name, function in named], sources)
+    return FunctionRewards([plan(function, name=name, **settings) for name, function in named], sources or {})
 
 
 def spec_of(functions: str | Mapping[str, str]) -> str | Mapping[str, str]:

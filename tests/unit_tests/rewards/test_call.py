@@ -42,13 +42,9 @@ def returned(function: Callable[..., object], prompt: Prompt, response: str) -> 
     [
         (everything, (*TEXTS, ROW, [{"role": "user", "content": "3+4="}], 5, "length", 3)),
         (lambda response, *, num_tokens, finish, limit=2: (num_tokens, finish, limit), (3, "length", 2)),
-        (lambda a, b, c, finish: (a, b, c, finish), (*TEXTS, "length")),
         (lambda answer, response: (answer, response), ("7", "8")),
         (lambda *, response, row: (response, row), ("8", ROW)),
         (lambda response: response, "8"),
-        (lambda question, completion, reference, row=None: (question, completion, reference, row), (*TEXTS, ROW)),
-        (lambda a, b, c: (a, b, c), TEXTS),
-        (lambda *texts: texts, TEXTS),
         (Scorer(), (*TEXTS, 2.0, {})),
         (partial(Scorer(), scale=3.0), (*TEXTS, 3.0, {})),
     ],
@@ -73,9 +69,6 @@ def of_a_list(response: str, answer: list[str]) -> float:
         (of_a_list, RewardColumns(answer=True, structured=True)),
         (lambda *, response, row: 0.0, RewardColumns(answer=False, structured=True, every=True)),
         (lambda response, answer="": 0.0, RewardColumns(answer=False, structured=True)),
-        (lambda a, b, c: 0.0, RewardColumns(answer=True, structured=True)),
-        (lambda a, b, c=None: 0.0, RewardColumns(answer=False, structured=True)),
-        (lambda *texts: 0.0, RewardColumns(answer=True, structured=True)),
         (of_strings, RewardColumns(answer=False, structured=False)),
         (lambda responses, turns, transcripts: responses, RewardColumns(answer=False, structured=True)),
     ],
@@ -109,25 +102,23 @@ def test_function_of_several_gets_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    "function",
     [
-        (lambda: 0.0, r"has the signature .*, but is called as \(prompt, response, answer\)"),
-        (lambda a, b: 0.0, r"but is called as \(prompt, response, answer\)"),
-        (lambda a, b, c, d: 0.0, r"but is called as \(prompt, response, answer\)"),
-        (lambda prompt, answer: 0.0, r"but is called as \(prompt, response, answer\)"),
-        (
-            lambda responses, answer: [],
-            r"for several responses it takes lists of them by the names prompts, responses, ",
-        ),
-        (lambda responses, answer="": [], r"for several responses it takes lists"),
-        (lambda responses, level: [], r"for several responses it takes lists"),
-        (lambda prompts, answers: [], r"responses, transcripts, turns or token_ids among them"),
-        (lambda prompts, completions, **columns: [], r"completions is a parameter of TRL, .*Several responses"),
-        (lambda completions, **columns: [], r"completions is a parameter of TRL"),
+        lambda: 0.0,
+        lambda a, b, c: 0.0,
+        lambda *texts: 0.0,
+        lambda prompt, answer: 0.0,
+        lambda response, level: 0.0,
+        lambda responses, answer: [],
+        lambda responses, answer="": [],
+        lambda responses, level: [],
+        lambda prompts, answers: [],
+        lambda prompts, completions, **columns: [],
+        max,
     ],
 )
-def test_signature_that_fits_no_call_is_refused(function: Callable[..., object], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+def test_signature_that_fits_no_call_is_refused(function: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=r"by the names prompt, response, .*, by prompts, responses, |has no signature"):
         plan(function)
 
 

@@ -20,8 +20,8 @@ from mega_rl.rewards.code import (
     same_value,
     specification,
 )
+from mega_rl.rewards.sandbox import Execution, SandboxError
 from mega_rl.rewards.sandbox.inside.values import encode
-from mega_rl.rewards.sandbox.limits import Execution, SandboxError
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
 from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt
@@ -211,7 +211,7 @@ class Slow:
         self.runs += 1
         time.sleep(min(self.seconds, timeout_s))
         output = str(2 * int(stdin)).encode() if self.seconds < timeout_s and program != "wrong\n" else b""
-        return Execution("finished", 0, output, b"", self.seconds)
+        return Execution("finished", 0, output, b"")
 
 
 def test_cases_that_have_not_begun_in_time_have_failed() -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.rewards.components import RewardComponents
-from mega_rl.rewards.role import TextScorer
+from mega_rl.rewards.role import RewardComponents, TextScorer
 from mega_rl.rewards.score import TAKEN, Item, Outcome, ResponseReader, RewardError, RewardFailure
 from mega_rl.types import Rewards, Rollout
 from tests.helpers.threads import ThreadGroup
@@ -283,18 +282,6 @@ def test_exception_costs_one_response_its_reward(
         assert counts == {"reward/timeouts": 0.0, "reward/crashes": 0.0, "reward/errors": 1.0}
     assert "raised SystemExit: enough" in caplog.text
     assert f"answer: '2'; its score is {'none' if score is None else -1.0}" in caplog.text
-
-
-def test_failure_score_above_the_lowest_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    scorer = scorer_of(
-        lambda response: raising(ValueError()) if not response else -float(len(response)), max_failed_share=1.0,
-        failure_score=0.0,
-    )  # fmt: skip
-    for _ in range(2):
-        assert scorer.score(rollout_of(), PROMPTS).totals.tolist() == [-5.0, -8.0, 0.0]
-    warnings = [record.getMessage() for record in caplog.records if "is rewarded" in record.getMessage()]
-    assert len(warnings) == 1
-    assert "reward.source.failure_score=0 is above -8" in warnings[0]
 
 
 @pytest.mark.parametrize("max_share", [0.5, 0.1])

@@ -355,18 +355,12 @@ def test_where_it_may_not(tmp_path: Path, url: str, why: str) -> None:
 
 def test_files_that_hold_no_key(tmp_path: Path) -> None:
     path = tmp_path / "key"
-    for text, mode, why in (
-        (KEY, 0o644, "others than its owner may read it; chmod 600"),
-        (KEY, 0o640, "others than its owner may read it"),
-        ("", 0o600, "must hold one key of printable ASCII characters without spaces"),
-        ("two\nlines", 0o600, "must hold one key"),
-        ("kéy", 0o600, "must hold one key"),
-    ):
-        with pytest.raises(UserError) as caught:
+    why = r"reward\.source\.key_file: .* must hold one key .* readable by its owner alone: chmod 600"
+    for text, mode in ((KEY, 0o644), (KEY, 0o640), ("", 0o600), ("two\nlines", 0o600), ("kéy", 0o600)):
+        with pytest.raises(UserError, match=why):
             find_service("https://h/", key_file(path, text, mode))
-        assert why in str(caught.value)
         path.unlink()
     for missing in (path, tmp_path):
-        with pytest.raises(UserError, match=r"reward\.source\.key_file: .*: "):
+        with pytest.raises(UserError, match=why):
             find_service("https://h/", str(missing))
     assert find_service("http://far.example/", "") == Service("http://far.example/")

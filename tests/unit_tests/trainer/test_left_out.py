@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.kl import k1
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.trainer.events import sample_rows
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.trainer.rows import Samples, leave_unscored_out

@@ -11,7 +11,7 @@ import torch
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.returns import Distillation
 from mega_rl.algorithms.kl import KLController
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.events import _weights

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience
 from tests.helpers.threads import on_simulated_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.advantages.groups import GRPO
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
+from mega_rl.algorithms.losses import AGGREGATIONS, Aggregation
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.trainer.rows import Overlong, leave_truncated_out, soft_punishment
 from mega_rl.types import PER_TOKEN, Experience, RewardParts, Rewards, Rollout, TokenOutputs

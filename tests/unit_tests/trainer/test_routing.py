@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.advantages.groups import GRPO
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.types import Rewards, Rollout, TokenOutputs

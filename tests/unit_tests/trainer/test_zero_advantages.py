@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.trainer.policy_gradient import LEFT_OUT, MinibatchPlan, PolicyGradientRules
 from mega_rl.trainer.rows import rows_with_advantages
 from mega_rl.types import Experience

@@ -9,7 +9,7 @@ import torch
 
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import k2
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.trainer.policy_gradient import MinibatchPlan

@@ -15,7 +15,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from mega_rl.verify.rl.independent.formulas import Formulas, aggregation_weights, divergence
 from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES, ResponseTokens
 from mega_rl.verify.rl.inputs import algorithm_run
-from mega_rl.verify.rl.reading import lockstep_settings
+from mega_rl.verify.rl.rewards import lockstep_settings
 
 LENGTHS = (7, 3, 5, 1)
 PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0}

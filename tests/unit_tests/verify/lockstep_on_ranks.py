@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 
 def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], Path]], fault: str = "") -> None:
-    """Record runs (settings, folder) as `mega_rl.verify.rank` does, with a fault of `faults()`."""
+    """Record runs (settings, folder) as `mega_rl.verify.launcher` does, with a fault of `faults()`."""
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
@@ -26,8 +26,7 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], Path]], fault: s
 def faults() -> dict[str, Any]:
     """Things that the real trainer could get wrong, by name."""
     from mega_rl.parallel.divergence import TeacherHead
-    from mega_rl.rewards.components import RewardComponents
-    from mega_rl.rewards.role import TextScorer
+    from mega_rl.rewards.role import RewardComponents, TextScorer
     from mega_rl.trainer import collect, filters, policy_gradient
     from mega_rl.workers.models import LearningWorker
 

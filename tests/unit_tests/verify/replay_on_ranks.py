@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mega_rl.verify.replay.inputs import ReplayPlan
+from mega_rl.verify.replay import ReplayPlan
 
 
 def some_left_out(reward: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,11 +46,11 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
 
 
 def replay_plans(rank: int, plans: Sequence[ReplayPlan], fault: str = "") -> None:
-    """Replay plans as `mega_rl.verify.rank` does, with a fault of `faults()`."""
+    """Replay plans as `mega_rl.verify.launcher` does, with a fault of `faults()`."""
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.verify.replay.task import replay
+    from mega_rl.verify.replay_step import replay
 
     for plan in plans:
         with faults()[fault] if fault else nullcontext():

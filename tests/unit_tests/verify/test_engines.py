@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mega_rl.verify.layouts import REFERENCE, LayoutErrors, Plan, fsdp
+from mega_rl.verify.layouts import FP32, REFERENCE, LayoutErrors, Plan, fsdp
 from mega_rl.verify.run import problems
-from mega_rl.verify.tolerances import FP32
 from mega_rl.verify.twin import write_random_twin
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY

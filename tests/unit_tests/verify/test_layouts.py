@@ -12,8 +12,7 @@ from mega_rl.converters.offline.compare import describe
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.verify.layouts import ALL, Layout, resolve, resolve_all, stages
-from mega_rl.verify.tolerances import BF16, BF16_EXPERTS, FP32, tolerances
+from mega_rl.verify.layouts import ALL, BF16, BF16_EXPERTS, FP32, Layout, resolve, resolve_all, stages, tolerances
 from mega_rl.verify.twin import random_tensors, write_random_twin
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import bare_config

@@ -18,7 +18,6 @@ from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.types import Experience, Rollout, TokenOutputs
 from mega_rl.verify.learn import run
 from mega_rl.verify.learn.neighbours_advantage import NeighboursAdvantage
-from mega_rl.verify.learn.results import ConfidenceBand, Curve, band, judge
 from mega_rl.verify.learn.run import closed_form_distance, enumerate_responses, expected_reward, mix_with_uniform
 from mega_rl.verify.learn.tasks import (
     BANDIT,
@@ -29,9 +28,13 @@ from mega_rl.verify.learn.tasks import (
     SAFE_REWARD,
     SORTING,
     TASKS,
+    ConfidenceBand,
+    Curve,
     LearningTask,
     Statement,
+    band,
     best_arm,
+    judge,
 )
 from mega_rl.workers.rollout import RolloutWorker
 from tests.unit_tests.verify.tiny_task import TINY

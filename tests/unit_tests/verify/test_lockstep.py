@@ -16,16 +16,15 @@ from mega_rl.config.keys import FIELDS, flat, with_settings
 from mega_rl.config.schema import Config
 from mega_rl.config.setting import setting
 from mega_rl.errors import UserErrors
-from mega_rl.verify.layouts import REFERENCE, Layout, fsdp, parse
+from mega_rl.verify.layouts import REFERENCE, REWARDS, TOLERANCES, Layout, fsdp, parse
 from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.model import write_inputs
-from mega_rl.verify.rl.reading import ALGORITHMS, FORMULAS, coverage, lockstep_settings
+from mega_rl.verify.rl.rewards import ALGORITHMS, FORMULAS, coverage, lockstep_settings
 from mega_rl.verify.rl.run import find, follow_config, problem_of
 from mega_rl.verify.rl.trace import read_batch
-from mega_rl.verify.tolerances import REWARDS, TOLERANCES
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY

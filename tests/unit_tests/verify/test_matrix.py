@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.verify.layouts import ALL, REFERENCE, Layout, LayoutErrors, Plan, resolve
+from mega_rl.verify.layouts import ALL, FP32, REFERENCE, Layout, LayoutErrors, Plan, resolve
 from mega_rl.verify.run import problems
-from mega_rl.verify.tolerances import FP32
 from mega_rl.verify.twin import write_random_twin
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import covering

@@ -18,11 +18,10 @@ from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.errors import UserError
 from mega_rl.tracking.records.reader import MODEL_OUTPUTS, RECORD_FILE, Record, read_record
 from mega_rl.verify.layouts import parse
-from mega_rl.verify.replay.inputs import ReplayPlan
-from mega_rl.verify.replay.run import ATOL, Difference, prepare, result_of
+from mega_rl.verify.replay import ATOL, Difference, ReplayPlan, prepare, result_of
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.model import ARCHITECTURE, write_inputs
-from mega_rl.verify.rl.reading import ALGORITHMS
+from mega_rl.verify.rl.rewards import ALGORITHMS
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.verify.replay_on_ranks import record_runs, replay_plans

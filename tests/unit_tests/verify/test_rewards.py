@@ -11,8 +11,7 @@ import pytest
 from mega_rl.verify.rl.independent.records import ScoredSample, StepBatch
 from mega_rl.verify.rl.inputs import EOS, algorithm_run
 from mega_rl.verify.rl.model import SPECIAL, VOCABULARY
-from mega_rl.verify.rl.reading import ALGORITHMS
-from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error, reward_rule
+from mega_rl.verify.rl.rewards import ALGORITHMS, RewardRule, rescored, reward_error, reward_rule
 
 PAD = VOCABULARY.index(SPECIAL[0])
 A, B, STOP = VOCABULARY.index("a"), VOCABULARY.index("b"), VOCABULARY.index("0")

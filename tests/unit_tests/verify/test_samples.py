@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_rl.verify.layouts import SAMPLES, TOLERANCES
 from mega_rl.verify.rl.compare import SamplerTest
 from mega_rl.verify.rl.independent.records import ScoredSample
-from mega_rl.verify.tolerances import SAMPLES, TOLERANCES
 
 PROMPTS, NUMBER, LENGTH, VOCABULARY = 20, 4, 24, 32
 # Which of (prompt, sample, place) seeds a random number; the wrong sums, by their numbers.

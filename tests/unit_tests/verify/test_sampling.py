@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from mega_rl.verify.rl.independent.formulas import Formulas
+from mega_rl.verify.rl.independent.formulas import Formulas, kept_groups, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.records import LockstepSettings, NamedSettings, ScoredSample, StepBatch
-from mega_rl.verify.rl.independent.sampling import kept_groups, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.inputs import algorithm_run
-from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
+from mega_rl.verify.rl.rewards import ALGORITHMS, lockstep_settings
 
 Rewards = Sequence[Sequence[float]]  # of the samples of each prompt
 FORMULAS = Formulas()

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms import losses
 from mega_rl.algorithms.kl import KLController, k2
-from mega_rl.algorithms.losses import policy as losses
-from mega_rl.algorithms.losses.policy import KLTerm
-from mega_rl.algorithms.losses.tokens import PolicyTokens
-from mega_rl.algorithms.losses.value import clipped_value_loss
+from mega_rl.algorithms.losses import KLTerm, PolicyTokens, clipped_value_loss
 from mega_rl.algorithms.policy_losses.clipped import PPO
-from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.statistics import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.types import Experience, Lesson, Metrics, TokenOutputs

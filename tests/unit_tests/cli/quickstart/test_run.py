@@ -14,7 +14,7 @@ from mega_rl.config.packaged import file_of
 from mega_rl.data.hub.names import folder_name
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
-from mega_rl.parallel.accelerator import gpus
+from mega_rl.parallel.accelerator.base import environment_of_ranks
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def start(settings: Launch, *, variables: Mapping[str, str]) -> int:
         assert (settings.nproc_per_node, settings.max_restarts) == (2, 0)
-        assert variables == gpus.environment_of_ranks(2), "a single GPU would be an error on two ranks"
+        assert variables == environment_of_ranks(2), "a single GPU would be an error on two ranks"
         commands.append(list(settings.program))
         return 0
 

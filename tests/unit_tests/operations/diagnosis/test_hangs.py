@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli import app as cli
-from mega_rl.operations.diagnosis.report import newest_report
+from mega_rl.operations.diagnosis.observations import newest_report
 from mega_rl.operations.diagnosis.stacks import find_py_spy
 from mega_rl.tracking.health.records import read_records
 from tests.helpers.distributed import RanksFailed, run_ranks

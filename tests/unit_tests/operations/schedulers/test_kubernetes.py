@@ -10,8 +10,8 @@ import yaml
 
 from mega_rl.cli.app import main
 from mega_rl.errors import UserError
+from mega_rl.operations.schedulers import RecipeFacts
 from mega_rl.operations.schedulers.kubernetes import JobSetRun, check, parse_mount, render
-from mega_rl.operations.schedulers.options import RecipeFacts
 
 ROOT = Path(__file__).parents[4]
 MODELS = ROOT / ".venv" / "kubernetes"

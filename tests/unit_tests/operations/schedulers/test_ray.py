@@ -18,7 +18,7 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.disk import lock_file
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.schedulers.options import RecipeFacts, variables
+from mega_rl.operations.schedulers import RecipeFacts, variables
 from mega_rl.operations.schedulers.ray import GIVE_UP_S, KEY, NodeLauncher, NodeLost, Output, RayRun, drive
 from tests.unit_tests.operations.launcher.programs import is_gone, wait_until
 

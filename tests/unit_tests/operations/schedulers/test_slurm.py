@@ -16,8 +16,7 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.disk import lock_file
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.schedulers import slurm
-from mega_rl.operations.schedulers.options import RecipeFacts
+from mega_rl.operations.schedulers import RecipeFacts, slurm
 from mega_rl.operations.schedulers.slurm import SlurmRun, submit
 
 ROOT = Path(__file__).parents[4]

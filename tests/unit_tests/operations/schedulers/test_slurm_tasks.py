@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.operations.schedulers.slurm_tasks import (
+from mega_rl.operations.schedulers.slurm import (
     FIRST_PORT,
     NUM_PORTS,
     become_rank,

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator import gpus
+from mega_rl.parallel.accelerator import base
 
 SECOND = timedelta(seconds=1)
 
@@ -18,7 +18,7 @@ SECOND = timedelta(seconds=1)
 def visible(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """One visible GPU, and no variables of launchers."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in ("LOCAL_RANK", gpus.VISIBLE):
+    for name in ("LOCAL_RANK", base.VISIBLE):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -36,7 +36,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ],
 )
 def test_a_rank_takes_its_own_device(environment: dict[str, str], count: int, index: int) -> None:
-    assert gpus.device_index(environment, count=count) == index
+    assert base.device_index(environment, count=count) == index
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,19 @@ def test_a_rank_takes_its_own_device(environment: dict[str, str], count: int, in
 )
 def test_more_ranks_than_devices_are_an_error_with_its_fix(environment: dict[str, str], count: int) -> None:
     with pytest.raises(UserError, match=rf"at most {count} rank\(s\) per node, or set CUDA_VISIBLE_DEVICES= \(empty\)"):
-        gpus.device_index(environment, count=count)
+        base.device_index(environment, count=count)
 
 
 def test_ranks_that_share_a_gpu_are_refused_and_others_are_not() -> None:
     store = HashStore()
     for rank, identity in enumerate(["GPU-a", "GPU-b", "", ""]):
-        gpus.claim(identity, store=store, rank=rank, timeout=SECOND)
+        base.claim(identity, store=store, rank=rank, timeout=SECOND)
     with pytest.raises(UserError, match=r"ranks 1 and 4 have the same CUDA device \(GPU-b\)"):
-        gpus.claim("GPU-b", store=store, rank=4, timeout=SECOND)
+        base.claim("GPU-b", store=store, rank=4, timeout=SECOND)
 
 
-@pytest.mark.parametrize(("ranks", "variables"), [(1, {}), (2, gpus.HIDDEN)])
+@pytest.mark.parametrize(("ranks", "variables"), [(1, {}), (2, base.HIDDEN)])
 def test_ranks_without_a_gpu_for_each_see_none(
     visible: pytest.MonkeyPatch, ranks: int, variables: dict[str, str]
 ) -> None:
-    assert gpus.environment_of_ranks(ranks) == variables
+    assert base.environment_of_ranks(ranks) == variables

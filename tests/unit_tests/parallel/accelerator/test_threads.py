@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mega_rl import environment
-from mega_rl.parallel.accelerator import cuda, use_threads
+from mega_rl.parallel.accelerator import base, use_threads
 
 
 @pytest.fixture
@@ -100,5 +100,5 @@ def test_a_rank_is_bound_before_it_allocates(sysfs: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4, 5})
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: order.append(cpus))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    cuda.prepare.__wrapped__()
+    base.prepare_cuda.__wrapped__()
     assert order == [torch.device("cuda", 0), {4, 5}]

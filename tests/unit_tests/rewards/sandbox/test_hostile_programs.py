@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.rewards.sandbox.limits import Execution
+from mega_rl.rewards.sandbox import Execution
 from tests.helpers.sandboxes import local_sandbox
 from tests.helpers.selection import FULL
 from tests.hostile_programs.campaign import LIMITS, PROGRAMS, Canaries, canaries, run_program, table
@@ -65,7 +65,7 @@ class Unlocked:
         import sys
 
         ran = subprocess.run([sys.executable, "-c", program], input=stdin, capture_output=True, timeout=20, check=False)
-        return Execution("finished", ran.returncode, ran.stdout, ran.stderr, 0.1)
+        return Execution("finished", ran.returncode, ran.stdout, ran.stderr)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 import mega_rl.rewards.sandbox.local as local
+from mega_rl.rewards.sandbox import MIB, Limits, SandboxError
 from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.limits import MIB, Limits, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox
 from tests.helpers.sandboxes import SMALL, local_sandbox
 
@@ -57,7 +57,6 @@ def test_how_programs_end(program: str, status: str, code: int | None) -> None:
     ran = local_sandbox(output_bytes=10_000).run(program, b"", timeout_s=1.5)
     assert (ran.status, ran.return_code) == (status, code)
     assert max(len(ran.stdout), len(ran.stderr)) <= 10_001
-    assert ran.seconds < 4
 
 
 SLEEP = "import sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"

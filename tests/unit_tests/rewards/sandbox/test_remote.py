@@ -26,7 +26,7 @@ def run(number: int, post: Post) -> Answer:
         "compile_result": None,
         "run_result": {
             "status": "Finished" if ran.status == "finished" else "TimeLimitExceeded",
-            "execution_time": ran.seconds,
+            "execution_time": 0.1,
             "return_code": ran.return_code,
             "stdout": ran.stdout.decode(errors="replace"),
             "stderr": ran.stderr.decode(errors="replace"),
@@ -81,12 +81,12 @@ def test_key_goes_with_each_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (Answer(b"no JSON"), "no JSON: .no JSON"),
-        (Answer(b"[" * 100_000), "no JSON"),
+        (Answer(b"no JSON"), "no run_result that finished .*no JSON"),
+        (Answer(b"[" * 100_000), "no run_result that finished"),
         (Answer(b"[1]"), "no run_result that finished"),
         (Answer(b'{"status": "SandboxError", "message": "no disk"}'), "no run_result that finished .*no disk"),
-        (finished(status="Error"), "no run_result that finished .*'Error'"),
-        (finished(return_code=True), "no run_result that finished .*True"),
+        (finished(status="Error"), "no run_result that finished .*Error"),
+        (finished(return_code=True), "no run_result that finished .*true"),
         (finished(stdout=3), "output b'3' of"),
         (finished(stdout="41"), "output b'41' of"),
         (Answer(status=302), "HTTP 302"),

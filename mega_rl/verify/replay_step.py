@@ -34,7 +34,7 @@ from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.rows import Samples, check_rows, leave_unscored_out
 from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.untrusted import read_record
-from mega_rl.verify.replay.inputs import ReplayPlan, replay_config
+from mega_rl.verify.replay import ReplayPlan, replay_config
 
 NO_LIMIT = 1 << 62
 SAMPLED = (

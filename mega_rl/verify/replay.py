@@ -4,22 +4,129 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.format.manifest import COMMIT_FILE
+from mega_rl.checkpoint.weights import HEADS, open_weights
+from mega_rl.config.keys import keys_below, value_of, with_settings
 from mega_rl.config.loader import load
+from mega_rl.config.needs import unmet
+from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
+from mega_rl.converters.offline.writing import WriteOptions
+from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator.gpus import gpu_for_each
+from mega_rl.parallel.accelerator.base import gpu_for_each
 from mega_rl.tracking import progress
-from mega_rl.tracking.records.reader import INPUTS, MODEL_OUTPUTS, TENSORS, Array, Record, folder_of, read_record
+from mega_rl.tracking.records.reader import (
+    INPUTS,
+    MODEL_OUTPUTS,
+    TENSORS,
+    WEIGHTS,
+    Array,
+    Record,
+    folder_of,
+)
+from mega_rl.tracking.records.reader import read_record as read_step
+from mega_rl.trainer.assemble.plan import roles_of
 from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import Layout, resolve_all
-from mega_rl.verify.replay.inputs import ReplayPlan, find_weights, replay_config
+from mega_rl.verify.rl.inputs import with_layout
+
+ROUTING, SYNC = "rollout.sglang.return_routing", "rollout.sglang.sync.timeout_s"
+KEPT_OF_ENGINE = "engine.megatron.transformer_impl"
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # model.dtype -> server's dtype
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """A record, the weights of its step, and the layout to compute it under."""
+
+    record: str  # folder
+    target: str  # folder that gets the step as the replay computes it
+    models: Mapping[str, str]  # Hugging Face folder of each role: "actor", "critic", "reference"
+    layout: Layout
+    timeout_s: float
+
+
+def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
+    """Return the recorded config with the plan's layout and models. Raises UserErrors."""
+    models = plan.models
+    same_engine = recorded.engine.backend == plan.layout.engine == "megatron"
+    defaults = Config()
+    reset = [key for key in keys_below("engine") if not (same_engine and key == KEPT_OF_ENGINE)]
+    servers = [key for key in keys_below("rollout.sglang") if key != ROUTING]
+    kept = {key: value_of(recorded, key) for key in keys_below("engine.megatron.moe") if same_engine}
+    changed: dict[str, object] = {
+        **{key: value_of(defaults, key) for key in (*reset, *servers)},
+        **kept,
+        "engine.backend": plan.layout.engine,
+        "model.path": models["actor"],
+        "model.critic_path": models.get("critic", ""),
+        "model.ref_path": models.get("reference", ""),
+        "algorithm.kl.reference_interval": 0,
+        "metrics.records.interval": 0,
+        "trainer.timeout_s": plan.timeout_s,
+        SYNC: min(defaults.rollout.sglang.sync.timeout_s, plan.timeout_s / 2),
+        "trainer.device": "auto",
+    }
+    config = with_settings(recorded, changed)
+    idle = {entry.key: value_of(defaults, entry.key) for entry in unmet(config)}
+    return with_layout(with_settings(config, idle), plan.layout, run_dir=Path(plan.target))
+
+
+def find_weights(record: Record, config: Config, work: Path, *, given: Path | None = None) -> dict[str, str]:
+    """Return each role's Hugging Face folder at the begin of a record's step. Raises UserError."""
+    models = {str(role): str(origin_of(config, str(role))) for role in roles_of(config) if role != "reward"}
+    changing = [role for role in models if role != "reference" or config.algorithm.kl.reference_interval]
+    step = record.description.steps_before
+    if given is None and set(changing) <= set(record.description.weights):
+        return {**models, **{role: str(record.folder / WEIGHTS / role) for role in changing}}
+    if given is None and step == 0:
+        return models
+    checkpoint = given or folders.final(record.folder.absolute().parent.parent / folders.CHECKPOINTS, step)
+    if not (checkpoint / COMMIT_FILE).is_file():
+        raise UserError(
+            f"{record.folder}: the weights after step {step}, with which it began, are in no checkpoint {checkpoint}; "
+            "give it by --weights, or record with metrics.records.weights=true"
+        )
+    return {**models, **_converted(record, config, work, checkpoint, changing)}
+
+
+def _converted(record: Record, config: Config, work: Path, checkpoint: Path, changing: list[str]) -> dict[str, str]:
+    """Return the roles of a run's checkpoint as Hugging Face checkpoints, written below `work`."""
+    step, before = folders.read_manifest(checkpoint).step, record.description.steps_before
+    if step != before:
+        raise UserError(f"{checkpoint}: is of step {step}, the record began after step {before}; give that one")
+    targets = {}
+    for role in (role for role in changing if role in HEADS):
+        source = origin_of(config, role)
+        export_checkpoint(
+            checkpoint,
+            work / role,
+            reference=source,
+            options=ExportOptions(dtype=_DTYPES[config.model.dtype]),
+            writing=WriteOptions(overwrite=False),
+            opened=partial(open_weights, checkpoint, role=role, reference=source),
+        )
+        targets[role] = str(work / role)
+    return targets
+
+
+def origin_of(config: Config, role: str) -> Path:
+    """Return the folder of the checkpoint that a role of a run began with."""
+    model = config.model
+    path = {"actor": model.path, "critic": model.critic_path, "reference": model.ref_path}[role] or model.path
+    return checkpoint_folder(Path(path), label=f"the record's {role}")
+
 
 ATOL = 1e-5  # in units of the value, or of 1 where it is smaller
-# bf16 keeps 8 bits, and each layout rounds partial sums in other places: `verify.tolerances` has the reasons.
+# bf16 keeps 8 bits, and each layout rounds partial sums in other places: `verify.layouts` has the reasons.
 ATOL_BF16 = 0.15
 
 
@@ -118,7 +225,7 @@ def prepare(
     folder: Path, names: str, work: Path, *, weights: Path | None = None, timeout_s: float = 600.0
 ) -> tuple[Record, list[ReplayPlan]]:
     """Return a record, and a plan for each of a list of layouts. Raises UserError."""
-    record = read_record(folder)
+    record = read_step(folder)
     config = load(None, record.description.config)
     with progress.phase("finding the weights"):
         models = find_weights(record, config, work / "weights", given=weights)
@@ -144,7 +251,7 @@ def replay_layouts(
             size, limit = layout.ranks, plan.timeout_s
             try:
                 run_task(
-                    "replay.task", asdict(plan), work, label=layout.name, ranks=size, timeout_s=limit, use_gpus=on_gpus
+                    "replay_step", asdict(plan), work, label=layout.name, ranks=size, timeout_s=limit, use_gpus=on_gpus
                 )
             except (UserError, RanksFailed) as failure:
                 raise type(failure)(f"{layout.name}: {failure}") from failure
@@ -154,4 +261,11 @@ def replay_layouts(
 
 def result_of(record: Record, plan: ReplayPlan, *, atol: float | None = None) -> list[Difference]:
     """Return the differences of a record and of the one that ranks have written."""
-    return compare(record, read_record(folder_of(Path(plan.target), record.description.step)), atol=atol)
+    return compare(record, read_step(folder_of(Path(plan.target), record.description.step)), atol=atol)
+
+
+NO_LIMIT = 1 << 62
+SAMPLED = (
+    *("loss_mask", "rollout_logprobs", "finished", "prompt_index", "sample_index", "weight_version"),
+    *("routing", "token_versions", "failed"),
+)
