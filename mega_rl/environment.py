@@ -22,9 +22,6 @@ from mega_rl.errors import UserErrors
 if TYPE_CHECKING:
     from mega_rl.config.schema import EngineConfig, RolloutConfig, TrainerConfig
 
-# Descriptor of a file into which the command of each rank writes, at the rank's place, one more than its exit code: a
-# reward function or a library may call os._exit(0).
-LAST_WORD = "MEGA_RL_LAST_WORD"
 # cuBLAS's split work space adds up in an order of its own; NCCL's choice of algorithm changes with load and topology;
 # Transformer Engine has attention kernels that add atomically.
 DETERMINISTIC = {

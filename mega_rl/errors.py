@@ -6,6 +6,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# Descriptor of a file into which the command of each rank writes, at the rank's place, one more than its exit code: a
+# reward function or a library may call os._exit(0).
+LAST_WORD = "MEGA_RL_LAST_WORD"
+
 
 class UserError(ValueError):
     """A mistake of the user: one message with the value, the rule and the fix, exit code 2, never a traceback."""

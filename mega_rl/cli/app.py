@@ -17,8 +17,7 @@ import typer
 from mega_rl import __version__
 from mega_rl.cli.output import Commands, Later
 from mega_rl.config.user_files import place_in_users_code
-from mega_rl.environment import LAST_WORD
-from mega_rl.errors import PeerError, RunError, UserError, UserErrors
+from mega_rl.errors import LAST_WORD, PeerError, RunError, UserError, UserErrors
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress import printable
 

@@ -17,7 +17,6 @@ from typing import Annotated, NamedTuple
 import typer
 
 from mega_rl import environment
-from mega_rl.api import prepared
 from mega_rl.cli.look import report
 from mega_rl.cli.output import print_table
 from mega_rl.cli.quickstart import programs, sums, word_problems
@@ -145,6 +144,8 @@ def warm_start(seed: Seed, run_dir: RunDir, task: Task = "sums") -> None:
     config = load(Path(chosen.recipe), overrides)
     progress.show_progress()
     with progress.importing("PyTorch and Megatron-Core", announce=True):
+        from mega_rl.api import prepared
+
         accelerator = prepared(config)
         from transformers import AutoTokenizer
 

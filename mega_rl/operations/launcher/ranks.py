@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from mega_rl.environment import LAST_WORD, python_module, threads_per_rank
-from mega_rl.errors import UserError
+from mega_rl.environment import python_module, threads_per_rank
+from mega_rl.errors import LAST_WORD, UserError
 from mega_rl.operations.launcher.reaper import STOPPED, Reaper
 from mega_rl.processes import Child, ChildDeadlineError
 from mega_rl.tracking.health.failure_kinds import GENERATION, INNOCENT_CODES, UNSAID

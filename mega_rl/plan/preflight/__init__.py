@@ -153,8 +153,6 @@ def _local(files: Sequence[str], data: DataConfig) -> list[str]:
 
 
 def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[str]:
-    from pyarrow import ArrowException
-
     for path in map(Path, files):
         if path.suffix not in DATA_SUFFIXES:
             legal = ", ".join(DATA_SUFFIXES)
@@ -162,6 +160,8 @@ def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[st
         elif not path.is_file() or path.stat().st_size == 0:
             yield f"{key}: {path}: " + ("is empty" if path.is_file() else no_such("file", path))
         else:
+            from pyarrow import ArrowException
+
             try:
                 columns = _columns(path)
             except (ArrowException, OSError):

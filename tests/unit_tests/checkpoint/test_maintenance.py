@@ -149,7 +149,7 @@ OF_A_RUN = "belongs to a run; export its weights by 'mega-rl checkpoint export R
     ("arguments", "message"),
     [
         ("checkpoint export run out --step 15", "--step=15: run has no complete checkpoint"),
-        ("checkpoint export run out --role judge", "'--role': 'judge' is not one of 'actor', 'critic'"),
+        ("checkpoint export run out --role judge", "'--role': Value error, 'judge' is not one of 'actor', 'critic'"),
         ("checkpoint export run out", "is not here; name a folder with its config.json"),
         ("checkpoint export nothing out", "nothing: no such folder"),
         ("convert export run/checkpoints/step_000010 out", OF_A_RUN),

@@ -170,7 +170,7 @@ def test_differences_have_exit_code_1(models: Path, capsys: pytest.CaptureFixtur
         (("inspect", "nowhere"), "nowhere: no such directory"),
         (("inspect", "MODEL", "--tp", 3), "tp=3 does not divide num_attention_heads=4"),
         (("inspect", "MODEL", "--pp", 2, "--pp-layout", "Et|ttL"), "must be num_hidden_layers=4"),
-        (("inspect", "MODEL", "--head", "both"), "'--head': 'both' is not one of 'lm', 'value'"),
+        (("inspect", "MODEL", "--head", "both"), "'--head': Value error, 'both' is not one of 'lm', 'value'"),
         (("inspect", "MODEL", "--mtp", "load"), "has no multi-token prediction layers"),
         (("import", "MODEL", "full"), "full"),
         (("import", "MODEL", "out", "--dtype", "int3"), "dtype=int3: must be one of"),

@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "layers": (["--layouts", "pp8"], "does not divide num_hidden_layers=4"),
     "twin's layers": (["--layouts", "pp8", "--twin"], "needs 8 layers, num_hidden_layers=4"),
     "twin's heads": (["--layouts", "pp2,tp8", "--twin"], "tp8 is not possible"),
-    "dtype": (["--dtype", "fp16"], "'--dtype': 'fp16' is not one of 'fp32', 'bf16'"),
+    "dtype": (["--dtype", "fp16"], "'--dtype': Value error, 'fp16' is not one of 'fp32', 'bf16'"),
     "tolerance": (["--tolerance", "grad=1"], "--tolerance=grad=1"),
     "nproc": (["--layouts", "tp2", "--nproc", "3"], "--nproc=3 is not a multiple"),
 }

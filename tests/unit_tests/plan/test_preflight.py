@@ -63,7 +63,7 @@ def test_preflight_plans_only_legal_settings(
     monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the settings: a run of illegal ones is not planned."""
-    from mega_rl.plan.preflight import run
+    from mega_rl.plan import preflight as run
 
     seen: list[int] = []
 
