@@ -89,14 +89,19 @@ def _load(file: Path, changed: int) -> ModuleType | UserError:
     assert module_spec.loader is not None, f"{file} ends in .py"
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # it may import its neighbours, after everything installed
+    before, folder = set(sys.modules), str(file.parent)
+    sys.path.append(folder)  # it may import its neighbours, after everything installed
     try:
         with users_code("fails to import"):
             module_spec.loader.exec_module(module)
     except UserError as error:
         del sys.modules[module_spec.name]
         return error
+    finally:
+        sys.path.remove(folder)
+        for name in set(sys.modules) - before:  # the next file's folder may have neighbours of the same names
+            if file.parent in Path(getattr(sys.modules[name], "__file__", None) or "").parents:
+                del sys.modules[name]
     return module
 
 

@@ -118,7 +118,8 @@ def reduce_losses(results: Sequence[Finished], ranks: Ranks) -> Metrics:
 
 def was_clipped(norm: float, limit: float) -> Metrics:
     """Return `grad_clipped_fraction`, 1 if a gradient of this norm was scaled down; empty without clipping (0)."""
-    return {"grad_clipped_fraction": float(norm > limit)} if limit > 0.0 else {}
+    metrics: Metrics = {"grad_clipped_fraction": float(norm > limit)}
+    return metrics if limit > 0.0 else {}
 
 
 def check_norm(name: str, norm: float, metrics: Metrics) -> None:

@@ -203,7 +203,7 @@ def test_trainers_end_and_others_follow(folder: Path) -> None:
     assert seen["outcome"] == [2, 0, False, str(folder / "first")]
     assert seen["rewards"] == [1.0, 1.0]
     assert re.match(
-        "RewardError: . of . responses have no score: .* the reward function raised KeyError: ", seen["broken"]
+        "RewardError: . of . responses have no score, .* the reward function raised KeyError: ", seen["broken"]
     )
     assert seen["signature"].startswith("UserError: reward.function='python:tests.unit_tests.test_api.use_trainers.")
     assert "it takes one response, by the names prompt, response, answer" in seen["signature"]

@@ -125,7 +125,10 @@ EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     ),
     "actor as reward model": (
         given("reward.source=model", "reward.source.path=m"),
-        ("reward.source.path: m: has no score.weight", "a sequence-classification checkpoint with one label"),
+        (
+            "reward.source.path: m: score.weight must have the shape [1, 32], and is missing",
+            "a sequence-classification checkpoint with one label",
+        ),
     ),
     "reference with another tokenizer": (
         reference_with_another_tokenizer,
@@ -310,7 +313,7 @@ def test_the_inputs_are_good_without_the_mistake(late: dict[str, tuple[int, str,
     assert (code, wrote) == (0, True)
     assert "error" not in output
     (actor,) = [line.split() for line in output.splitlines() if line.startswith("actor ")]
-    assert actor[1:3] == ["m", "qwen3"]
+    assert actor[1] == "qwen3"
     assert actor[-4:] == [engine, "sdpa", "fp32", "yes"]
 
 

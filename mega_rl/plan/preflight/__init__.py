@@ -225,8 +225,9 @@ def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
     shape = tensor_shape(directory, hf.value_head)
     if shape != [1, hf.hidden_size]:
         yield (
-            f"reward.source.path: {directory}: {hf.value_head} has shape {shape}, not {[1, hf.hidden_size]}; a reward "
-            "model is a sequence-classification checkpoint with one label"
+            f"reward.source.path: {directory}: {hf.value_head} must have the shape {[1, hf.hidden_size]}, "
+            f"{'and is missing' if shape is None else f'not {shape}'}; a reward model is a sequence-classification "
+            "checkpoint with one label"
         )
 
 

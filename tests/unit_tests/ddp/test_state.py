@@ -69,7 +69,7 @@ def test_what_cannot_be_restored(ranks: list[dict[str, Any]]) -> None:
     for actual in ranks:
         said = actual["refusals"]
         assert set(said) == {*MISTAKES, "parameters offloaded", "optimizer offloaded"}
-        assert "are [], must be ['optimizer_steps']" in said["nothing"]
+        assert "of this model are {}, must be whole numbers of ['optimizer_steps']" in said["nothing"]
         assert "are ['epochs', 'optimizer_steps'], must be" in said["unknown"]
         for name, value in (("negative", "-1"), ("fraction", "1.5"), ("flag", "True")):
             assert f"actor: optimizer_steps={value} of the checkpoint must be a whole number" in said[name]

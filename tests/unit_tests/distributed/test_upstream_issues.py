@@ -41,16 +41,20 @@ def compared(accelerator: Any, root: str, family: str, name: str) -> dict[str, A
     layout = resolve(name, read_hf_config(folder / "twin"))
     plan = Plan(str(folder / "twin"), str(folder), (), timeout_s=60.0)
     facts = json.loads(plan.reference_facts.read_text(encoding="utf-8"))
+    floor = measure.FLOOR * facts["typical"]
     with (
         safe_open(plan.reference_tensors, framework="pt") as reference,
         measure.engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine,
     ):
-        rows = measure.own_rows(measure.reference_batch(plan, engine, reference), engine)
+        batch = measure.random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
+        batch.old_logprobs, batch.ref_logprobs = map(reference.get_tensor, ("old_logprobs", "ref_logprobs"))
+        ranks, count = engine.data_parallel, len(batch.tokens)
+        rows: Any = batch[count * ranks.rank // ranks.size : count * (ranks.rank + 1) // ranks.size]
         metrics = engine.train_minibatch(rows, measure.policy_loss(), lr=0.0)
         return {
             "gradients": {
                 name: measure.distance(
-                    measure.kept(gradient), reference.get_tensor(measure.GRADIENT + name), facts["typical"]
+                    measure.kept(gradient), reference.get_tensor(measure.GRADIENT + name), floor=floor
                 )
                 for name, gradient in measure.exported_gradients(engine)
             },

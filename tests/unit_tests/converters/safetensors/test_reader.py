@@ -158,7 +158,7 @@ def test_damaged_header(file: Path, edit: Callable[[dict[str, Any]], object], wo
         (struct.pack("<Q", 2) + b"{x", "not valid JSON"),
         (struct.pack("<Q", 2) + b"[]", "must be an object"),
         (struct.pack("<Q", 2) + b"\xff\xfe", "not valid JSON"),
-        (struct.pack("<Q", 15) + b'{"a":{},"a":{}}', "a occurs twice"),
+        (struct.pack("<Q", 15) + b'{"a":{},"a":{}}', "a key occurs twice"),
         (struct.pack("<Q", 90000) + b"[" * 90000, "not valid JSON"),
     ],
 )

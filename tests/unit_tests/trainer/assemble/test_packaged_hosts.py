@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from mega_rl.config import packaged
+from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.process import ServerSettings
+from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, open_ranks
+from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_sglang import right_answer
 from tests.helpers.fakes import FakePrompts
@@ -58,6 +62,20 @@ class HostServer(UpdateServer):
         return super().answer(path, body)
 
 
+class SentVersions(DistributedTransport):
+    """A transport that sends the version of weights and no weights."""
+
+    def _open(self) -> None:
+        self._world = self._part = open_ranks(timeout_s=60.0)
+
+    def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
+        def tell(_: Server, receiver: Control) -> None:
+            receiver.update_from_distributed(names=[], dtypes=[], shapes=[], group="none", version=version)
+
+        requests.start(tell)
+        requests.wait()
+
+
 MADE: list[HostProcess] = []  # of this rank
 
 
@@ -94,7 +112,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
     from mega_rl.config import packaged
     from mega_rl.config.loader import load
     from mega_rl.parallel.comm import ranks_of
-    from mega_rl.rollout.sglang.build import connect, start_servers
+    from mega_rl.rollout.sglang import build
     from mega_rl.trainer.assemble import build_actor, session
     from mega_rl.trainer.assemble.plan import plan_run
     from mega_rl.trainer.assemble.rollouts import build_sglang_engine
@@ -106,15 +124,15 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
         world: Any = ranks_of(groups.host_world)
         make: Any = HostProcess
         sections, hf = (config.rollout, config.trainer, plan.engine), plan.models["actor"].hf
-        servers = start_servers(*sections, hf, accelerator, world, resources, process=make)
+        servers = build.start_servers(*sections, hf, accelerator, world, resources, process=make)
         assert servers is not None
         engine = build_actor(config, groups, accelerator, trainable=False)
         servers.wait_ready()
-        connection = connect(
-            config.rollout, plan.rollout_dtype, servers, actor=engine, world=world,
+        build.DistributedTransport = SentVersions  # type: ignore[misc]
+        connection = build.connect(
+            config.rollout, plan.rollout_dtype, servers, resources, actor=engine, world=world,
             hidden_tokens=plan.engine.hidden_tokens,
         )  # fmt: skip
-        resources.enter_context(connection)
         rollouts = build_sglang_engine(plan, world, connection)
         rows = []
         for step in range(2):
@@ -125,8 +143,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
             "hosts": [urlsplit(one.url).hostname for one in servers.endpoints],
             "keys": sorted({key for one in servers.endpoints for key in (one.keys.api_key, one.keys.admin_key)}),
             "steered": sorted(connection.memory._controls),
-            "owners": [servers.nodes(index)[0] for index in range(len(servers.endpoints))],
-            "transport": connection.sync._transport.name,
+            "owners": [servers.owner(index) for index in range(len(servers.endpoints))],
             "seeds": [process.settings.seed for process in MADE],
             "starts": [process.starts for process in MADE],
             "samples": [process.server.samples for process in MADE if process.server],
