@@ -88,8 +88,9 @@ class Rollout:
 
     @classmethod
     def from_rows(cls, tokens: Tensor, *, prompt_lengths: Tensor, lengths: Tensor, **fields: Tensor | None) -> Rollout:
-        """Return rows of right-padded `tokens` [B, S]; fields that are not given are blank: whole responses, zeros."""
-        rows = dict.fromkeys(("prompt_index", "sample_index", "weight_version"), torch.zeros_like(lengths)) | {
+        """Return rows of right-padded `tokens` [B, S]; others: whole responses, a prompt each, zeros."""
+        rows = dict.fromkeys(("sample_index", "weight_version"), torch.zeros_like(lengths)) | {
+            "prompt_index": torch.arange(len(tokens), device=tokens.device),
             "loss_mask": response_mask(prompt_lengths, lengths, width=tokens.size(1)),
             "rollout_logprobs": torch.zeros_like(tokens, dtype=torch.float32),
             "finished": torch.ones_like(lengths, dtype=torch.bool),
@@ -160,7 +161,7 @@ class Experience:
     def from_rows(
         cls, tokens: Tensor, *, prompt_lengths: Tensor, lengths: Tensor, **fields: Tensor | None
     ) -> Experience:
-        """Return rows of right-padded `tokens` [B, S]; fields that are not given are blank: whole responses, zeros."""
+        """Return rows of right-padded `tokens` [B, S]; others: whole responses, a prompt each, zeros."""
         mask = fields.get("loss_mask")
         if mask is None:
             mask = response_mask(prompt_lengths, lengths, width=tokens.size(1))

@@ -130,10 +130,10 @@ def perform(job: SaveJob, pieces: Sequence[Piece], *, given_up: Callable[[], boo
         try:
             record, layout = write_part(job.folder / job.shard, pieces, given_up=given_up)
             text = json.dumps({"shard": record.to_json(), "layout": layout})
-            disk.replace_text(_record(job.folder, job.shard, "done"), text)
+            _tell(job, "done", text)
         except SaveError as error:
             with contextlib.suppress(SaveError):  # the ranks exchange failures as well
-                disk.replace_text(_record(job.folder, job.shard, "failed"), str(error))
+                _tell(job, "failed", str(error))
             raise
     if job.publish is None:
         return []
@@ -224,6 +224,13 @@ def _text_of(folder: Path, shard: str) -> str | None:
         return done.read_text(encoding="utf-8") if done.exists() else None
     except OSError as error:
         raise SaveError(f"{done}: {error.strerror}") from error
+
+
+def _tell(job: SaveJob, kind: str, text: str) -> None:
+    """Write this rank's record whole. Once it is there, the first rank may rename the folder, so nothing follows."""
+    hidden = job.folder / f".{Path(job.shard).stem}.{kind}"
+    disk.write_text(hidden, text)
+    disk.rename(hidden, _record(job.folder, job.shard, kind))
 
 
 def _record(folder: Path, shard: str, kind: str) -> Path:

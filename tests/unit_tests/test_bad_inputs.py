@@ -313,8 +313,7 @@ def test_the_inputs_are_good_without_the_mistake(late: dict[str, tuple[int, str,
     assert (code, wrote) == (0, True)
     assert "error" not in output
     (actor,) = [line.split() for line in output.splitlines() if line.startswith("actor ")]
-    assert actor[1] == "qwen3"
-    assert actor[-4:] == [engine, "sdpa", "fp32", "yes"]
+    assert (actor[1], actor[-5:]) == ("qwen3", [engine, "sdpa", "fp32", "yes", "m"])
 
 
 def test_a_run_that_cannot_go_on_ends_with_one_line(late: dict[str, tuple[int, str, bool]]) -> None:

@@ -23,7 +23,7 @@ ROLES = ("algorithm.advantage=gae", "model.ref_path=r", "model.critic_path=c", "
 HTTP = ("reward.source=http", "reward.source.url=https://rewards.example/score")
 MODEL = ("reward.source=model", "reward.source.path=r")
 NO_INDEX = "m/model.safetensors.index.json: not an index of shards; it needs a 'weight_map' of tensor to file"
-ONE_LABEL = "not [1, 4096]; a reward model is a sequence-classification checkpoint with one label"
+ONE_LABEL = "; a reward model is a sequence-classification checkpoint with one label"
 
 
 @pytest.fixture(autouse=True)
@@ -292,8 +292,8 @@ REWARDS: dict[tuple[str, ...], list[str]] = {
         "reward.source.url needs an address that begins with http:// or https://"
     ],
     (*HTTP, "reward.source.timeout_s=600"): ["reward.source.timeout_s=600 must be below trainer.timeout_s=600, the "],
-    (*HTTP, "reward.source.key_file=open"): ["reward.source.key_file: open: others than its owner may read it; "],
-    (*HTTP, "reward.source.key_file=nowhere"): ["reward.source.key_file: nowhere: cannot be read: FileNotFoundError"],
+    (*HTTP, "reward.source.key_file=open"): ["reward.source.key_file: open: must hold one key of printable ASCII "],
+    (*HTTP, "reward.source.key_file=nowhere"): ["reward.source.key_file: nowhere: must hold one key of printable "],
     (*HTTP, "reward.function=no.py:f"): ["reward.function=no.py:f has no effect"],
     ("reward.source=model",): ["reward.source=model needs reward.source.path: name a sequence-classification"],
     ("reward.source=model", "reward.source.path=nowhere"): [
@@ -340,9 +340,9 @@ def test_reward_models() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"name": "lm_head.weight"}, f"r: score.weight has shape None, {ONE_LABEL}"),
-        ({"shape": (2, 4096)}, f"r: score.weight has shape [2, 4096], {ONE_LABEL}"),
-        ({"shape": (1, 1024)}, f"r: score.weight has shape [1, 1024], {ONE_LABEL}"),
+        ({"name": "lm_head.weight"}, f"r: score.weight must have the shape [1, 4096], and is missing{ONE_LABEL}"),
+        ({"shape": (2, 4096)}, f"r: score.weight must have the shape [1, 4096], not [2, 4096]{ONE_LABEL}"),
+        ({"shape": (1, 1024)}, f"r: score.weight must have the shape [1, 4096], not [1, 1024]{ONE_LABEL}"),
         (
             {"vocab_size": 2},
             "r: the tokenizer has token id 2, the model a vocabulary of 2; they do not belong together",

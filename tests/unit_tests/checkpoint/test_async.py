@@ -14,6 +14,8 @@ import torch
 from mega_rl import disk
 from mega_rl.checkpoint import saving as module
 from mega_rl.errors import RunError
+from mega_rl.parallel.boxes import whole
+from mega_rl.types import Piece
 from tests.unit_tests.checkpoint.stores import Kept, names, steps, store, values
 from tests.unit_tests.checkpoint.watching import instrumented
 
@@ -101,3 +103,19 @@ def test_late_save_fails_and_next_one_succeeds(
         saving.save(2, {})
         saving.finish()
     assert names(root) == ["step_000002"]
+
+
+def test_folder_may_go_as_soon_as_the_record_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank publishes then, while the thread of another rank has not returned."""
+    work, rename = tmp_path / "work", disk.rename
+    work.mkdir()
+
+    def publishing(source: Path, target: Path) -> None:
+        rename(source, target)
+        work.rename(tmp_path / "published")
+
+    monkeypatch.setattr(disk, "rename", publishing)
+    piece = Piece("w", (2,), whole((2,)), torch.ones(2), owned=True)
+    job = module.SaveJob(work, "rank_1.safetensors", 10.0)
+    assert module.perform(job, [piece], given_up=lambda: False) == []
+    assert (tmp_path / "published" / "rank_1.done").exists()

@@ -27,11 +27,11 @@ def faults() -> dict[str, Any]:
     """Things that the real trainer could get wrong, by name."""
     from mega_rl.parallel.divergence import TeacherHead
     from mega_rl.rewards.role import RewardComponents, TextScorer
-    from mega_rl.trainer import collect, filters, policy_gradient
+    from mega_rl.trainer import collect, policy_gradient, rows
     from mega_rl.workers.models import LearningWorker
 
     built = policy_gradient.build_experience
-    update, choose, teacher_logits = LearningWorker.update, filters.choose, TeacherHead.logits
+    update, choose, teacher_logits = LearningWorker.update, rows.choose, TeacherHead.logits
     score, settings = TextScorer.score, RewardComponents.__init__
 
     def early(*args: Any, **kwargs: Any) -> Any:
@@ -42,8 +42,8 @@ def faults() -> dict[str, Any]:
     def late(self: Any, minibatch: Any, *, step: int, **more: Any) -> Any:
         return update(self, minibatch, step=step + 1, **more)
 
-    def cold(self: Any, rows: slice, columns: Any) -> Any:
-        return teacher_logits(self, rows, columns).div_(columns.scale)
+    def cold(self: Any, some: slice, columns: Any) -> Any:
+        return teacher_logits(self, some, columns).div_(columns.scale)
 
     def rolled(self: Any, rollout: Any, prompts: Any) -> Any:
         rewards = score(self, rollout, prompts)
@@ -59,7 +59,7 @@ def faults() -> dict[str, Any]:
         "rewards of the row before": patch.object(TextScorer, "score", rolled),
         "advantages one token early": patch.object(policy_gradient, "build_experience", early),
         "rate of the next step": patch.object(LearningWorker, "update", late),
-        "groups of equal rewards kept": patch.object(filters, "has_spread", _all_spread),
+        "groups of equal rewards kept": patch.object(rows, "has_spread", _all_spread),
         "last groups instead of the first": patch.object(collect, "choose", last),
         "weights of parts left out": patch.object(RewardComponents, "__init__", unweighted),
         "divergence of one temperature": patch.object(TeacherHead, "logits", cold),
