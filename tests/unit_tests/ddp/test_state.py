@@ -70,9 +70,8 @@ def test_what_cannot_be_restored(ranks: list[dict[str, Any]]) -> None:
         said = actual["refusals"]
         assert set(said) == {*MISTAKES, "parameters offloaded", "optimizer offloaded"}
         assert "of this model are {}, must be whole numbers of ['optimizer_steps']" in said["nothing"]
-        assert "are ['epochs', 'optimizer_steps'], must be" in said["unknown"]
-        for name, value in (("negative", "-1"), ("fraction", "1.5"), ("flag", "True")):
-            assert f"actor: optimizer_steps={value} of the checkpoint must be a whole number" in said[name]
+        for name in ("unknown", "negative", "fraction", "flag"):
+            assert said[name].startswith("actor: the checkpoint's numbers of this model are {'optimizer_steps': ")
         for part in ("parameters", "optimizer"):
             assert said[f"{part} offloaded"] == f"actor: the memory of {part} is given back; onload before state()"
 
