@@ -184,7 +184,7 @@ class Child:
 
 
 class Running(Generic[Result]):
-    """Work on a thread of its own, which neither an exception nor a signal in the caller's thread waits for.
+    """Work on a separate thread, which neither an exception nor a signal in the caller's thread waits for.
 
     Once it has ended, `error` is the exception that it raised, None without one, and `result` what it returned.
     """

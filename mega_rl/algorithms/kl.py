@@ -61,7 +61,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, est
         gradient  w * log(p / q) * grad log p       w = min(p / p_old, 10), a constant; log(p / q) within +-20 nats
 
     All tensors share one shape; log_ratio is log(p / p_old), and p_old sampled the tokens. Their mean gradient is that
-    of KL(p || q) at their prefixes, so k2 and k3 differ in value alone. Derivatives of bare estimators are others: of
+    of KL(p || q) at their prefixes, so k2 and k3 differ only in value. Derivatives of bare estimators are others: of
     k1 it is 0 on average, of k3 it is that of KL(q || p).
     Source: Tang & Munos 2025, arXiv:2506.09477; docs/decisions.md has the numbers.
     """

@@ -22,7 +22,7 @@ from mega_rl.protocols import LossOutput
 class PolicyTokens:
     """Tokens of a micro-batch, packed or padded; all tensors of one shape, float32, 0 where `token_weights` is 0."""
 
-    logprobs: Tensor  # of the policy, with gradient
+    logprobs: Tensor  # the policy's, with gradient
     log_ratio: Tensor  # to the policy before the update, clamped to +-20 nats, with gradient
     advantages: Tensor
     token_weights: Tensor  # 1 / response tokens of the global mini-batch; 0 on tokens that do not count
@@ -70,7 +70,7 @@ class SampledTokens:
 
     logprobs: Tensor  # the trainer's now
     old_logprobs: Tensor  # the trainer's, before the update: the policy that the ratio of the loss is taken to
-    rollout_logprobs: Tensor  # of the policy that sampled, whatever its age, kernels and precision
+    rollout_logprobs: Tensor  # the sampling policy's, whatever its age, kernels and precision
     advantages: Tensor
     token_weights: Tensor  # 1 / response tokens of the global mini-batch; 0 on tokens that do not count
     sequences: Sequences  # sums over whole responses; collective under context parallelism

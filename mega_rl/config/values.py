@@ -160,7 +160,7 @@ class ModelFacts:
     vocab_size: int
     max_position_embeddings: int
     multi_latent_attention: bool = False
-    num_experts: int = 0  # of a mixture-of-experts layer; 0: there is none
+    num_experts: int = 0  # in a mixture-of-experts layer; 0: a dense model
     expert_ffn_hidden_size: int = 0
     expert_biases: bool = False
 

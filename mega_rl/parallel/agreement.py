@@ -112,7 +112,7 @@ def merge_failures(own: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
 
 
 def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s: float = 5.0) -> Any:
-    """Call `work` on group rank `source` alone, as `run_on_all`; return its result (JSON) on every rank; collective."""
+    """Call `work` only on group rank `source`, as `run_on_all`; return its result (JSON) on every rank; collective."""
     result = run_on_all(lambda: work() if ranks.rank == source else None, ranks, beat_s=beat_s)
     return broadcast_json(result, ranks, source=source)
 

@@ -133,8 +133,8 @@ class TextScorer:
     everyone: Ranks  # all ranks, which wait for each other's scores however long that takes in all
     timeout_s: float  # a rank that has begun no response for so long ends the run
     components: RewardComponents = field(default_factory=RewardComponents)  # the run's own, which changes
-    failure_score: float | None = None  # of a response without a score, in every component; None leaves it out
-    max_failed_share: float = 0.0  # of a step's responses; more failures end the run
+    failure_score: float | None = None  # for a response without a score, in every component; None leaves it out
+    max_failed_share: float = 0.0  # share of a step's responses; more failures end the run
     _metrics: Metrics = field(default_factory=dict, init=False)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:

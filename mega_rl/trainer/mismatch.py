@@ -38,7 +38,7 @@ class MismatchLimits:
     """Limits of |trainer - rollout| over a batch's tokens, in nats."""
 
     mean: float
-    share: float  # of tokens that differ by 1 nat or more
+    share: float  # tokens that differ by 1 nat or more, as a share of all
     max: float  # infinite: only a difference that is not finite is too large
 
     def exceeded(self, mismatch: LogprobMismatch) -> str | None:

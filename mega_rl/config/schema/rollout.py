@@ -36,7 +36,7 @@ class Files(Kind):
     """Rows of data.train_files, or of data.mixture."""
 
     name = "files"
-    has_validation: ClassVar[bool] = False  # has held-out rows of its own, the split "validation"
+    has_validation: ClassVar[bool] = False  # has its own held-out rows, the split "validation"
 
 
 @dataclass(frozen=True)

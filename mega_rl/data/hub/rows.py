@@ -143,7 +143,7 @@ def _commit(name: DatasetName, *, label: str) -> str:
     try:
         sha = HfApi().dataset_info(name.repo, revision=name.revision, timeout=constants.DEFAULT_REQUEST_TIMEOUT).sha
     except FAILURES as error:
-        if is_unreachable(error):  # the library has a cache of its own
+        if is_unreachable(error):  # the library has its own cache
             return ""
         raise UserError(f"{label}: {reason(error, repo=name.repo, revision=name.revision, kind='dataset')}") from error
     return sha or ""

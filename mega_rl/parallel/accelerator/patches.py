@@ -21,7 +21,7 @@ class Patch(NamedTuple):
     name: str  # the function below that makes it
     symbol: str  # "module:qualified.name"
     reason: str
-    series: tuple[str, ...]  # of releases that it is for
+    series: tuple[str, ...]  # releases that it is for
     apply: Callable[[ModuleType], None]
 
     @property
