@@ -7,7 +7,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -104,14 +104,6 @@ def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:
         return parse_object(data)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-
-
-def key_faults(raw: Mapping[str, Any], known: Iterable[str], where: str | Path) -> list[str]:
-    """Return a problem for every missing and every unknown key."""
-    expected = dict.fromkeys(known)
-    missing = [f"{where}: {name} is missing" for name in expected if name not in raw]
-    unknown = [f"{where}: {shown(name)} is unknown" for name in raw if name not in expected]
-    return [*missing, *unknown]
 
 
 def fault(where: str | Path, key: str, value: Any, rule: str) -> str:

@@ -1,4 +1,4 @@
-"""`mega-rl report`, `plot` and `doctor`: runs as a page or a picture; and this machine."""
+"""`mega-rl report` and `doctor`: runs as a page, and this machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import typer
 
 from mega_rl import disk
 from mega_rl.errors import UserError
-from mega_rl.operations.diagnosis.cause import overview
+from mega_rl.operations.diagnosis import overview
 from mega_rl.tracking import progress
-from mega_rl.tracking.metrics.plot import plot_runs
 from mega_rl.tracking.report.content import page_of, read_runs
-
-METRICS = "metrics.jsonl"
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def report(
@@ -32,38 +28,6 @@ def report(
     disk.make_folder(page.parent)
     disk.replace_text(page, text)
     typer.echo(str(page))
-
-
-def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or files as metrics.jsonl.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Picture to write: .png, .svg or .pdf; else curves.png in the run.")
-    ] = None,
-    metrics: Annotated[
-        str, typer.Option("--metrics", metavar="NAME,...", help="Metrics to draw, a panel each; else the usual ones.")
-    ] = "",
-    smooth: Annotated[
-        float,
-        typer.Option(
-            "--smooth", min=0.0, max=0.999, help="Weight of the past in an exponential moving average; 0 draws raw."
-        ),
-    ] = 0.0,
-) -> None:
-    """Draw the curves of a run, or of several runs in the same panels."""
-    files = {}  # name in the legend -> file
-    for run in runs:
-        file = run / METRICS if run.is_dir() else run
-        if not file.is_file():
-            reason = f"has no {METRICS}" if run.is_dir() else "no such file or folder"
-            raise UserError(f"{run}: {reason}; give the folder of a run (trainer.run_dir)")
-        files[str(file.parent) if file.name == METRICS else str(file)] = file
-    picture = out or next(iter(files.values())).parent / "curves.png"
-    if picture.suffix not in PICTURES:
-        raise UserError(f"--out={picture}: must end in {', '.join(PICTURES)}")
-    progress.show_progress()
-    with progress.phase("drawing"):
-        plot_runs(files, picture, names=[name.strip() for name in metrics.split(",") if name.strip()], smooth=smooth)
-    typer.echo(str(picture))
 
 
 def doctor(

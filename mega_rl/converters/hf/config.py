@@ -15,7 +15,6 @@ from typing import Any, Literal
 from mega_rl.config.values import ModelFacts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, REFUSED, Family
-from mega_rl.converters.families.base import Scales
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.hf.rope import read_rope
 from mega_rl.errors import UserError, UserErrors, no_such
@@ -103,7 +102,7 @@ def parse_hf_config(
         fields.refuse("num_key_value_heads", f"it must divide num_attention_heads={heads}", value=kv_heads)
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     linear_bias = _linear_bias(fields, family)
-    scales = family.scales(fields) if family.scales else Scales()
+    embedding_scale, softmax_scale = family.scales(fields)
     config = HFConfig(
         family=family.model_type,
         num_layers=num_layers,
@@ -128,8 +127,8 @@ def parse_hf_config(
         qk_norm_joint=family.qk_norm_joint,
         post_norms=family.post_norms,
         sinks=family.sinks,
-        embedding_scale=scales.embedding,
-        softmax_scale=scales.softmax,
+        embedding_scale=embedding_scale,
+        softmax_scale=softmax_scale,
         mtp_layers=fields.size(MTP_KEY, default=0, least=0, most=MOST_MTP_LAYERS) if _has_mtp(family) else 0,
         quantization=_quantization(fields),
         initializer_range=fields.number("initializer_range", default=0.02),
@@ -164,14 +163,15 @@ def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     Refuses a model of images.
     """
     for family in FAMILIES.values():
-        if family.wrapper is not None and family.wrapper.model_type == raw.get("model_type"):
+        model_type, language_model = family.wrapper
+        if model_type and model_type == raw.get("model_type"):
             break
     else:
         return raw
     text = raw.get("text_config")
     if raw.get("vision_config") is not None or not isinstance(text, dict):
-        given = f'model_type="{family.wrapper.model_type}" is a model of images and text, which is not supported'
-        fix = f"save its language model on its own ({family.wrapper.language_model}) and convert that"
+        given = f'model_type="{model_type}" is a model of images and text, which is not supported'
+        fix = f"save its language model on its own ({language_model}) and convert that"
         raise UserError(f"{where}: {given}; {fix}")
     shared = ["eos_token_id", "pad_token_id"]
     if "dtype" not in text and "torch_dtype" not in text:

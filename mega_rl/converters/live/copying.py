@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.reader import TensorInfo
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 
@@ -30,16 +31,14 @@ PIECE_BYTES = 16 << 20
 Task = TypeVar("Task")
 
 
-class TensorLike(Protocol):
-    """The facts of a tensor that are known before it is read."""
+class ShapeAndDtype(NamedTuple):
+    """A tensor or parameter of the whole model."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the values that a read gives."""
+
+TensorLike: TypeAlias = TensorInfo | ShapeAndDtype
 
 
 class BlockReader(Protocol):

@@ -40,11 +40,7 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """A model, how it is cut, and where this rank stands: what exporters need to know of a rank.
-
-    A group may be None where its size is 1. Each is checked against the coordinates, so that two groups of one size
-    cannot be mistaken for each other unless this rank has the same position in both.
-    """
+    """A model, how it is cut, and where this rank stands. A group may be None where its size is 1."""
 
     sharding: Sharding
     coordinates: RankCoordinates = RankCoordinates()  # noqa: RUF009  immutable
@@ -53,21 +49,6 @@ class ModelPlace:
     expert_group: ProcessGroup | None = None  # ep x etp, etp fastest
     is_sharded: bool = False  # data parallelism has cut the parameters: reading one is collective over those ranks
     bucket_bytes: int = BUCKET_BYTES  # of parameters that are gathered together
-
-    def __post_init__(self) -> None:
-        layout, at = self.sharding.layout, self.coordinates
-        expected = {
-            "tp_group": Members(self.tp_group, layout.tp, at.tp_rank),
-            "pp_group": Members(self.pp_group, layout.pp, at.pp_rank),
-        }
-        if self.sharding.hf.moe is not None:
-            expected["expert_group"] = self.experts
-        for name, (group, size, rank) in expected.items():
-            assert group is not None or size == 1, f"{name} is missing: the layout is {layout}"
-            if group is not None:
-                assert (group.size(), group.rank()) == (size, rank), (
-                    f"{name} has rank {group.rank()} of {group.size()} here, the layout says {rank} of {size}"
-                )
 
     @classmethod
     def of(cls, sharding: Sharding, groups: Groups, *, is_sharded: bool, bucket_bytes: int) -> ModelPlace:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import DTYPES, read_hf_config
-from mega_rl.converters.live.copying import BlockReader, fill
+from mega_rl.converters.live.copying import BlockReader, ShapeAndDtype, fill
 from mega_rl.converters.live.load import repeat_faults
 from mega_rl.converters.offline.slabs import EXTRA_STATE, FOREIGN_PREFIXES, Slabs, whole_model
 from mega_rl.converters.offline.torch_dist import METADATA_FILE, Chunk, DistTensor, read_metadata, start_of
@@ -66,10 +66,8 @@ def read_manifest(folder: Path) -> ConversionManifest:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ValueError(f"more than {MAX_MANIFEST_BYTES} bytes")
         raw = parse_object(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); convert the checkpoint again") from error
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; convert the checkpoint again") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); convert the checkpoint again") from error
     wrong = sorted({field.name for field in fields(ConversionManifest)} ^ raw.keys())
     for name, values in _ALLOWED.items():
         if not any(type(raw.get(name)) is type(value) and raw.get(name) == value for value in values):
@@ -79,13 +77,6 @@ def read_manifest(folder: Path) -> ConversionManifest:
         faults = ", ".join(wrong) or f"absent={absent!r}"
         raise UserError(f"{path}: is not what version {VERSION} writes ({faults}); convert the checkpoint again")
     return ConversionManifest(**raw | {"absent": tuple(absent)})
-
-
-class ShapeAndDtype(NamedTuple):
-    """A tensor or parameter of the whole model."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass

@@ -14,6 +14,7 @@ from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import Rule, Source
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.parallel.layout import ParallelLayout
 
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -28,6 +29,8 @@ VALUE_HEADS = (
     "reward_head.weight",
     "lm_head.weight",
 )
+# transformers (5.x) holds all experts of a layer in two tensors and calls every mixture `mlp`.
+FUSED_GATE_UP, FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 
 
 class Part(NamedTuple):
@@ -194,3 +197,34 @@ def stage_experts(sharding: Sharding, pp_rank: int, vp_stage: int, held: range) 
 
 def _is_last(layout: ParallelLayout, pp_rank: int, vp_stage: int) -> bool:
     return (pp_rank, vp_stage) == (layout.pp - 1, layout.vpp - 1)
+
+
+class DiskTensor(NamedTuple):
+    """A tensor on disk as consecutive whole rows of a model's tensor, both seen as matrices (`matrix_shape`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: int  # its first one in the model's tensor
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return matrix_shape(self.shape)[0]
+
+
+def disk_tensors(model_type: str, name: str, shape: tuple[int, ...]) -> Iterator[DiskTensor]:
+    """Yield the tensors on disk that make parameter or buffer `name` of a transformers model, in order of rows."""
+    names = FAMILIES[model_type].expert_names
+    prefix = name.rpartition(".")[0].replace(".mlp.", f".{names.block}.")
+    if name.endswith(FUSED_GATE_UP):
+        experts, width, hidden = shape[0], shape[1] // 2, shape[2]  # the gate's rows, then the up projection's
+        for expert in range(experts):
+            row = 2 * expert * width
+            yield DiskTensor(f"{prefix}.{expert}.{names.gate}.weight", (width, hidden), row)
+            yield DiskTensor(f"{prefix}.{expert}.{names.up}.weight", (width, hidden), row + width)
+    elif name.endswith(FUSED_DOWN):
+        experts, hidden, width = shape
+        for expert in range(experts):
+            yield DiskTensor(f"{prefix}.{expert}.{names.down}.weight", (hidden, width), expert * hidden)
+    else:
+        yield DiskTensor(name.replace(".mlp.", f".{names.block}."), shape, 0)

@@ -9,10 +9,8 @@ from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.channel import Channel, ChannelLost, Door, Joining, Message
-from mega_rl.operations.launcher.ranks import Assignment, NodeRanks, RankEnd
-from mega_rl.operations.launcher.reaper import SIGNALS
+from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd, RankStore
 from mega_rl.operations.launcher.run_health import RunHealth
-from mega_rl.operations.launcher.store import RankStore
 from mega_rl.untrusted import read_record, shown
 
 log = logging.getLogger(__name__)

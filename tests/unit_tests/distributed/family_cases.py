@@ -191,7 +191,7 @@ def tokens_of(case: Case) -> Tensor:
 def write_and_measure(root: Path, timeout_s: float) -> tuple[dict[str, Tensor], dict[str, list[dict[str, Any]]]]:
     """Write the checkpoints; return transformers' logits by case, and by "case layout" what every rank found."""
     paths = {name: write_case(name, root) for name in CASES}
-    logits = {n: hf_logits(p, tokens_of(CASES[n])).logits for n, p in paths.items() if CASES[n].has_logits}
+    logits = {n: hf_logits(p, tokens_of(CASES[n]))[0] for n, p in paths.items() if CASES[n].has_logits}
     right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
     wrong = {name: tensor for name, tensor in logits.items() if not CASES[name].reference}
     answers: dict[str, list[dict[str, Any]]] = {}

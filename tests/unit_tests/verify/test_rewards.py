@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mega_rl.verify.rl.independent.records import ScoredSample, StepBatch
-from mega_rl.verify.rl.inputs import EOS, algorithm_run
-from mega_rl.verify.rl.model import SPECIAL, VOCABULARY
+from mega_rl.verify.rl.inputs import EOS, SPECIAL, VOCABULARY, algorithm_run
 from mega_rl.verify.rl.rewards import ALGORITHMS, RewardRule, rescored, reward_error, reward_rule
 
 PAD = VOCABULARY.index(SPECIAL[0])

@@ -1,6 +1,6 @@
 """Formulas that several algorithms share, and those of the optimizer. A list has a number for each response token.
 
-`Formulas` holds those that a planted fault may replace (`mega_rl.verify.rl.faults`).
+`Formulas` holds those that a test's planted fault may replace.
 """
 
 from __future__ import annotations

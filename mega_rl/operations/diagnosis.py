@@ -11,21 +11,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from mega_rl.errors import UserError, name_of_signal
-from mega_rl.operations.diagnosis.observations import (
+from mega_rl.operations.observations import (
     Observations,
     by_call,
+    collect,
     in_words,
     lines_of,
     newest_report,
     observe,
+    read_stacks,
     same_call,
     write_report,
+    write_stacks,
 )
-from mega_rl.operations.diagnosis.stacks import collect, read_stacks, write_stacks
-from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES, UNSAID
 from mega_rl.tracking.health.guard import in_phase
 from mega_rl.tracking.health.heartbeat import RankFacts
-from mega_rl.tracking.health.records import STATES, STOPPED, RankRecord, health_folder, read_records
+from mega_rl.tracking.health.records import (
+    INNOCENT_CODES,
+    STATES,
+    STOPPED,
+    UNSAID,
+    RankRecord,
+    health_folder,
+    read_records,
+)
 
 SIGKILL, SIGTERM = 9, 15
 SAID_CODES = (0, UserError.exit_code, 130, 138, 143)  # exit codes of ranks that said why they ended, or were stopped
