@@ -153,8 +153,6 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
         def stop(number, frame): reached("saved"); sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
         from mega_rl.disk import lock_file
-from mega_rl.errors import RunError
-from mega_rl.operations.launcher.ranks import RankStore
         held = lock_file(Path(f"lock{rank}"))
         reached("up")
         time.sleep(600)
