@@ -42,7 +42,7 @@ GRACE_S = 1.5  # for ranks that wait in the same collective to record its failur
 
 
 def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int, host_kills: int = 0) -> str | None:
-    """Write the report of a hang or death; return the cause with its path, None without one.
+    """Write the report of a hang or death; return its cause and path, or None.
 
     exits: exit codes by rank in the order of the ends, below 0 a signal, without the ranks that the launcher ended;
     None without a launcher. host_kills: `kills_for_memory` when the run began.
@@ -54,7 +54,7 @@ def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int,
 
 
 def kills_for_memory() -> int:
-    """Return how many processes of this host, in containers too, the kernel has killed for lack of memory."""
+    """Return how many of this host's processes the kernel has killed for lack of memory."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -86,7 +86,7 @@ def investigate(facts: RankFacts, own: str) -> str | None:
 
 
 def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> str | None:
-    """Return a line with the cause and the rank to blame; None if there is nothing to say.
+    """Return a line with the cause and the rank to blame, or None.
 
     memory_ran_out: the kernel has killed a process for lack of memory since the run began.
     """
@@ -253,7 +253,7 @@ GOOD_ENDS = ("done", "stopped")
 
 
 def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
-    """Return (lines, exit code): 1 if the run's last end was a hang or failure, else 0."""
+    """Return (lines, exit code): 1 after a hang or failure, else 0."""
     report, host, seen = newest_report(run_dir), socket.gethostname(), observe(run_dir)
     if not seen.records and report is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Observations of a run's ranks: records, exit codes, process states, stacks by py-spy, and who waits for whom."""
+"""Observations of a run's ranks: records, exit codes, process states, stacks, collectives."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def read_stacks(run_dir: Path, rank: int) -> Stacks | None:
 
 
 def stacks_of(pid: int, *, deadline: float) -> str:
-    """Return the stacks of a process of this host, or why there are none. deadline: on the monotonic clock."""
+    """Return a process's stacks, or why there are none. deadline: on the monotonic clock."""
     program = find_py_spy()
     if program is None:
         return "no stacks: py-spy is not installed"

@@ -232,7 +232,7 @@ def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool]:
 def hf_logits(
     path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return logits [B, S, vocab] float32 and layers' outputs [B, S, H] of `tokens` by transformers, on the CPU.
+    """Return logits [B, S, V] float32 and layers' outputs [B, S, H] by transformers.
 
     dtype: "fp32" or "bf16". layer_outputs: without it the list is empty. No code of the checkpoint is run.
     """
