@@ -12,13 +12,12 @@ from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.returns import Distillation
 from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses import AGGREGATIONS
-from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.events import _weights
 from mega_rl.trainer.loop import Event, StepLog
 from mega_rl.trainer.mismatch import RolloutMismatchError
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
-from mega_rl.types import Rewards, TokenOutputs
+from mega_rl.types import TokenOutputs
 from mega_rl.workers.models import reference_updates
 from tests.helpers.fakes import (
     FakePrompts,
@@ -65,34 +64,6 @@ def test_a_student_comes_to_its_teacher_without_a_reward() -> None:
     near = float((student.exp() * (student - teacher.log_softmax(0))).sum())
     assert near < 0.02 * far
     assert trainer.metrics.records[60]["kl/ref"] < 0.1 * trainer.metrics.records[1]["kl/ref"]
-
-
-def test_a_student_without_a_reward_learns_as_with_one_of_zeros() -> None:
-    """Weights to the bit; of rewards there is no number, no column and no call, in validations neither."""
-    runs = {}
-    for name, reward in {"zeros": ZeroReward(), "none": AbsentScorer()}.items():
-        trainer = FakeRun(
-            grpo=True,
-            reference=FakeFrozen(),
-            estimator=Distillation(),
-            reward=reward,
-            validation=held_out(FakePrompts().batch(0)),
-            settings=RunSettings(steps=8, val_interval=1, rollout_interval=1, rollout_samples=2),
-        )
-        trainer.fit()
-        runs[name] = trainer
-    assert torch.equal(runs["zeros"].actor.logits, runs["none"].actor.logits)
-    assert runs["none"].actor.logits.any()
-    for step, record in runs["none"].metrics.records.items():
-        beside = runs["zeros"].metrics.records[step]
-        kept = {name: value for name, value in beside.items() if not name.startswith(("reward/", "val/reward_"))}
-        assert len(kept) < len(beside)
-        assert record == kept
-    sink = runs["none"].metrics
-    rows = [row for dump in (sink.dumps, sink.val_dumps) for step in dump.values() for row in step]
-    assert len(rows) == 2 * (8 + 9)
-    assert not {name for row in rows for name in row if name.startswith("reward")}
-    assert {name for name in sink.records[0] if name.startswith("val/")} == {"val/response_tokens_mean"}
 
 
 @pytest.mark.parametrize("interval", [1, 2])
@@ -242,16 +213,6 @@ class LateActor:
         if step < self.first_step:
             return {}
         return self.actor.update(minibatch, step=step, inspect=inspect) | {"kl/ref": 0.0}
-
-
-class ZeroReward(FakeReward):
-    """A reward that is always 0."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def score(self, rollout: Any, prompts: Any) -> Rewards:
-        return Rewards(torch.zeros(len(rollout.lengths)))
 
 
 class FakeFrozen:

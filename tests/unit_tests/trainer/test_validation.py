@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -42,21 +41,6 @@ def test_each_set_has_its_numbers_and_dumps() -> None:
         assert {f"{area}maj_at_1", f"{area}maj_at_4", f"{area}reward_mean"} <= record.keys()
     assert [row["set"] for row in run.metrics.val_dumps[1]] == [""] * 4 + ["few"] * 4
     assert all("set" not in row for row in run.metrics.dumps[1])
-
-
-def test_each_set_has_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun(settings=RunSettings(steps=1, val_interval=1), validation=sets())
-    streams, generate = [], run.rollout.generate
-
-    def noting(prompts: Sequence[Prompt], *, draws: Draws | None = None, **more: Any) -> Rollout:
-        if draws is not None:
-            streams.append(draws.stream)
-        return generate(prompts, draws=draws, **more)
-
-    monkeypatch.setattr(run.rollout, "generate", noting)
-    run.fit()
-    assert streams[:2] == streams[2:]
-    assert streams[0] != streams[1]
 
 
 class MaskingReward(FakeReward):

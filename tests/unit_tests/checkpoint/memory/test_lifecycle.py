@@ -204,17 +204,6 @@ def test_anothers_folder_is_refused(
     saving.close()
 
 
-def test_memory_in_anothers_folder_is_not_loaded(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    killed_run(tmp_path)
-    user_folder(shm).rename(shm / "elsewhere")
-    user_folder(shm).symlink_to(shm / "elsewhere")
-    second = run(tmp_path, 9, on_error="continue")
-    assert start(second, tmp_path) == (1, "disk")
-    assert f"ignored: {user_folder(shm)}: is not a folder" in caplog.text
-    assert len(list(shm.glob("elsewhere/*/step_*"))) == 1, "nothing there is touched"
-    second.close()
-
-
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_too_little_memory(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_error: str

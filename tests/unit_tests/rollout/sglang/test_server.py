@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint, Keys
 from mega_rl.rollout.sglang.server import group, installation, launcher
 from mega_rl.rollout.sglang.server import process as server
@@ -47,14 +46,6 @@ SETTINGS = ServerSettings(Path("/some/checkpoint"))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a server is given
-
-
-def test_arguments_on_a_cpu() -> None:
-    assert arguments(replace(SETTINGS, tp=2), 31001) == [
-        "--model-path", "/some/checkpoint", "--host", "127.0.0.1", "--port", "31001", "--device", "cpu",
-        "--dtype", "float32", "--tp-size", "2", "--random-seed", "0", "--attention-backend", "torch_native",
-        "--max-total-tokens", "32768", "--skip-tokenizer-init", "--sleep-on-idle",
-    ]  # fmt: skip
 
 
 def test_arguments_on_cuda() -> None:
@@ -125,33 +116,6 @@ def test_servers_find_the_tools_of_pip(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which SGLang
-
-
-def make_installation(prefix: Path, version: str) -> None:
-    package = prefix / "sglang" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    information = prefix / "sglang" / f"sglang-{version}.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n", "utf-8")
-
-
-def test_sglang_folder_is_found_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda _: None)
-    assert installation.find_sglang(tmp_path) is None
-    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20.*installs it on a CPU"):
-        installation.require_sglang(device="cpu", prefix=tmp_path)
-    with pytest.raises(UserError, match=r"mega_rl\[sglang\]"):
-        installation.require_sglang(device="cuda", prefix=tmp_path)
-    make_installation(tmp_path, "0.5.20")
-    actual = installation.Installation("0.5.20", tmp_path / "sglang")
-    assert installation.find_sglang(tmp_path) == installation.require_sglang(device="cpu", prefix=tmp_path) == actual
-    with pytest.raises(UserError, match="no CUDA kernels"):
-        installation.require_sglang(device="cuda", prefix=tmp_path)
-    shutil.rmtree(tmp_path / "sglang")
-    make_installation(tmp_path, "0.5.19")
-    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20; 0\.5\.19 is installed"):
-        installation.require_sglang(prefix=tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
