@@ -111,23 +111,6 @@ def test_prune_removes_nothing_where_newest_is_damaged(run: Path) -> None:
     assert len(list((run / "checkpoints").glob("step_*"))) == 3
 
 
-def test_a_path_without_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
-    for path in (tmp_path / "empty", tmp_path / "nothing"):
-        for verb in (verbs.list_checkpoints, verbs.verify_checkpoints):
-            with pytest.raises(UserError, match=f"{path}: (holds no checkpoints|no such folder)"):
-                verb(path)
-        with pytest.raises(UserError, match="give a run folder"):
-            verbs.prune(path, keep=1)
-        assert not (path / ".lock").exists()
-    assert verbs.list_checkpoints(tmp_path / "new") == 0
-    with pytest.raises(UserError, match="holds no complete checkpoint"):
-        verbs.verify_checkpoints(tmp_path / "new")
-    with pytest.raises(UserError, match="no such folder"):
-        verbs.verify_checkpoints(tmp_path / "nothing" / "step_000010")
-
-
 OF_A_RUN = "belongs to a run; export its weights by 'mega-rl checkpoint export RUN OUT'"
 
 

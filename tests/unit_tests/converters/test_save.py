@@ -85,20 +85,6 @@ def test_parameters_are_written_from_where_they_lie(tmp_path: Path, monkeypatch:
     assert differences(source, tmp_path / "out") == []
 
 
-def test_another_dtype(tmp_path: Path) -> None:
-    source = write_random(tmp_path / "hf", "deepseek_v3", torch_dtype="bfloat16")
-    sharding = Sharding(read_hf_config(source))
-    chunks = loaded(source, sharding, FIRST)
-    out = tmp_path / "out"
-    save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=SaveOptions(dtype=torch.float32))
-    with CheckpointReader(source) as first, CheckpointReader(out) as second:
-        assert first.tensors.keys() == second.tensors.keys()
-        assert all(torch.equal(first.read(name).float(), second.read(name)) for name in first.tensors)
-        assert {info.dtype for info in second.tensors.values()} == {torch.float32}
-    config = json.loads((source / "config.json").read_text())
-    assert json.loads((out / "config.json").read_text()) == config | {"torch_dtype": "float32"}
-
-
 def test_config_changes(tmp_path: Path) -> None:
     source = tmp_path / "config.json"
     source.write_bytes(b'{"b": 1,  "quantization_config": {}, "name": "\xc3\xa9"}\n')

@@ -240,3 +240,12 @@ def test_fingerprint() -> None:
     a = [Prompt(index=0, token_ids=(1,), text="ab", answer="c")]
     b = [Prompt(index=0, token_ids=(1,), text="a", answer="bc")]
     assert fingerprint(a) != fingerprint(b)
+
+
+def test_a_step_depends_on_its_number_alone() -> None:
+    sampler = PromptSampler(some(10), batch_size=7, shuffle=True, seed=1)
+    onwards = [sampler.batch(step) for step in range(6)]
+    resumed = PromptSampler(some(10), batch_size=7, shuffle=True, seed=1)
+    assert [resumed.batch(step) for step in (5, 0, 3, 4, 2, 1)] == [onwards[i] for i in (5, 0, 3, 4, 2, 1)]
+    other = PromptSampler(some(10), batch_size=7, shuffle=True, seed=2)
+    assert [other.batch(step) for step in range(6)] != onwards

@@ -88,19 +88,6 @@ def several(responses, answers, rows=None, num_tokens=(), limit=2):  # type: ign
     return [(response, answers, rows, num_tokens, limit) for response in responses]
 
 
-def test_function_of_several_gets_lists() -> None:
-    planned = plan(several)
-    others = Prompt(index=6, token_ids=(1,), text="a", answer=None, row={"b": 1})
-    batch = [
-        planned.arguments(prompt, Response(text, num_tokens=3, finish="stop"))
-        for prompt, text in ((PROMPT, "8"), (others, "9"))
-    ]
-    assert batch[0] == {"response": "8", "answer": "7", "row": ROW, "num_tokens": 3, "prompt_index": 5}
-    rest = (["7", None], [ROW, {"b": 1}], [3, 3], 2)
-    assert planned(batch) == [("8", *rest), ("9", *rest)]
-    assert planned.columns == RewardColumns(answer=True, structured=True, every=True)
-
-
 @pytest.mark.parametrize(
     "function",
     [

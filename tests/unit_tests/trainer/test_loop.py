@@ -117,43 +117,6 @@ def test_a_stop_request_ends_after_the_step_and_saves() -> None:
     assert list(trainer.metrics.records) == [1, 2]
 
 
-class Noting(Event):
-    """Writes down each call; asks for the end after `last` steps, and adds the step to the log."""
-
-    def __init__(self, notes: list[str], log: StepLog | None = None, *, last: int = 99) -> None:
-        self.notes, self.log, self.last = notes, log, last
-
-    def before(self, step: int) -> None:
-        self.notes.append(f"before {step}")
-
-    def evaluated(self, step: int, evaluated: Any) -> None:
-        self.notes.append(f"evaluated {step}")
-
-    def after(self, done: int, evaluated: Any) -> bool:
-        self.notes.append(f"after {done}" + " with nothing" * (evaluated is None))
-        if self.log is not None and done < 2:
-            self.log.add({"own/number": float(done)})
-        return done == self.last
-
-    def finish(self, done: int) -> None:
-        self.notes.append(f"finish {done}")
-
-
-def test_an_event_ends_the_run_after_its_step() -> None:
-    """Events act around each step in their order; those after the one that ends the run act, too."""
-    run = FakeRun(settings=RunSettings(steps=9))
-    run.more_events = [Noting(run.events, last=2), Noting(run.events)]
-    assert run.fit() == 2
-    step = ["generate", "reward", "old_logprobs", "values"]
-    updates = ["update_critic"] * 2 + ["update_actor"] * 2
-    expected = ["publish", *["after 0 with nothing"] * 2]
-    for number in range(2):
-        expected += [*[f"before {number}"] * 2, *step, *[f"evaluated {number}"] * 2, *updates, "publish"]
-        expected += [f"after {number + 1}"] * 2
-    assert run.events == [*expected, *["finish 2"] * 2]
-    assert list(run.metrics.records) == [1, 2]
-
-
 def test_a_record_has_the_metrics_of_its_step() -> None:
     """Metrics of events, too; the timer begins with each step, and before the first there is a record if any number."""
     run = FakeRun(settings=RunSettings(steps=3))
@@ -288,3 +251,40 @@ def test_minibatches_cover_the_batch_once_per_epoch() -> None:
     for number, minibatch in enumerate(cut):
         rows = recorded[:, number // 2] == number
         assert sorted(rollout.prompt_index[rows].tolist()) == sorted(minibatch.prompt_index.tolist())
+
+
+class Noting(Event):
+    """Writes down each call; asks for the end after `last` steps, and adds the step to the log."""
+
+    def __init__(self, notes: list[str], log: StepLog | None = None, *, last: int = 99) -> None:
+        self.notes, self.log, self.last = notes, log, last
+
+    def before(self, step: int) -> None:
+        self.notes.append(f"before {step}")
+
+    def evaluated(self, step: int, evaluated: Any) -> None:
+        self.notes.append(f"evaluated {step}")
+
+    def after(self, done: int, evaluated: Any) -> bool:
+        self.notes.append(f"after {done}" + " with nothing" * (evaluated is None))
+        if self.log is not None and done < 2:
+            self.log.add({"own/number": float(done)})
+        return done == self.last
+
+    def finish(self, done: int) -> None:
+        self.notes.append(f"finish {done}")
+
+
+def test_an_event_ends_the_run_after_its_step() -> None:
+    """Events act around each step in their order; those after the one that ends the run act, too."""
+    run = FakeRun(settings=RunSettings(steps=9))
+    run.more_events = [Noting(run.events, last=2), Noting(run.events)]
+    assert run.fit() == 2
+    step = ["generate", "reward", "old_logprobs", "values"]
+    updates = ["update_critic"] * 2 + ["update_actor"] * 2
+    expected = ["publish", *["after 0 with nothing"] * 2]
+    for number in range(2):
+        expected += [*[f"before {number}"] * 2, *step, *[f"evaluated {number}"] * 2, *updates, "publish"]
+        expected += [f"after {number + 1}"] * 2
+    assert run.events == [*expected, *["finish 2"] * 2]
+    assert list(run.metrics.records) == [1, 2]

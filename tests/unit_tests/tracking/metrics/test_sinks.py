@@ -18,11 +18,6 @@ from mega_rl.tracking.metrics.records import read_metrics
 from mega_rl.tracking.metrics.sinks import JsonlSink, MultiSink, NullSink, RolloutDump, TensorBoardSink
 from mega_rl.types import Metrics
 
-ROW = {
-    "step": 1, "prompt_index": 0, "sample_index": 0, "rendered_prompt": "p", "response": "r", "response_tokens": 1,
-    "finished": True,
-}  # fmt: skip
-
 
 def steps_of(path: Path) -> list[int]:
     return [record.step for record in read_metrics(path)]

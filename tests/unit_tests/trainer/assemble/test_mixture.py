@@ -10,9 +10,7 @@ import pytest
 
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
-from mega_rl.data.build import build_order
 from mega_rl.data.columns import RewardColumns
-from mega_rl.data.order import StepOrder
 from mega_rl.errors import UserErrors
 from mega_rl.trainer.assemble.data import Tokens, load_data, read_tokens
 from mega_rl.types import Prompt
@@ -64,10 +62,6 @@ def test_each_source_has_columns_and_a_template_of_its_own(folder: Path) -> None
     assert tokens.decode(prompts[2].token_ids) == "a=2+1=-"
     assert tokens.decode(prompts[7].token_ids) == "word 3=*"
     assert (prompts[2].answer, prompts[7].answer) == ("3", "3")
-
-
-def order_of(config: Config, prompts: list[Prompt]) -> StepOrder:
-    return build_order(config.data, config.trainer, prompts)[0]
 
 
 def _plain(folder: Path) -> dict[str, Any]:
