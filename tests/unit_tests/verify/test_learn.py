@@ -31,6 +31,7 @@ from mega_rl.verify.learn.tasks import (
     best_arm,
     judge,
 )
+from tests.helpers.selection import FULL
 from tests.unit_tests.verify.tiny_task import TINY
 
 
@@ -126,6 +127,7 @@ def curves() -> dict[str, Curve]:
     return {name: run.run_variant(few, variant, seed=0) for name, variant in (("right", right), ("wrong", wrong))}
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full trains the bandit twice")
 def test_penalty_leads_the_bandit_to_the_closed_form(curves: dict[str, Curve]) -> None:
     right, wrong = (dict(curves[name].points) for name in ("right", "wrong"))
     assert list(right) == [10, 20, 30]

@@ -355,33 +355,6 @@ def test_experts_compute_as_transformers_does(own: Running, pair: Running, check
 
 
 @needs_sglang
-def test_samples_depend_on_seeds_not_on_batches(own: Running) -> None:
-    """A stand-in's work on CPUs; on CUDA it takes --enable-deterministic-inference."""
-
-    def sample(seeds: list[int | None], prompt: list[int]) -> list[list[int]]:
-        params = [
-            {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
-            | ({} if seed is None else {"sampling_seed": seed})
-            for seed in seeds
-        ]
-        status, answers = request(
-            own.endpoint, "/generate", {"input_ids": [prompt] * len(seeds), "sampling_params": params}
-        )
-        assert status == 200, answers
-        return [answer["output_ids"] for answer in answers]
-
-    prompt = [3, 4, 5]
-    (alone,) = sample([11], prompt)
-    assert sample([11], prompt) == [alone]
-    assert len(set(alone)) > 4, "this is sampling, not the greedy token"
-    together = sample([2**62 + 5, 11, 0, 11, 12, None], prompt)
-    assert together[1] == together[3] == alone
-    others = [tuple(together[place]) for place in (0, 1, 2, 4)]
-    assert len(set(others)) == 4
-    assert sample([2**62 + 5], prompt) == [together[0]]
-
-
-@needs_sglang
 def test_server_with_killed_main_process_leaves_nothing(both: Any) -> None:
     _, pair, process, _ = both
     files, folder = shared_files(pair.group), private_folder(pair.group)
