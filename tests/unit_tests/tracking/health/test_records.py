@@ -130,5 +130,5 @@ def test_clear_leaves_reports_and_folders(tmp_path: Path) -> None:
 
 def test_silence_begins_after_missed_beats() -> None:
     one: RankRecord = record(0, beat=100.0, interval_s=5.0)
-    assert [one.silent_s(now) for now in (100.0, 116.0, 117.0)] == [0.0, 0.0, 17.0]
-    assert FULL.silent_s(1e9) == 0.0  # it has ended
+    assert [silent_s(one, now) for now in (100.0, 116.0, 117.0)] == [0.0, 0.0, 17.0]
+    assert silent_s(FULL, 1e9) == 0.0  # it has ended
