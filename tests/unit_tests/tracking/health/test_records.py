@@ -19,6 +19,7 @@ from mega_rl.tracking.health.records import (
     health_folder,
     read_records,
     record_path,
+    silent_s,
     write_record,
 )
 from tests.unit_tests.operations.diagnosis.examples import call, record
