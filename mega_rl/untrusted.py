@@ -1,4 +1,4 @@
-"""Strict, bounded readers of files and messages that may be damaged or hostile, and messages about their values."""
+"""Strict, bounded readers of files and messages that may be damaged or hostile."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _finite(text: str) -> float:
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """Open a regular file; return (descriptor, size). Raises UserError for a link, pipe, device or missing file."""
+    """Open a regular file; return (descriptor, size). Raises UserError for anything else."""
     try:
         # Without O_NONBLOCK the open would wait for a pipe's writer; it has no effect on regular files.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -141,7 +141,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def is_shape(value: Any) -> TypeGuard[list[int]]:
-    """Return whether a value is a list of at most `MAX_DIMS` sizes, so that their product is cheap."""
+    """Return whether a value is a list of at most `MAX_DIMS` sizes."""
     return isinstance(value, list) and len(value) <= MAX_DIMS and all(is_count(v) for v in value)
 
 
@@ -151,7 +151,7 @@ def is_checksum(value: Any) -> TypeGuard[str]:
 
 
 def is_tensor_name(value: Any) -> TypeGuard[str]:
-    """Return whether a value may name a tensor: short, printable, and a relative path without . and .. parts."""
+    """Return whether a value may name a tensor: a short, printable, plain relative path."""
     named = isinstance(value, str) and len(value) <= 1024 and value.isprintable() and "\\" not in value
     return named and not {"", ".", ".."} & {*value.split("/")}
 

@@ -112,7 +112,7 @@ def _data_difference(stored: Any, current: Any, stored_config: Mapping[str, Any]
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the settings that differ between two resolved configs: "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8".
+    """Return the settings that differ between two resolved configs: "optim.lr 0.001 -> 0.0005, ...".
 
     Ignores settings that only one of them has, except settings of a user's class that both choose.
     """

@@ -34,6 +34,7 @@ from mega_rl.tracking.health.records import (
     RankRecord,
     health_folder,
     read_records,
+    silent_s,
 )
 
 SIGKILL, SIGTERM = 9, 15
@@ -42,7 +43,7 @@ GRACE_S = 1.5  # for ranks that wait in the same collective to record its failur
 
 
 def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int, host_kills: int = 0) -> str | None:
-    """Write the report of a hang or death; return the cause with its path, None without one.
+    """Write the report of a hang or death; return its cause and path, or None.
 
     exits: exit codes by rank in the order of the ends, below 0 a signal, without the ranks that the launcher ended;
     None without a launcher. host_kills: `kills_for_memory` when the run began.
@@ -54,7 +55,7 @@ def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int,
 
 
 def kills_for_memory() -> int:
-    """Return how many processes of this host, in containers too, the kernel has killed for lack of memory."""
+    """Return how many of this host's processes the kernel has killed for lack of memory."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -86,7 +87,7 @@ def investigate(facts: RankFacts, own: str) -> str | None:
 
 
 def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> str | None:
-    """Return a line with the cause and the rank to blame; None if there is nothing to say.
+    """Return a line with the cause and the rank to blame, or None.
 
     memory_ran_out: the kernel has killed a process for lack of memory since the run began.
     """
@@ -148,7 +149,7 @@ def _hang(seen: Observations) -> str | None:
     """Return the rank that others wait for."""
     calls = by_call(seen)
     gave_up = any(seen.is_innocent(rank) for rank in seen.records)
-    silent = any(record.silent_s(seen.now) for record in seen.records.values())
+    silent = any(silent_s(record, seen.now) for record in seen.records.values())
     if not (calls or gave_up or silent or any(state in STOPPED for state in seen.states.values())):
         return None
     missing = seen.missing()
@@ -190,7 +191,7 @@ def _likelihood(seen: Observations, rank: int) -> tuple[int, int]:
     state, record = seen.states.get(rank), seen.records.get(rank)
     if state in ("", *STOPPED):
         return 0, rank
-    return 1 if record is None or record.silent_s(seen.now) else 2, rank
+    return 1 if record is None or silent_s(record, seen.now) else 2, rank
 
 
 def _state_of(seen: Observations, rank: int) -> str:
@@ -205,10 +206,10 @@ def _state_of(seen: Observations, rank: int) -> str:
         return f"has ended ({record.ended.kind}){_when(record)}"
     if state == "":
         return f"is gone{_when(record)}"
-    if not (silent_s := record.silent_s(seen.now)):
+    if not (silent := silent_s(record, seen.now)):
         return f"is {_doing(record)}"
     kernel = f", process state {state}: {STATES.get(state)}" if state else ""
-    return f"has given no sign of life for {silent_s:.0f} s{kernel}{at}; last seen {_doing(record)}"
+    return f"has given no sign of life for {silent:.0f} s{kernel}{at}; last seen {_doing(record)}"
 
 
 def _doing(record: RankRecord) -> str:
@@ -253,14 +254,14 @@ GOOD_ENDS = ("done", "stopped")
 
 
 def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
-    """Return (lines, exit code): 1 if the run's last end was a hang or failure, else 0."""
+    """Return (lines, exit code): 1 after a hang or failure, else 0."""
     report, host, seen = newest_report(run_dir), socket.gethostname(), observe(run_dir)
     if not seen.records and report is None:
         raise UserError(
             f"--run={run_dir}: {health_folder(run_dir)} holds no records of ranks; give the trainer.run_dir of a run "
             "that has begun"
         )
-    now = {rank: one.process_state() for rank, one in seen.records.items() if one.host == host}
+    now = {rank: one.process_state for rank, one in seen.records.items() if one.host == host}
     seen = replace(seen, states=now, stacks={})
     living = [rank for rank in seen.records if seen.may_live(rank)]
     if living:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig
-from mega_rl.converters.architecture import HFConfig, Moe
+from mega_rl.converters.architecture import HFConfig, Moe, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import DISK_LAYER
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
@@ -225,14 +225,14 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
 
 def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool]:
     """Return whether a layer has experts, and whether its attention has a window."""
-    return hf.is_moe(layer), hf.window is not None and hf.window.layers[layer]
+    return is_moe(hf, layer), hf.window is not None and hf.window.layers[layer]
 
 
 @torch.no_grad()
 def hf_logits(
     path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return logits [B, S, vocab] float32 and layers' outputs [B, S, H] of `tokens` by transformers, on the CPU.
+    """Return logits [B, S, V] float32 and layers' outputs [B, S, H] by transformers.
 
     dtype: "fp32" or "bf16". layer_outputs: without it the list is empty. No code of the checkpoint is run.
     """

@@ -1,4 +1,4 @@
-"""The entry of a model family: its table of rules, what its Hugging Face code hard-wires, and where it can be used.
+"""Entry of a model family: its rules, constants of its Hugging Face code, limits of use.
 
 Everything that the package has to know of one family and not of another is a field here, so that no other module names
 a family.
@@ -29,7 +29,7 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class KnownBug:
-    """A fault of transformers, so that parity with it proves nothing and rollouts come from another model."""
+    """A fault of transformers: parity with it proves nothing, and rollouts come from another model."""
 
     fixed_in: str  # the first release of transformers without it
     concerns: Callable[[HFConfig], bool]

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: norms on both sides of attention and MLP, two rotary bases, five windows to one full layer."""
+"""Gemma 3, text only: norms on both sides, two rotary bases, windows in most layers."""
 
 from __future__ import annotations
 

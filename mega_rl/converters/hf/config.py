@@ -1,4 +1,4 @@
-"""Reader of config.json of a Hugging Face checkpoint: plain JSON in, `HFConfig` out, no code of the checkpoint is run.
+"""Reader of config.json of a Hugging Face checkpoint: plain JSON in, `HFConfig` out.
 
 Accepts the spellings of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`,
 `dtype`). What Megatron-Core cannot reproduce exactly is refused by field, value and reason, never guessed, and so is an
@@ -158,7 +158,7 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 
 def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the part that describes the language model, which may be wrapped as in its image model.
+    """Return the part that describes the language model, maybe inside its image model's.
 
     Refuses a model of images.
     """
@@ -209,7 +209,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
 
 
 def _check_code(fields: Fields, family: Family) -> None:
-    """Refuse code from a checkpoint, unless it is the code that the family's checkpoints are known to carry."""
+    """Refuse code from a checkpoint, except code that the family's checkpoints are known to carry."""
     given = fields.object("auto_map")
     for target in given.values():
         # "repository--module.Class", or a list of those for slow and fast tokenizers.
@@ -255,7 +255,7 @@ def _switch(fields: Fields, source: bool | str) -> bool:
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    """Return the size of a head; for latent attention that of the values, which the key `head_dim` does not mean."""
+    """Return the size of a head; for latent attention that of the values."""
     if family.mla is not None:
         return fields.size("v_head_dim")
     head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
@@ -281,7 +281,7 @@ def _check_sizes(fields: Fields, config: HFConfig) -> None:
 
 
 def _quantization(fields: Fields) -> Literal["fp8"] | None:
-    """Return the kind of quantised weights: 8-bit floats with a scale per block of 128 x 128; refuse others."""
+    """Return the kind of quantised weights: fp8 in blocks of 128 x 128; refuse others."""
     given = fields.object("quantization_config")
     if not given:
         return None

@@ -1,4 +1,4 @@
-"""Fill a live Megatron-Core model from a Hugging Face checkpoint; every rank reads only its own slices."""
+"""Fill a live Megatron-Core model from a Hugging Face checkpoint; ranks read their own slices."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def check_tensors(
 
 
 def repeat_faults(reader: BlockReader, hf: HFConfig, head: Head) -> list[str]:
-    """Return a line for each tensor that is left out as a copy of another one and holds other values.
+    """Return a line for each tensor left out as a copy though its values differ.
 
     Copies are a tied output layer, and embedding and head inside prediction layers that are loaded. Reads both tensors
     if a copy is there, and nothing otherwise.
@@ -177,7 +177,7 @@ def _repeats(hf: HFConfig, head: Head) -> Iterator[tuple[str, str, str]]:
 
 
 def _same(reader: BlockReader, name: str, original: str) -> bool:
-    """Return whether two tensors have the same shape and, in the wider of their dtypes, the same bits."""
+    """Return whether two tensors have equal shapes and, in the wider dtype, equal bits."""
     one, other = reader.tensors[name], reader.tensors[original]
     if one.shape != other.shape:
         return False
@@ -189,13 +189,13 @@ def _same(reader: BlockReader, name: str, original: str) -> bool:
 
 
 def weights_of(chunk: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model chunk that checkpoints hold, by name: parameters, and routers' expert biases."""
+    """Return a model chunk's tensors of checkpoints by name: parameters and routers' expert biases."""
     buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias")}
     return {stable_name(name): tensor for name, tensor in {**dict(chunk.named_parameters()), **buffers}.items()}
 
 
 def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Every weight by its name on disk; experts are views into the model's tensors, so writing them writes the model.
+    """Return every weight by its name on disk; experts are views into the model's tensors.
 
     A tied head and the embedding are one storage under two names.
     """
@@ -208,7 +208,7 @@ def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, Tensor]) -> None:
-    """Assert that plan and model agree on names and shapes; else the plan or the model's spec has a bug."""
+    """Assert that plan and model agree on names and shapes."""
     planned = {param.name: param.shape for param in plan}
     faults = [f"{name} is in the model only" for name in params if name not in planned]
     for name, shape in planned.items():

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any kind, checks it against the model that it claims to hold, and reads its parameters.
+"""Open a checkpoint of any kind, check it against its model, and read its parameters.
 
 mega_rl.json, the manifest of a conversion, holds what a distributed checkpoint itself does not say about its source.
 """
@@ -60,7 +60,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_manifest(folder: Path) -> ConversionManifest:
-    """Return the manifest of a folder. Raises UserError naming every field that is missing, unknown or wrong."""
+    """Return the manifest of a folder. Raises UserError naming every wrong field."""
     path = folder / MANIFEST_FILE
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> ConversionManifest:
 
 @dataclass
 class WeightFiles:
-    """A checkpoint of any kind with its headers read and checked; other bytes are read when they are asked for.
+    """A checkpoint of any kind, its headers read and checked; other bytes are read later.
 
     `tensors` are those of a Hugging Face checkpoint, else the canonical parameters of the whole model. Reads as any
     `BlockReader`; a context manager that closes its files.
@@ -175,7 +175,7 @@ def hf_wholes(
     *,
     cast: torch.dtype | None = None,
 ) -> dict[str, ShapeAndDtype]:
-    """Return shape and dtype of every Hugging Face tensor whose parameters are stored, in the order of the model."""
+    """Return shape and dtype of every Hugging Face tensor that is stored, in the model's order."""
     wholes = {}
     for name, tensor in hf_tensors(sharding.hf, head=sharding.head).items():
         params = {str(copy.hf_name) for window in windows[name] for copy in window.copies}
@@ -188,7 +188,7 @@ def hf_wholes(
 
 
 def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype of a tensor made of tensors of these dtypes. Raises UserError if they differ without `cast`."""
+    """Return the dtype of a joined tensor. Raises UserError for several dtypes without `cast`."""
     distinct = set(dtypes.values())
     if cast is None and len(distinct) > 1:
         listed = ", ".join(f"{source} is {str(dtype).removeprefix('torch.')}" for source, dtype in dtypes.items())
@@ -202,7 +202,7 @@ def is_plain(window: ColumnRange) -> bool:
 
 
 def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
-    """Return the part of a plain window in rows [low, high), which become rows [0, high - low)."""
+    """Return the part of a plain window in rows [low, high), counted from 0."""
     copies = []
     for copy in window.copies:
         first, last = max(copy.dst_row, low), min(copy.dst_row + copy.rows, high)
@@ -216,7 +216,7 @@ def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
 
 
 def fill_windows(matrix: Tensor, windows: Iterable[ColumnRange], source: WeightFiles) -> None:
-    """Fill a matrix [rows, cols] from a checkpoint; a window of stepped columns passes through a copy of its size."""
+    """Fill a matrix [rows, cols] from a checkpoint; stepped columns pass through a copy."""
     for window in windows:
         copies = source.stored(window.copies)
         if window.step == 1:
@@ -288,7 +288,7 @@ def open_boxes(
     may_lack: Collection[str] = (),
     foreign: tuple[str, ...] = (),
 ) -> WeightFiles:
-    """Open tensors that are stored in boxes, and check that they make up every parameter of the model.
+    """Open tensors stored in boxes, and check that they make every parameter of the model.
 
     start_of: as for `Slabs`. objects: keys of the content besides tensors. may_lack: canonical parameters that may be
     absent. foreign: prefixes of keys that are ignored. Raises UserErrors.

@@ -157,7 +157,7 @@ def compare(first: BlockReader, second: BlockReader, *, allow_missing: Sequence[
 def _compare_tensor(
     first: BlockReader, second: BlockReader, name: str, advance: Callable[[int], object]
 ) -> tuple[str, Different | None]:
-    """Return (digest of the first's tensor, the difference if the second's has other bits). advance: takes bytes."""
+    """Return (digest of the first's tensor, difference or None). advance: takes the bytes compared."""
     a, b = first.tensors[name], second.tensors.get(name)
     digest = xxhash.xxh3_128(_kind(a).encode())
     comparable = b is not None and _kind(a) == _kind(b)
@@ -225,7 +225,7 @@ def round_trip(reader: BlockReader, sharding: Sharding) -> tuple[int, tuple[str,
 def _exported(
     unit: ExportUnit, members: Sequence[Mapping[str, ParamPlan]], reader: BlockReader
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that export makes of a unit's parameters, filled as each member would hold them."""
+    """Yield the tensors that export makes of a unit's parameters, as members would hold them."""
     dtype = reader.tensors[unit.tensors[0][0]].dtype
     parts = []
     for plans in members:
@@ -244,7 +244,7 @@ def _is_on_disk(reader: BlockReader, name: str, tensor: Tensor) -> bool:
 
 
 def _members(sharding: Sharding, pp_rank: int, vp_stage: int) -> tuple[list[dict[str, ParamPlan]], ...]:
-    """Return the ranks' plans of one stage by parameter name: of the common part, and of the experts."""
+    """Return the ranks' plans of one stage by parameter name: common ones, and experts'."""
     layout = sharding.layout
     common = [common_plan(sharding, tp_rank, pp_rank, vp_stage) for tp_rank in range(layout.tp)]
     experts = [

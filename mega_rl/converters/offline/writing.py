@@ -94,7 +94,7 @@ def convert(
     jobs: int | None,
     label: str,
 ) -> Report:
-    """Plan a conversion, write its files, and let the target appear as a whole. jobs: threads; None: one per core."""
+    """Plan a conversion and write its files; the target appears as a whole. jobs: threads."""
     start = perf_counter()
     for path in inputs:
         if path is not None:
@@ -127,7 +127,7 @@ def _check_apart(target: Path, source: Path) -> None:
 
 
 def group_outputs(outputs: Sequence[Output], file_bytes: int, name: Callable[[int, int], str]) -> list[OutputFile]:
-    """Return consecutive outputs in files of at most `file_bytes` bytes; `name(i, n)` is the name of file i of n."""
+    """Return outputs in files of at most `file_bytes`; `name(i, n)` names file i of n."""
     by_name = {output.spec.name: output for output in outputs}
     groups = plan_shards([output.spec for output in outputs], file_bytes)
     return [OutputFile(name(i, len(groups)), [by_name[spec.name] for spec in group]) for i, group in enumerate(groups)]
@@ -187,7 +187,7 @@ def _write_safetensors(folder: Path, file: OutputFile, meter: _Meter, threads: i
 
 
 def _buffer(buffers: threading.local, num_bytes: int) -> Tensor:
-    """Return [num_bytes] uint8 of this thread's buffer, made once: freed memory of threads is not given back."""
+    """Return [num_bytes] uint8 of this thread's buffer, which is made once."""
     if num_bytes > PIECE_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)
     if not hasattr(buffers, "data"):

@@ -1,4 +1,4 @@
-"""Parameters of a model in their order, by stage, and the tensors on disk that they need.
+"""Parameters of a model in order and by stage, and their tensors on disk.
 
 Derived from the family's rules and the architecture.
 """
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.architecture import HFConfig, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import Rule, Source
 from mega_rl.converters.plan.blocks import source_shape
@@ -34,7 +34,7 @@ FUSED_GATE_UP, FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj
 
 
 class Part(NamedTuple):
-    """One parameter of the model: its rule, its layer and its expert, counted over the whole model."""
+    """A parameter: its rule, layer and expert, counted over the whole model."""
 
     rule: Rule
     layer: int = 0
@@ -55,7 +55,7 @@ class HFTensor(NamedTuple):
 
 
 def as_on_disk(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> HFConfig:
-    """Return the config with the spellings that tensor names show: fused or single experts, the value head."""
+    """Return the config with the spellings of the tensors: fused experts, the value head."""
     moe_layer = hf.moe.layers.index(True) if hf.moe is not None and any(hf.moe.layers) else None
     if moe_layer is not None:
         fused = {
@@ -70,7 +70,7 @@ def as_on_disk(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> HFConfig:
 
 
 def hf_tensors(hf: HFConfig, *, head: Head) -> dict[str, HFTensor]:
-    """Return every tensor that the model is made of by its name on disk, in the order of the model."""
+    """Return every tensor of the model by its name on disk, in the model's order."""
     return {
         source.name.format(layer=part.layer, expert=part.expert): HFTensor(
             source_shape(source, hf), part.rule.optional, part.rule.float32
@@ -106,7 +106,7 @@ def mtp_tensors(hf: HFConfig) -> dict[str, HFTensor]:
 
 
 def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, bool]:
-    """Return the tensors of prediction layers that a model leaves out, among `names`, each with whether it is float32.
+    """Return which of `names` are left-out prediction layers, each with whether it is float32.
 
     An export takes them over from the model's source.
     """
@@ -118,7 +118,7 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
 
 
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
-    """Return the rules in force, with the output head that the model has; a tied head has no tensor."""
+    """Return the rules in force, with the model's output head; a tied one has no tensor."""
     rules = []
     for rule in FAMILIES[hf.family].rules:
         if not all(name in hf.switches for name in rule.when if name not in ("dense", "moe")):
@@ -133,8 +133,8 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
 
 
 def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
-    """Yield the parameters of one layer: the common ones (`experts` None), or these experts, one after the other."""
-    other_kind = "dense" if hf.is_moe(layer) else "moe"
+    """Yield the parameters of one layer: the common ones (`experts` None), or these experts'."""
+    other_kind = "dense" if is_moe(hf, layer) else "moe"
     held = [rule for rule in rules if rule.per_expert == (experts is not None) and other_kind not in rule.when]
     if experts is None:
         yield from (Part(rule, layer) for rule in held)
@@ -200,7 +200,7 @@ def _is_last(layout: ParallelLayout, pp_rank: int, vp_stage: int) -> bool:
 
 
 class DiskTensor(NamedTuple):
-    """A tensor on disk as consecutive whole rows of a model's tensor, both seen as matrices (`matrix_shape`)."""
+    """A tensor on disk as whole rows of a model's tensor, both seen as matrices."""
 
     name: str
     shape: tuple[int, ...]
@@ -213,7 +213,7 @@ class DiskTensor(NamedTuple):
 
 
 def disk_tensors(model_type: str, name: str, shape: tuple[int, ...]) -> Iterator[DiskTensor]:
-    """Yield the tensors on disk that make parameter or buffer `name` of a transformers model, in order of rows."""
+    """Yield the tensors on disk that make tensor `name` of a transformers model."""
     names = FAMILIES[model_type].expert_names
     prefix = name.rpartition(".")[0].replace(".mlp.", f".{names.block}.")
     if name.endswith(FUSED_GATE_UP):

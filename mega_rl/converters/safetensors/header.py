@@ -42,7 +42,7 @@ class HeaderEntry(NamedTuple):
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (rows, columns) of a tensor as a matrix: columns are its last dimension; a vector is one column."""
+    """Return (rows, columns) of a tensor as a matrix; a vector is one column."""
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
 
 
@@ -78,7 +78,7 @@ def read_entries(path: Path) -> dict[str, HeaderEntry]:
 
 
 def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict[str, HeaderEntry]:
-    """Return the tensors of a parsed header by name, for a file of `size` bytes whose data begins at byte `start`.
+    """Return a parsed header's tensors by name. size: of the file; start: of its data.
 
     Raises UserErrors as `read_entries`.
     """
@@ -92,7 +92,7 @@ def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict
 
 
 def encode_header(entries: Mapping[str, Any]) -> bytes:
-    """Return length and text of a header, padded so that the data after it begins at a multiple of 8 bytes."""
+    """Return length and text of a header, padded to a multiple of 8 bytes."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

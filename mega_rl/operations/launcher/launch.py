@@ -99,7 +99,7 @@ def launch(
     variables: Mapping[str, str] | None = None,
     newest: NewestCheckpoints = lambda run_dir: ("", ""),
 ) -> int:
-    """Run this node's ranks to their last end; return the exit code: the first failed one's, 128 + signal, or 0.
+    """Run this node's ranks to their end; return the exit code.
 
     variables: of the ranks, in addition to this process's. newest: finds checkpoints to restart from.
     """

@@ -1,4 +1,4 @@
-"""Start and end the ranks of one node: child processes of its launcher, and the store in which all ranks meet.
+"""Start and end the ranks of one node, and the store in which all ranks meet.
 
     python -m mega_rl.operations.launcher.ranks ADDRESS LISTENER LIFELINE
 

@@ -1,4 +1,4 @@
-"""Supervise a run on all nodes from node 0: start its ranks, find why they ended, decide on restarts."""
+"""Supervise a run from node 0: start ranks, find why they ended, decide on restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OVERDUE_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Conclusion:
-    """End of a launch: its exit code, and the line with the reason, empty if already said."""
+    """End of a launch: exit code and reason, empty if already said."""
 
     code: int
     line: str = ""

@@ -1,4 +1,4 @@
-"""Start runs by Slurm, Kubernetes or Ray, with a launcher on every node; options that all three have."""
+"""Start runs by Slurm, Kubernetes or Ray: what all three have."""
 
 import os
 from collections.abc import Sequence

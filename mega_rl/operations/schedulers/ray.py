@@ -1,4 +1,4 @@
-"""Runs on Ray: nodes of a placement group, a launcher on each as an actor, and the driver that watches them."""
+"""Runs on Ray: a placement group, a launcher on each node, the driver that watches them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class NodeLost(RunError):
 
 
 class NodeLauncher:
-    """Actor on a node, whose launcher is a child process: one thread runs it, others pass on signals."""
+    """Actor whose child process is a node's launcher; its threads run it and pass on signals."""
 
     def __init__(self, program: Sequence[str] = TRAIN) -> None:
         """program: gets the arguments of `mega-rl train`."""
@@ -89,7 +89,7 @@ class NodeLauncher:
     def run(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: str, wait_for_lock_of: str = ""
     ) -> Iterator[list[str] | int]:
-        """Run `mega-rl train` with these arguments in a folder; yield lines of its output, last its exit code.
+        """Run `mega-rl train` in a folder; yield lines of its output, last its exit code.
 
         environment: added to the actor's. wait_for_lock_of: run folder that ranks of a lost node may still write to;
         the launcher starts when they have ended.
@@ -373,7 +373,7 @@ def _watch(
 
 
 def _end_of(codes: Mapping[int, int], lost: Mapping[int, str], *, stopped_by: int) -> tuple[int, str]:
-    """Return (exit code, why to place the run again; empty: do not). A mistake of the user is not tried again."""
+    """Return (exit code, why to place the run again; empty: do not)."""
     failures = [code for code in codes.values() if code]
     if UserError.exit_code in failures:
         return UserError.exit_code, ""

@@ -211,7 +211,7 @@ STEP_STRIDE = 97  # ports between steps of one job, which may run at the same ti
 
 
 def is_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several tasks of a step, without a launcher for ranks."""
+    """Return whether this process is one of several tasks of a step, without a launcher."""
     if "RANK" in environment or "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return False
     return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"

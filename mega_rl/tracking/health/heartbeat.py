@@ -192,7 +192,7 @@ class Heartbeat:
                 request.set()
 
     def _end_orphan(self) -> None:
-        """Kill this rank if it has not ended SAVE_S after its launcher was killed, when the kernel sent it SIGTERM."""
+        """Kill this rank if it lives SAVE_S after its launcher was killed."""
         if self.facts.launched and os.getppid() != self._parent:
             self._orphan_since = min(self._orphan_since, time.monotonic())
         if time.monotonic() > self._orphan_since + SAVE_S:

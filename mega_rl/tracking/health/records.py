@@ -1,4 +1,4 @@
-"""Records of ranks, one small file per rank in RUN_DIR/health, written in place, and kinds of their ends.
+"""Records of ranks, a small file each in RUN_DIR/health, and kinds of ends.
 
 A file is a JSON object of fixed length, `{"record": ..., "crc32": ...}` and blanks. One write without a rename is
 cheap enough for thousands of ranks on a shared file system. The checksum finds files read while they were written.
@@ -161,19 +161,21 @@ class RankRecord:
         """Return the name of the innermost phase; empty without one."""
         return self.phases[-1].name if self.phases else ""
 
+    @property
     def process_state(self) -> str:
-        """Return the letter of the state of this rank's process on this host; empty once it has ended."""
+        """Return the state letter of this rank's process; empty once it has ended."""
         state, started = state_and_start(self.pid)
         return state if started == self.started else ""
 
-    def silent_s(self, now: float) -> float:
-        """Return the seconds without a beat; 0 while in time and after the end."""
-        age = now - self.beat
-        return age if self.ended is None and age > 3 * self.interval_s + 1.0 else 0.0
+
+def silent_s(record: RankRecord, now: float) -> float:
+    """Return the seconds without a beat; 0 while in time and after the end."""
+    age = now - record.beat
+    return age if record.ended is None and age > 3 * record.interval_s + 1.0 else 0.0
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
-    """Return the letter of a process's state and the kernel's time of its start; ("", 0) once it has ended."""
+    """Return a process's state letter and start by the kernel's time; ("", 0) once ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

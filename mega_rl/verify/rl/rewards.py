@@ -1,4 +1,4 @@
-"""Read the algorithm of a config, and compute rewards of a recorded run from its tokens without the reward role."""
+"""Read a config's algorithm, and compute rewards of a recorded run from its tokens."""
 
 from __future__ import annotations
 

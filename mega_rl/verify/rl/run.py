@@ -1,4 +1,4 @@
-"""Follow a run on each layout: write a small model, record the real trainer, then train the independent one."""
+"""Follow a run on each layout: write a model, record the trainer, train the independent one."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mega_rl.errors import RunError
-from mega_rl.tracking import progress
 from mega_rl.tracking.health import heartbeat
 from mega_rl.tracking.health.guard import Guard
 from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
@@ -44,17 +43,6 @@ def test_rank_without_its_launcher_ends_in_time(tmp_path: Path, monkeypatch: pyt
     time.sleep(0.3)
     beat._end_orphan()
     assert signals == [signal.SIGKILL]
-
-
-def test_new_phase_is_recorded_before_the_next_beat(tmp_path: Path) -> None:
-    with heartbeat_in(tmp_path), progress.rounds("training", 8) as steps:
-        for done in (0, 1):
-            with progress.phase("reward"):
-                deadline = time.monotonic() + 4.0  # beats are 5 s apart
-                while (record := read_records(tmp_path)[0]).phase != "reward" or record.step != done:
-                    assert time.monotonic() < deadline, record
-                    time.sleep(0.02)
-            steps.advance()
 
 
 def test_system_exit_inside_a_run_is_a_failure(tmp_path: Path) -> None:
