@@ -42,7 +42,7 @@ ARCHITECTURE = {
     "vocab_size": len(VOCABULARY),
     "tie_word_embeddings": False,
 }
-# What an independent trainer is made of.
+# Parts of an independent trainer.
 Trial: TypeAlias = tuple[LockstepSettings, Formulas, RewardRule]
 # A layout, its updates, and the first error out of tolerance or how the ranks failed; "": the two trainers agree.
 Lockstep: TypeAlias = tuple[Layout, Sequence[UpdateErrors], str]
