@@ -65,8 +65,8 @@ class Family:
     # Keys that the code reads beside those of every family, of `defaults` and of `fixed`.
     keys: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
-    # model_type of a model of images and text whose config.json holds the family's own as `text_config`, and the class
-    # of transformers that saves the language model on its own.
+    # A model of images and text whose config.json holds the family's own as `text_config`: its model_type, and the
+    # transformers class that saves the language model on its own.
     wrapper: tuple[str, str] = ("", "")
 
     # The architecture; fields as in HFConfig unless said otherwise.

@@ -271,7 +271,7 @@ class Description:
     num_params: int
     nbytes: int
     dtypes: dict[str, int]  # number of tensors of each
-    stages: tuple[dict[str, object], ...]  # of each rank of a pipeline rank: layers, params, nbytes in its dtype
+    stages: tuple[dict[str, object], ...]  # layers, params, nbytes of each rank by pipeline rank
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
