@@ -178,3 +178,13 @@ def test_sources_of_the_rows_are_those_of_the_settings() -> None:
         "row 3 of the source 'sums/easy' has no answer, which a function of reward.sources takes; add one, or give "
         "that parameter a default"
     ]
+
+
+def test_each_function_gives_the_component_of_its_name() -> None:
+    """In alphabetical order; a function that names its own gives both names; those of the row's source are called."""
+    components = scored(named(), SUM, "It is 2")
+    assert components == {"correct": 1.0, "form_box": 0.25, "form_short": 1 - 7 / 8, "polite": 1.0}
+    assert list(components) == sorted(components)
+    of_sources = named(SOURCES)
+    assert scored(of_sources, SUM, "2") == {"correct": 1.0, "form_box": 0.25, "form_short": 0.875}
+    assert scored(of_sources, CHAT, "Hello!?") == {"polite": 1.0}
