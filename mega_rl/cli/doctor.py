@@ -60,8 +60,8 @@ def report() -> Iterator[str]:
     if not _no_cuda():
         yield "Megatron-Core runs unpatched."
     elif not megatron_core.problem():
-        release = megatron_core.installed_release()
-        yield f"{len(patches(release))} patches of Megatron-Core {release.series}, which make it run without CUDA"
+        series = megatron_core.installed_series()
+        yield f"{len(patches(series))} patches of Megatron-Core {series}, which make it run without CUDA"
 
 
 def _how_to_install(name: str) -> str:

@@ -17,12 +17,13 @@ from mega_rl.converters.live.export import ModelPlace, export_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.engines.microbatches import Batching
-from mega_rl.engines.models.attention_choice import Attention
+from mega_rl.engines.models.specs import Attention
 from mega_rl.engines.offload import PartsOffload, chosen_parts
+from mega_rl.parallel.boxes import EngineState
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Engine
-from mega_rl.types import EngineState, IdRanges
+from mega_rl.types import IdRanges
 
 
 @dataclass(frozen=True)

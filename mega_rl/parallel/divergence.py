@@ -27,8 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_rl.parallel.fp32_linear import product
-from mega_rl.parallel.vocab import VocabColumns, hide, row_chunks, row_values, scaled_difference, write_gradient
+from mega_rl.parallel.vocab import (
+    VocabColumns,
+    hide,
+    product,
+    row_chunks,
+    row_values,
+    scaled_difference,
+    write_gradient,
+)
 from mega_rl.types import IdRanges
 
 

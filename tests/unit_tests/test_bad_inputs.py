@@ -126,7 +126,7 @@ EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "actor as reward model": (
         given("reward.source=model", "reward.source.path=m"),
         (
-            "reward.source.path: m: score.weight must have the shape [1, 32], and is missing",
+            "reward.source.path: m: score.weight must have the shape [1, 32], not None",
             "a sequence-classification checkpoint with one label",
         ),
     ),

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from mega_rl.data.packing import held_positions
 from mega_rl.engines.models.rope import ONE_ROW, TokenPositions
-from mega_rl.parallel.accelerator.transfer import send
+from mega_rl.parallel.accelerator.base import send
 
 # (query [n, heads, c, D], key [n, groups, m, D], value [n, groups, m, E]) -> [n, heads, c, E]: the queries are the last
 # c of m tokens.

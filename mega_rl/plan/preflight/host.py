@@ -78,8 +78,7 @@ def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> I
     if "model.path" not in checkpoints:
         return
     memory = None if config.trainer.device == "cpu" else smallest_gpu()
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")  # without a launcher hosts have eight GPUs
-    ranks = int(text) if text.isascii() and text.isdigit() and int(text) > 0 else min(world_size, 8)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # without a launcher hosts have eight GPUs
     machine = Machine(world_size, ranks, memory, not is_missing("transformer_engine"))
     setup = RunSetup(config, checkpoints, machine)
     try:
@@ -99,8 +98,6 @@ def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> I
 def check_packages(config: Config) -> Iterator[str]:
     """Yield the packages that the settings need and that are not installed, and settings that a CPU cannot run."""
     par, on_cpu = config.engine.megatron, config.trainer.device == "cpu"
-    if is_missing("psutil"):
-        yield "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'"
     for tracker in filter(is_missing, config.metrics.trackers):
         yield (
             f"metrics.trackers: the client of {tracker} is not installed; pip install 'mega_rl[{tracker}]', or leave "

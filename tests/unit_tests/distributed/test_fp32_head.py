@@ -30,7 +30,7 @@ from tests.helpers.engines import (
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole
 
-USERS = ("mega_rl.engines.megatron.schedule", "mega_rl.engines.fsdp.engine")
+USERS = ("mega_rl.engines.schedule", "mega_rl.engines.fsdp")
 TEMPERATURE = 0.8
 
 

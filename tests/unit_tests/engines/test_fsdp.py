@@ -134,7 +134,10 @@ def test_the_host_waits_once_for_all_norms_and_for_no_micro_batch(ranks: list[di
 
 def test_mistakes(ranks: list[dict[str, Any]]) -> None:
     said = ranks[0]["mistakes"]
-    assert "model.frozen=['decoder.*']: matches no parameter; they are named as model.embed_tokens" in said["pattern"]
-    assert "nothing would train" in said["everything"]
+    assert (
+        "model.frozen=['decoder.*']: no weight of the model has such a name; names are like model.embed_tokens"
+        in said["pattern"]
+    )
+    assert "nothing is left to train" in said["everything"]
     if device_for(2) == "cpu":
         assert said["kernel"].startswith("model.attn_implementation=flash_attention_2 cannot run")

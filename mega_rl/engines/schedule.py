@@ -17,11 +17,10 @@ from torch import Tensor
 
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.data.packing import MicroBatch
-from mega_rl.engines.microbatches import to_device
+from mega_rl.engines.microbatches import Finished, MicrobatchLoss, finished, to_device
 from mega_rl.engines.models.attention import packed_sequences, te_sequences
 from mega_rl.engines.models.heads import hidden_outputs
 from mega_rl.engines.models.routing import Routing
-from mega_rl.engines.outcome import Finished, MicrobatchLoss, finished
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy

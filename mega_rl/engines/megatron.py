@@ -30,11 +30,7 @@ from mega_rl.ddp.optimizer import clip, count_steps, create_state, set_steps, st
 from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.base import ModelEngine
-from mega_rl.engines.megatron.schedule import Schedule
-from mega_rl.engines.models.heads import projection
-from mega_rl.engines.models.routing import Routing
-from mega_rl.engines.offload import chosen_parts
-from mega_rl.engines.outcome import (
+from mega_rl.engines.microbatches import (
     STEPS,
     Finished,
     check_norm,
@@ -44,10 +40,15 @@ from mega_rl.engines.outcome import (
     reduce_losses,
     was_clipped,
 )
+from mega_rl.engines.models.heads import projection
+from mega_rl.engines.models.routing import Routing
+from mega_rl.engines.offload import chosen_parts
+from mega_rl.engines.schedule import Schedule
 from mega_rl.parallel.agreement import broadcast_json
+from mega_rl.parallel.boxes import EngineState
 from mega_rl.parallel.comm import ranks_of, sum_over_context
 from mega_rl.protocols import Inspect, Ranks, TokenLoss
-from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 UNKNOWN = 1 << 62  # more steps than any run makes
 

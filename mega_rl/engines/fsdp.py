@@ -16,12 +16,15 @@ from mega_rl.config.schema import OptimConfig
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import ModelEngine
-from mega_rl.engines.fsdp.attention import attention_arguments
-from mega_rl.engines.fsdp.model import TokenClassifier, fsdp_modules, hidden_outputs, sharded_parameters
-from mega_rl.engines.fsdp.weights import WholeModel, disk_buffers, is_first_copy, rows_here, whole_tensor
-from mega_rl.engines.microbatches import to_device
-from mega_rl.engines.offload import chosen_parts
-from mega_rl.engines.outcome import (
+from mega_rl.engines.fsdp_model import (
+    TokenClassifier,
+    attention_arguments,
+    fsdp_modules,
+    hidden_outputs,
+    sharded_parameters,
+)
+from mega_rl.engines.fsdp_weights import WholeModel, disk_buffers, is_first_copy, rows_here, whole_tensor
+from mega_rl.engines.microbatches import (
     STEPS,
     Finished,
     check_norm,
@@ -30,16 +33,17 @@ from mega_rl.engines.outcome import (
     finished,
     microbatch_loss,
     reduce_losses,
+    to_device,
     was_clipped,
 )
-from mega_rl.parallel.accelerator.norms import squared_norm
-from mega_rl.parallel.accelerator.transfer import send
-from mega_rl.parallel.boxes import whole
+from mega_rl.engines.offload import chosen_parts
+from mega_rl.parallel.accelerator.base import send, squared_norm
+from mega_rl.parallel.boxes import EngineState, Piece, whole
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Inspect, Ranks, TokenLoss
-from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Piece, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 
 @dataclass(kw_only=True)
