@@ -79,7 +79,7 @@ class Trainer:
         if reward is not None:
             config = _with_reward(config, reward)
         become_rank()
-        config = check_run(config, reward_given=reward is not None)
+        config = check_run(config, has_reward=reward is not None)
         accelerator = prepared(config)
         from mega_rl.trainer.assemble import running
 

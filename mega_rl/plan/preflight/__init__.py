@@ -71,13 +71,13 @@ def check_run(
     config: Config,
     *,
     world_size: int | None = None,
-    reward_given: bool = False,
+    has_reward: bool = False,
     launchers: int = 1,
     trains: bool = True,
 ) -> Config:
     """Return the config to run with, after all checks and downloads of Hub names.
 
-    world_size: the launcher's WORLD_SIZE by default, else 1. reward_given: a function of the calling program scores
+    world_size: the launcher's WORLD_SIZE by default, else 1. has_reward: a function of the calling program scores
     responses. launchers: of the run, on as many nodes. trains: it reads training prompts; an evaluation does not.
 
     Raises UserErrors with every mistake, one line each.
@@ -90,8 +90,8 @@ def check_run(
     problems = [*environment.version_problems(), *_of_models(config, checkpoints, world_size), *unread]
     problems += [*check_data(config, trains=trains), *check_weight_files(config, checkpoints)]
     problems += [problem for choice in OWN_CHOICES for problem in choice.own_problems(config)]
-    problems += [] if reward_given else [*check_rewards(config, checkpoints)]
-    if not problems and not reward_given:
+    problems += [] if has_reward else [*check_rewards(config, checkpoints)]
+    if not problems and not has_reward:
         problems += probe_rewards(config)
     if problems:
         raise UserErrors(problems)

@@ -40,17 +40,14 @@ def launched_world_size() -> int:
 
 
 def refuse_tasks_of_srun(*, launchers: int = 1) -> None:
-    """Raise UserError in one of several Slurm tasks that are not ranks of one run.
-
-    launchers: number of launchers of the run; each may be a task.
-    """
+    """Raise UserError in one of several Slurm tasks that are not ranks of one run; each launcher may be a task."""
     variables = os.environ
     if "RANK" in variables or "SLURM_PROCID" not in variables:
         return
     if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
         return  # the batch script has the variables of task 0, but no step
     tasks = variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1"))
-    if tasks.isascii() and tasks.isdigit() and int(tasks) not in (1, launchers):
+    if int(tasks) not in (1, launchers):
         raise UserError(
             f"srun started {tasks} tasks, which would be {tasks} separate runs; leave out --nproc-per-node to train "
             "with each task as a rank, start one task, or a launcher on each node ('mega-rl launch slurm', or --nnodes)"
