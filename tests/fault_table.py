@@ -433,7 +433,7 @@ TABLE: Table = {
     ("engines", "rollout/test_hidden_tokens.py"): [
         (
             "hidden tokens of the first rank on every rank",
-            "hide(logits, self.hidden_tokens, first=group.rank() * logits.shape[1])",
+            "hide(logits, self.hidden_tokens, first=0 if group is None else group.rank() * logits.shape[1])",
             "hide(logits, self.hidden_tokens)",
         )
     ],

@@ -73,8 +73,7 @@ class MegatronEngine(ModelEngine):
         self._context = ranks_of(groups.cp)
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
         self._is_last = self._pipeline.rank == self._pipeline.size - 1
-        read = (self.sharding, groups, self.device, self.temperature, self.hidden_tokens)
-        self._schedule = Schedule(self.config, *read, self.routing)
+        self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.token_outputs, self.routing)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)

@@ -132,18 +132,14 @@ class VocabColumns:
         )
 
 
-@dataclass(frozen=True)
-class RowValues:
-    """Numbers of each row of logits over the whole vocabulary, [T] float32 each."""
+def row_values(
+    logits: Tensor, local_targets: Tensor, columns: VocabColumns, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (log-prob of the target, maximum, log_sum, entropy) of each row, [T] float32 each; two all-reduces.
 
-    maximum: Tensor
-    log_sum: Tensor  # of exp((logits - maximum) / temperature)
-    logprobs: Tensor  # of the targets
-    entropy: Tensor  # uninitialised where it was not asked for
-
-
-def row_values(logits: Tensor, local_targets: Tensor, columns: VocabColumns, *, with_entropy: bool) -> RowValues:
-    """Return the numbers of each row; two all-reduces. `local_targets` count from this rank's first column."""
+    log_sum: of exp((logits - maximum) / temperature) over the whole vocabulary. entropy: uninitialised where it was not
+    asked for. `local_targets` count from this rank's first column.
+    """
     kernels = _kernels(logits)
     if kernels is not None:
         maximum, sums = kernels.local_sums(
@@ -159,7 +155,7 @@ def row_values(logits: Tensor, local_targets: Tensor, columns: VocabColumns, *, 
         dist.all_reduce(sums, group=columns.group)
     log_sum = sums[0].log()
     entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.empty_like(log_sum)
-    return RowValues(maximum, log_sum, sums[1] - log_sum, entropy)
+    return sums[1] - log_sum, maximum, log_sum, entropy
 
 
 class _LogprobsEntropy(torch.autograd.Function):
@@ -174,13 +170,13 @@ class _LogprobsEntropy(torch.autograd.Function):
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows = row_values(logits, local_targets, columns, with_entropy=with_entropy)
+        logprobs, *values = row_values(logits, local_targets, columns, with_entropy=with_entropy)
         if not with_entropy:
-            ctx.mark_non_differentiable(rows.entropy)
-        ctx.save_for_backward(logits, local_targets, rows.maximum, rows.log_sum, rows.entropy)
+            ctx.mark_non_differentiable(values[-1])
+        ctx.save_for_backward(logits, local_targets, *values)
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.inplace = columns, inplace_backward
-        return rows.logprobs, rows.entropy
+        return logprobs, values[-1]
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -203,7 +199,7 @@ def write_gradient(
 ) -> None:
     """Write the gradient of rows of logits into `grad`, which may be the logits themselves; 0 on padding.
 
-    values: maximum, log_sum and entropy of `RowValues`. of_results: gradients of log-probs and entropies, [T] float32,
+    values: maximum, log_sum and entropy of `row_values`. of_results: gradients of log-probs and entropies, [T] float32,
     None where there is none.
     """
     grad_logprobs, grad_entropy = of_results
