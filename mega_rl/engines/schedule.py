@@ -37,31 +37,28 @@ class Schedule:
     sharding: Sharding
     groups: Groups
     device: torch.device
-    outputs: Callable[..., TokenOutputs]  # `ModelEngine.token_outputs`
     routing: Routing | None  # of a mixture of experts
 
     def run(
         self,
         chunks: Sequence[torch.nn.Module],
         micros: list[MicroBatch],
+        outputs: Callable[[Tensor, MicroBatch], TokenOutputs],
         *,
         loss: MicrobatchLoss | None,
-        with_entropy: bool,
         lesson: Lesson | None = None,
     ) -> list[Finished]:
         """Return one result for each micro-batch on the last pipeline stage, none elsewhere; collective.
 
-        With a loss: forward and backward, gradients finalised. Without: forward only. `with_entropy`: a policy's
-        outputs have the entropy, too. With a `lesson` of these micro-batches they have the divergence from a teacher.
+        outputs: of the logits of a micro-batch. With a loss: forward and backward, gradients finalised. Without:
+        forward only. A `lesson` of these micro-batches has the hidden states of a teacher.
         """
         # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
         scale = 1 if self.config.calculate_per_token_loss else len(micros) * self.groups.dp_cp.size()
         if lesson is not None and lesson.hidden:
             micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
-        outputs_of = partial(self.outputs, group=self.groups.tp, with_entropy=with_entropy, lesson=lesson)
-        return self._run(
-            chunks, micros, partial(_finish_microbatch, loss, scale, outputs_of), forward_only=loss is None
-        )
+        finish = partial(_finish_microbatch, loss, scale, outputs)
+        return self._run(chunks, micros, finish, forward_only=loss is None)
 
     def hidden_states(self, chunks: Sequence[GPTModel], micros: list[MicroBatch]) -> list[Tensor]:
         """Return the last hidden states of each micro-batch, [tokens, H] on the host; none off the last stage."""
