@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import prepare
-from mega_rl.parallel.accelerator.megatron_core import RELEASES, REQUIREMENT, installed_version, problem, series_of
+from mega_rl.parallel.accelerator.megatron_core import REQUIREMENT, installed_version, problem, series_of
 
 ROOT = Path(__file__).parents[4]
 
@@ -70,13 +70,6 @@ def test_prepare_refuses_before_anything_of_it_is_imported(
     monkeypatch.setattr(cpu, "prepare", cpu.prepare.__wrapped__)
     with pytest.raises(UserError, match=re.escape("megatron-core 0.17.1: mega_rl needs another")):
         prepare("auto")
-
-
-def test_the_versions_are_described() -> None:
-    """The table of docs/versions.md is `RELEASES`."""
-    text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (0\.\d+) \| ([\d., ]+) \|", text, re.MULTILINE)
-    assert rows == [(series, ", ".join(compared)) for series, compared in RELEASES.items()]
 
 
 # Packages outside the standard library that Megatron-Core asks for when a run imports it. A new name may do anything
