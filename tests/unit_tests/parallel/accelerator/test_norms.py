@@ -44,7 +44,7 @@ def test_one_helper_makes_norms() -> None:
     calls = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.func.attr}"
         for path, text in texts.items()
-        if path.name != "norms.py" and any(f"{name}(" in text for name in MAKES_A_NORM)
+        if path.parts[-2:] != ("accelerator", "base.py") and any(f"{name}(" in text for name in MAKES_A_NORM)
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKES_A_NORM
     ]
