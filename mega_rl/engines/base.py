@@ -132,8 +132,8 @@ class ModelEngine(Engine):
         shape, targets = micro.targets.shape, micro.targets.flatten()
         if self.sharding.head == "value":
             return TokenOutputs(values=logits.view(shape).float())
-        how: dict[str, Any] = {"group": group, "vocab_size": self.sharding.hf.vocab_size}
-        how |= {"temperature": self.temperature}
+        vocab_size, temperature = self.sharding.hf.vocab_size, self.temperature
+        how: dict[str, Any] = {"group": group, "vocab_size": vocab_size, "temperature": temperature}
         targets = targets if kept is None else targets[kept]
         hide(logits, self.hidden_tokens, first=0 if group is None else group.rank() * logits.shape[1])
         results: tuple[Tensor | None, ...]
