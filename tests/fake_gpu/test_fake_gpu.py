@@ -47,8 +47,8 @@ PASSES = ("train", "forward", "export", "turn")
 
 # Waits that are allowed, by "file:function kind", and why.
 AT_THE_END = {
-    "mega_rl/engines/outcome.py:reduce_losses tolist": "the metrics of a mini-batch, when its last kernel is queued",
-    "mega_rl/engines/outcome.py:collect copy to the host": "log-probs leave when every micro-batch is queued",
+    "mega_rl/engines/microbatches.py:reduce_losses tolist": "metrics of a mini-batch, when its last kernel is queued",
+    "mega_rl/engines/microbatches.py:collect copy to the host": "log-probs leave when every micro-batch is queued",
     "mega_rl/engines/models/routing.py:finish_training copy to the host": "loads of experts, after a mini-batch",
     "mega_rl/parallel/comm.py:_travelling copy to the host": "metrics of a mini-batch on their way to other ranks",
     "mega_rl/parallel/comm.py:_reduce copy to the device": "and back",

@@ -14,8 +14,7 @@ import torch
 from mega_rl import disk
 from mega_rl.checkpoint import saving as module
 from mega_rl.errors import RunError
-from mega_rl.parallel.boxes import whole
-from mega_rl.types import Piece
+from mega_rl.parallel.boxes import Piece, whole
 from tests.unit_tests.checkpoint.stores import Kept, names, steps, store, values
 from tests.unit_tests.checkpoint.watching import instrumented
 

@@ -154,7 +154,7 @@ def chunk_differences(rank: int) -> dict[str, float]:
 
     device = prepare("auto").device
     from mega_rl.data.packing import held_positions
-    from mega_rl.engines.models.context_parallel import Chunks
+    from mega_rl.engines.models.context_parallel import attend_chunks
 
     rows, length, worst = 3, 256, {}
     for groups in (1, HEADS // 2, HEADS):
@@ -165,8 +165,7 @@ def chunk_differences(rank: int) -> dict[str, float]:
         for size in (1, 2, 4):
             for number in range(size):
                 held = held_positions([length], cp_rank=number, cp_size=size).to(device)
-                chunks = Chunks(module._attend, rank=number, size=size, window=None)
-                context = chunks(q[:, :, held], k, v)
+                context = attend_chunks(module._attend, q[:, :, held], k, v, rank=number, size=size, window=None)
                 actual = [context, *torch.autograd.grad(context, [q, k, v], grad[:, :, held])]
                 exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
                 rows_of_all = module._attend(*exact)[:, :, held]
