@@ -87,10 +87,13 @@ class MismatchGuard:
         stale_mask = torch.full_like(mask, self.current is not None)
         if self.current is not None and isinstance(rollout, Rollout):
             stale_mask = token_versions(rollout) != self.current()
-        fresh, stale, importance = self._over_ranks(
-            [_summary(rollout, logprobs, part) for part in (mask & ~stale_mask, mask & stale_mask)],
-            importance_summary(logprobs, rollout.rollout_logprobs, mask),
-        )
+        names = {"prompt_index": rollout.prompt_index, "sample_index": rollout.sample_index}
+        summaries = [
+            logprob_mismatch(rollout.rollout_logprobs, logprobs, part, tokens=rollout.tokens, **names)
+            for part in (mask & ~stale_mask, mask & stale_mask)
+        ]
+        weights = importance_summary(logprobs, rollout.rollout_logprobs, mask)
+        fresh, stale, importance = self._over_ranks(summaries, weights)
         if old.entropy is not None:
             importance |= self._deviation((logprobs + old.entropy)[mask & ~stale_mask].double())
         exceeded = self.limits.exceeded(fresh)
@@ -123,17 +126,6 @@ class MismatchGuard:
         sizes = [SUMMARY_SIZE, SUMMARY_SIZE, IMPORTANCE_SIZE]
         fresh, stale, weights = self.ranks.sum(torch.cat([*packed, of_this_rank], dim=1)).split(sizes, dim=1)
         return combine(fresh), combine(stale), importance_metrics(weights)
-
-
-def _summary(rollout: Rollout | Experience, logprobs: Tensor, mask: Tensor) -> LogprobMismatch:
-    return logprob_mismatch(
-        rollout.rollout_logprobs,
-        logprobs,
-        mask,
-        tokens=rollout.tokens,
-        prompt_index=rollout.prompt_index,
-        sample_index=rollout.sample_index,
-    )
 
 
 @dataclass(frozen=True)

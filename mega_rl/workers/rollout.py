@@ -84,21 +84,6 @@ class BackgroundRolloutWorker(RolloutWorker):
         return self.replica.gather_rows(self.engine.collect(samples))
 
 
-def check_vocabulary(rollout: Rollout, vocab_size: int, *, reader: str, everyone: Ranks) -> None:
-    """Raise RunError on all ranks for a token id from `vocab_size` on; collective.
-
-    Vocabularies of one tokenizer are padded to different sizes, and ids without a token are hardly ever sampled; but a
-    smaller embedding would be read beyond its end.
-    """
-    failure = None
-    if rollout.tokens.numel() and (largest := int(rollout.tokens.max())) >= vocab_size:
-        failure = RunError(
-            f"the actor sampled token id {largest}, and the {reader} has a vocabulary of {vocab_size}; use a {reader} "
-            "whose embedding has as many rows as the actor's"
-        )
-    raise_together(failure, everyone, error=RunError)
-
-
 End = Literal["done", "length", "turns", "error"]
 Weights = Iterator[tuple[str, Tensor]]  # (Hugging Face name, full tensor in training dtype)
 _ABOVE_ZERO = 1e-3  # log-probs of near-certain tokens may exceed 0 by the rounding of bf16 logits
@@ -293,7 +278,7 @@ class CheckedRollouts:
     name: str  # the setting that chose it: "rollout.source='agent.py:Agent'"
     context: RolloutContext  # the source's own
     max_prompt_tokens: int
-    vocab_size: int  # the actor's
+    vocab_size: int  # the smallest of the run's models
     everyone: Ranks
 
     def generate(
@@ -341,7 +326,7 @@ class CheckedRollouts:
             "the tokens": (end < first) | (end - first > longest) | (end > rollout.tokens.size(1)),
             "has loss_mask set outside its response": mask & ((places < first) | (places >= end)),
             "must have tokens on loss_mask, or have failed, not both": mask.any(dim=1) == failed,
-            f"has token ids outside the actor's vocabulary of {self.vocab_size}": (tokens < 0)
+            f"has token ids outside a model's vocabulary of {self.vocab_size}": (tokens < 0)
             | (tokens >= self.vocab_size),
             "has log-probs that are not finite, above 0, or not 0 off loss_mask": ~(logprobs <= _ABOVE_ZERO)
             | logprobs.isinf()

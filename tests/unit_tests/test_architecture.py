@@ -151,7 +151,7 @@ def test_measures_only_fall(house: House) -> None:
 
 
 def test_below_the_assembly_no_function_takes_a_whole_config(house: House) -> None:
-    """It gets its sections; `data/hub` replaces names in a Config by folders, `plan` is of a whole run."""
-    above_or_beside = ("__init__", "api", "trainer/assemble", "cli", "config", "data/hub", "plan", "verify")
+    """It gets its sections; `data/downloads` replaces names in a Config by folders, `plan` is of a whole run."""
+    above_or_beside = ("__init__", "api", "trainer/assemble", "cli", "config", "data/downloads", "plan", "verify")
     assert [name for name in house.config_takers if not name.startswith(above_or_beside)] == []
     assert any(name.startswith("trainer/assemble/") for name in house.config_takers)

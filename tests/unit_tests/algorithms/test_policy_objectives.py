@@ -279,8 +279,8 @@ def test_a_new_file_is_a_new_loss(tmp_path: Path) -> None:
         f"sys.meta_path.append(type('Found', (), {{'find_spec': staticmethod(lambda name, path, target=None: "
         f"find(name, [{str(tmp_path)!r}]))}}))\n"
         "from mega_rl.config.loader import load\n"
-        "from mega_rl.trainer.assemble.algorithms import build_objective\n"
-        "print(repr(build_objective(load(None, ['algorithm.loss=reinforce', 'algorithm.loss.scale=2']))))\n"
+        "from mega_rl.config.choices import LOSS\n"
+        "print(repr(LOSS.build(load(None, ['algorithm.loss=reinforce', 'algorithm.loss.scale=2']))))\n"
         "load(None, ['algorithm.loss=reinforce', 'algorithm.loss.scale=0'])\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

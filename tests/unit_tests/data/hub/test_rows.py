@@ -13,8 +13,8 @@ from huggingface_hub import constants
 from mega_rl.config.keys import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.rollout import files_of
-from mega_rl.data.hub import rows
-from mega_rl.data.hub.names import DatasetName
+from mega_rl.data import hub as rows
+from mega_rl.data.hub import DatasetName
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes
@@ -182,7 +182,7 @@ def test_a_missing_file_is_not_a_name(hub: Hub) -> None:
 
 
 def _parsed(text: str) -> DatasetName:
-    from mega_rl.data.hub.names import dataset_name
+    from mega_rl.data.hub import dataset_name
 
     name = dataset_name(text)
     assert name is not None

@@ -10,7 +10,7 @@ import pytest
 
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
-from mega_rl.data.build import build_order
+from mega_rl.data.build import PromptReader, build_order
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.order import MixtureSampler, StepOrder
 from mega_rl.data.prompts import fingerprint
@@ -45,8 +45,9 @@ def config_of(folder: Path, sources: dict[str, Any], **settings: Any) -> Config:
 
 
 def loaded(config: Config) -> tuple[Tokens, list[Prompt]]:
-    tokens = read_tokens(config, is_writer=False)
-    return tokens, load_data(config, tokens, vocab_size=50, columns=RewardColumns())[0]
+    tokens = read_tokens(Path(config.model.path), config.data.chat, config.rollout, skip_special_tokens=True)
+    reader = PromptReader(config.data, tokens.tokenizer, 50, RewardColumns())
+    return tokens, load_data(reader, {}, tokens, seed=0)[0]
 
 
 def two(folder: Path, **settings: Any) -> Config:
