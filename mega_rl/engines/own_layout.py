@@ -24,6 +24,7 @@ from mega_rl.data.packing import MicroBatch, token_places
 from mega_rl.engines.base import ModelEngine
 from mega_rl.parallel.accelerator.transfer import send
 from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.groups import current
 from mega_rl.protocols import ModelPasses
 from mega_rl.types import Experience, Lesson, Rollout, TokenOutputs
 
@@ -117,7 +118,7 @@ class OwnLayout:
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         recut = self._recut(batch)
-        with self.engine.groups.current():
+        with current(self.engine.groups):
             logprobs = self.model.forward(recut.share).logprobs
         assert logprobs is not None
         gathered = self._replicas.gather_tensordict(TensorDict({"logprobs": logprobs}, len(logprobs)))["logprobs"]
@@ -133,7 +134,7 @@ class OwnLayout:
         Each round moves those of one micro-batch of every student.
         """
         recut = self._recut(minibatch)
-        with self.engine.groups.current():
+        with current(self.engine.groups):
             lesson = self.model.teach(recut.share)
         index, holders = self._places(recut, has_hidden=bool(lesson.hidden))
         if self._projection is None:

@@ -49,22 +49,6 @@ def test_a_fault_changes_the_second_step_and_not_the_first() -> None:
     assert 0.0 < right[0] < 0.3, "a random model is right by chance alone"
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("ababab.", 1.0),
-        ("ababab", 1.0),
-        ("ab.", 2 / 6),
-        ("ba", 0.0),
-        ("", 0.0),
-        ("abababab", 6 / 8),
-        ("ab.abab", 2 / 6),
-    ],
-)
-def test_the_reward_by_hand(learning: Any, response: str, reward: float) -> None:
-    assert learning.repeats("ab", response) == pytest.approx(reward)
-
-
 def runs_of(
     learning: Any, *, gain: float = 0.0, noise: tuple[float, ...] = (0.01, 0.0, -0.01), trl_step_s: float = 0.4
 ) -> list[Any]:

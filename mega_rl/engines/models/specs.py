@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mega_rl.config.schema import ModelConfig, MoeConfig
-from mega_rl.converters.architecture import HFConfig, Mla
+from mega_rl.converters.architecture import HFConfig, Mla, is_moe
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.engines.models.attention import CoreAttention
 from mega_rl.engines.models.layer import (
@@ -181,7 +181,7 @@ def mtp_spec(impl: Spec, hf: HFConfig, *, pg_collection: ProcessGroupCollection)
 
 def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
     """Return an upstream layer of Transformer Engine with our router and latent attention; experts are grouped."""
-    moe = hf.moe is not None and hf.is_moe(layer)
+    moe = hf.moe is not None and is_moe(hf, layer)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=hf.moe.num_experts if hf.moe is not None and moe else None,
         moe_grouped_gemm=True,
@@ -197,7 +197,7 @@ def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
 
 def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection) -> ModuleSpec:
     """Return a layer of Megatron-Core's local modules with our core attention and norms."""
-    moe = hf.is_moe(layer)
+    moe = is_moe(hf, layer)
     local_rope = hf.rope.local_theta is not None and hf.window is not None and hf.window.layers[layer]
     special = hf.post_norms or local_rope
     params = {"post_norms": hf.post_norms, "rope_theta": hf.rope.local_theta if local_rope else None}

@@ -22,7 +22,7 @@ from mega_rl.engines.own_layout import OwnLayout
 from mega_rl.engines.weight_average import WeightAverage
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of
-from mega_rl.parallel.groups import Groups, another
+from mega_rl.parallel.groups import Groups, another, current
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, TokenModel
 from mega_rl.rollout.hidden_tokens import hidden_tokens
@@ -138,7 +138,7 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, step
         if role == "reference" and of_reference != config:
             layout = ParallelLayout.of_engine(of_reference, world_size=groups.layout.world_size)
             own = another(layout, groups, timeout_s=plan.engine.timeout_s)
-        with nullcontext() if own is groups else own.current():
+        with nullcontext() if own is groups else current(own):
             engine = build_engine(model, settings=plan.engine, groups=own, accelerator=accelerator)
         engines[role] = models.add(role, engine)
     actor, work = engines["actor"], WorkMeter()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.mismatch import SUMMARY_SIZE, LogprobMismatch, combine, logprob_mismatch
+from mega_rl.algorithms.mismatch import LogprobMismatch, combine, logprob_mismatch
 
 
 def batch(num_rows: int = 6, length: int = 5) -> dict[str, Tensor]:
@@ -80,31 +80,6 @@ def test_prompt_tokens_that_are_no_number_do_not_count() -> None:
     fields = batch()
     fields["trainer_logprobs"][2, 0] = math.nan
     assert summary(fields).max < 1.0
-
-
-@pytest.mark.parametrize("cuts", [(0, 6), (0, 3, 6), (0, 1, 1, 4, 6), (0, 2, 6)])
-def test_ranks_together_say_what_one_rank_says(cuts: tuple[int, ...]) -> None:
-    """Rank i holds rows cuts[i] .. cuts[i+1]; one of the layouts has a rank without rows."""
-    fields = batch()
-    size = len(cuts) - 1
-    parts = [summary(fields, slice(cuts[rank], cuts[rank + 1])) for rank in range(size)]
-    summed = sum(part.pack(rank=rank, size=size) for rank, part in enumerate(parts))
-    assert isinstance(summed, Tensor)
-    assert summed.shape == (size, SUMMARY_SIZE)
-    together, alone = combine(summed), summary(fields)
-    assert together.sum == pytest.approx(alone.sum, rel=1e-12)
-    for name in (
-        "count",
-        "max",
-        "prompt_index",
-        "sample_index",
-        "position",
-        "token_id",
-        "rollout_logprob",
-        "trainer_logprob",
-        "large",
-    ):
-        assert getattr(together, name) == getattr(alone, name), name
 
 
 def test_equal_differences_name_the_same_token_in_every_layout() -> None:

@@ -73,16 +73,6 @@ def test_inspect(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) < 300
 
 
-def test_inspect_of_a_config_alone(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text((models / "qwen3_moe" / "config.json").read_text())
-    alone, whole = facts(capsys, "inspect", tmp_path), facts(capsys, "inspect", models / "qwen3_moe")
-    for same in ("num_params", "num_tensors", "nbytes", "stages", "architecture"):
-        assert alone[same] == whole[same]
-    code, out, _ = run(capsys, "inspect", tmp_path)
-    assert code == 0
-    assert "(by config.json; no weights are here)" in out
-
-
 def test_inspect_lists_what_does_not_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Missing, strange and mis-shaped tensors by name, exit code 2."""
     with CheckpointReader(models / "qwen3") as reader:
@@ -110,23 +100,6 @@ def test_import_export_verify(models: Path, capsys: pytest.CaptureFixture[str], 
         assert (Path("out") / name).read_bytes() == (source / name).read_bytes()
     described = facts(capsys, "inspect", "ckpt")
     assert (described["kind"], described["family"]) == ("torch_dist", family)
-
-
-def test_verify_without_a_second_folder(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Import and export in memory, for a layout; nothing is written."""
-    actual = facts(capsys, "verify", models / "qwen3", "--tp", 2, "--vpp", 2, "--pp", 2)
-    with CheckpointReader(models / "qwen3") as reader:
-        assert actual["returned"] == len(reader.tensors)
-    assert actual["lost"] == []
-    assert list(Path().iterdir()) == []
-
-
-def test_logits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The twin of the second folder against transformers' of the first."""
-    code, out, _ = run(capsys, "verify", models / "qwen3", models / "qwen3", "--logits", 16)
-    assert code == 0
-    assert "logits: max |difference|" in out
-    assert out.endswith("equal\n")
 
 
 def test_8_bit_blocks_become_bfloat16(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

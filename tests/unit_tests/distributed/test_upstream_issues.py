@@ -263,12 +263,13 @@ def expert_norm_names(root: str) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from mega_rl.converters.architecture import is_moe
     from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.engines.models.specs import decoder_spec
 
     hf = read_hf_config(Path(root) / "qwen3_moe" / "twin")
     upstream = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
-    layer = next(i for i in range(hf.num_layers) if hf.is_moe(i))
+    layer = next(i for i in range(hf.num_layers) if is_moe(hf, i))
     ours = decoder_spec("local", hf, layers=range(layer, layer + 1), pg_collection=ProcessGroupCollection())
     return {
         "upstream": upstream.submodules.sharded_state_dict_keys_map.get("pre_mlp_layernorm."),

@@ -187,13 +187,6 @@ def test_a_mask_and_attention_both_ways_are_errors(attention: Any) -> None:
         call(SimpleNamespace(is_causal=False))
 
 
-def test_a_model_that_loses_the_sequences_is_an_error(tmp_path: Path, attention: Any) -> None:
-    """Never a forward in which packed sequences see each other."""
-    actual = model(write_tiny_checkpoint(tmp_path / "model"), attention.attention_name("sdpa"))
-    with pytest.raises(TypeError, match="sequences"):
-        actual(torch.full((1, 8), 3), use_cache=False)
-
-
 def test_flash_attention_is_told_of_packed_sequences(attention: Any) -> None:
     """In the words of transformers' own function, which takes nothing else of a packed row."""
     bounds = cu_seqlens()

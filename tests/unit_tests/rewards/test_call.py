@@ -88,19 +88,6 @@ def several(responses, answers, rows=None, num_tokens=(), limit=2):  # type: ign
     return [(response, answers, rows, num_tokens, limit) for response in responses]
 
 
-def test_function_of_several_gets_lists() -> None:
-    planned = plan(several)
-    others = Prompt(index=6, token_ids=(1,), text="a", answer=None, row={"b": 1})
-    batch = [
-        planned.arguments(prompt, Response(text, num_tokens=3, finish="stop"))
-        for prompt, text in ((PROMPT, "8"), (others, "9"))
-    ]
-    assert batch[0] == {"response": "8", "answer": "7", "row": ROW, "num_tokens": 3, "prompt_index": 5}
-    rest = (["7", None], [ROW, {"b": 1}], [3, 3], 2)
-    assert planned(batch) == [("8", *rest), ("9", *rest)]
-    assert planned.columns == RewardColumns(answer=True, structured=True, every=True)
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -176,16 +163,6 @@ def scored(source: Any, prompt: Prompt, text: str) -> Any:
     return outcome
 
 
-def test_each_function_gives_the_component_of_its_name() -> None:
-    """In alphabetical order; a function that names its own gives both names; those of the row's source are called."""
-    components = scored(named(), SUM, "It is 2")
-    assert components == {"correct": 1.0, "form_box": 0.25, "form_short": 1 - 7 / 8, "polite": 1.0}
-    assert list(components) == sorted(components)
-    of_sources = named(SOURCES)
-    assert scored(of_sources, SUM, "2") == {"correct": 1.0, "form_box": 0.25, "form_short": 0.875}
-    assert scored(of_sources, CHAT, "Hello!?") == {"polite": 1.0}
-
-
 def test_one_function_leaves_a_response_out() -> None:
     def unasked(response: str) -> float:
         raise AssertionError("called after a function has left the response out")
@@ -206,14 +183,6 @@ def test_errors_name_the_function(others: dict[str, Callable[..., object]], what
     outcome = scored(named(**others), SUM, "2")
     assert isinstance(outcome, RewardFailure)
     assert what in outcome.what
-
-
-def test_columns_of_several_functions() -> None:
-    """An answer where the functions of every source need one, all columns where one reads them."""
-    assert named().columns == RewardColumns(answer=True, structured=False)
-    assert named(SOURCES).columns.answer is False
-    assert named(SOURCES | {"chat": ["polite", "form"]}).columns.answer is True
-    assert named(rows=lambda response, row: 0.0).columns.every
 
 
 def test_sources_of_the_rows_are_those_of_the_settings() -> None:

@@ -86,7 +86,7 @@ def test_last_words_after_the_record_count(tmp_path: Path, kind: str, monkeypatc
         write_record(tmp_path, record(0, world_size=1, ended=LastWords(kind, "", 8, ""), **living))
         return ""
 
-    monkeypatch.setattr(RankRecord, "process_state", end)
+    monkeypatch.setattr(RankRecord, "process_state", property(end))
     assert cli.main(["doctor", "--run", str(tmp_path)]) == int(kind == "error")
 
 

@@ -19,7 +19,6 @@ import torch
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import cpu, megatron_core, patches, prepare, standin
 from mega_rl.parallel.accelerator.rewrite import rewrite_code
-from tests.helpers.distributed import run_ranks
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for machines without CUDA")
 
@@ -116,61 +115,3 @@ def test_megatron_imported_first_is_refused() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "UserError: megatron was imported before mega_rl" in done.stderr
-
-
-def feel_nothing(rank: int) -> dict[str, object]:
-    """Snapshot torch and generate with Hugging Face before and after the stand-in and Megatron-Core are there."""
-    import warnings
-
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, eos_token_id=63, pad_token_id=0,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
-
-    def sample() -> list[list[int]]:
-        torch.manual_seed(1)
-        prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
-        return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=True).tolist()
-
-    def public(owner: object) -> dict[str, object]:
-        return {name: value for name, value in vars(owner).items() if name != cpu.STANDIN_ATTRIBUTE}
-
-    owners = (torch, torch.cuda, torch.backends, torch.version, torch.Tensor, torch.nn.Module, torch.distributed)
-    tokens, before = sample(), [public(owner) for owner in owners]
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("default")
-        assert prepare("cpu") is prepare("auto")
-        for name in ("megatron.core", "megatron.core.models.gpt", "megatron.core.optimizer"):
-            importlib.import_module(name)
-    changed = [
-        f"{owner}.{name}"
-        for owner, old in zip(owners, before, strict=True)
-        for name, value in old.items()
-        if public(owner).get(name, None) is not value
-    ]
-    from megatron.core import jit, parallel_state
-
-    return {
-        "same": tokens == sample(),
-        "is_available": torch.cuda.is_available(),
-        "changed": changed,
-        "heard": [str(warning.message) for warning in heard if warning.category is not DeprecationWarning],
-        "fuser": jit.jit_fuser is jit.noop_decorator,
-        "seen by megatron": str(getattr(parallel_state.torch, cpu.STANDIN_ATTRIBUTE).current_device()),
-    }
-
-
-def test_nobody_else_feels_it() -> None:
-    (seen,) = run_ranks(1, feel_nothing, device="cpu")
-    assert seen == {
-        "same": True,
-        "is_available": False,
-        "changed": [],
-        "heard": [],
-        "fuser": True,
-        "seen by megatron": "cpu",
-    }

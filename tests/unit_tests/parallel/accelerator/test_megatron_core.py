@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core, prepare
-from mega_rl.parallel.accelerator.megatron_core import RELEASES, advice, installed_version, problem, release_of
+from mega_rl.parallel.accelerator.megatron_core import advice, installed_version, problem, release_of
 
 ROOT = Path(__file__).parents[4]
 
@@ -73,20 +73,6 @@ def test_prepare_refuses_before_anything_of_it_is_imported(
     monkeypatch.setattr(cpu, "prepare", cpu.prepare.__wrapped__)
     with pytest.raises(UserError, match=re.escape("megatron-core 0.17.1: mega_rl runs with 0.16.1, 0.18")):
         prepare("auto")
-
-
-def test_the_advice_is_for_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer releases install on Python 3.12 and later."""
-    for python, version in (((3, 11, 7), RELEASES[0].compared[-1]), ((3, 12, 1), RELEASES[-1].compared[-1])):
-        monkeypatch.setattr(sys, "version_info", python)
-        assert advice() == f"megatron-core=={version}"
-
-
-def test_the_versions_are_described() -> None:
-    """The table of docs/versions.md is `RELEASES`."""
-    text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (0\.\d+) \| ([\d., ]+) \| (3\.\d+) \|", text, re.MULTILINE)
-    assert rows == [(r.series, ", ".join(r.compared), ".".join(map(str, r.python))) for r in RELEASES]
 
 
 # Packages outside the standard library that Megatron-Core asks for when a run imports it. A new name may do anything

@@ -7,10 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from mega_rl.parallel.accelerator import prepare
-from mega_rl.parallel.accelerator.norms import BLOCK, norm, squared_norm
 from mega_rl.parallel.accelerator.patches import patches
 from mega_rl.parallel.comm import SingleRank
 from tests.house import PACKAGE
@@ -38,25 +36,6 @@ def test_norm_of_a_tensor_of_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(of_megatron) == pytest.approx(exact, rel=1e-6)
     assert of_fsdp == pytest.approx(exact, rel=1e-6)
     assert abs(float(torch._foreach_norm([parameter.grad])[0]) / exact - 1) > 1e-3
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        [],
-        [torch.zeros(0)],
-        [torch.tensor(3.0)],
-        [torch.arange(12.0).view(3, 4).t(), torch.ones(BLOCK)],
-        [torch.ones(2 * BLOCK + 7, dtype=torch.bfloat16)],
-        [torch.full((BLOCK + 1,), 1e-30, dtype=torch.float64)],
-    ],
-)
-def test_norms_of_any_shape(tensors: list[Tensor]) -> None:
-    """Empty, scalar, not contiguous, one block and a rest, other dtypes."""
-    expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    assert float(squared_norm(tensors)) == pytest.approx(expected, rel=1e-7, abs=0)
-    if len(tensors) == 1:
-        assert norm(tensors[0]) == pytest.approx(expected**0.5, rel=1e-7, abs=0)
 
 
 def test_one_helper_makes_norms() -> None:
