@@ -181,14 +181,10 @@ class OneStepAhead:
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Restore the rollout of `state`; generate again for None or if it has other prompts."""
-        if tensors is None:
-            return
-        step = int(tensors["step"])
-        if step >= self.steps or not torch.equal(tensors["prompts"], self._rows(step)):
-            log.info("the rollout of step %d in the checkpoint is of other prompts: it is generated again", step)
-            return
-        fields = {name: tensor for name, tensor in tensors.items() if name not in ("step", "prompts")}
-        self._started, self._result = step, Rollout.from_rows(**fields)
+        step = self.steps if tensors is None else int(tensors["step"])
+        if tensors is not None and step < self.steps and torch.equal(tensors["prompts"], self._rows(step)):
+            fields = {name: tensor for name, tensor in tensors.items() if name not in ("step", "prompts")}
+            self._started, self._result = step, Rollout.from_rows(**fields)
 
     def close(self) -> None:
         """Cancel the generation in progress, at the end of the run."""

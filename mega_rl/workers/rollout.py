@@ -49,7 +49,7 @@ class RolloutWorker:
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
         """Return this replica's rows: n samples of each prompt (greedy: one), by prompt and sample."""
-        mine = self._own(prompts)
+        mine = own_share(len(prompts), self.data_parallel, self.replica)
         own = [prompts[i] for i in mine]
         if draws is not None:
             seed = (self.seed, step, *evaluation_stream(draws))
@@ -64,9 +64,6 @@ class RolloutWorker:
     def metrics(self) -> Metrics:
         return self.engine.metrics()
 
-    def _own(self, prompts: Sequence[Prompt]) -> range:
-        return own_share(len(prompts), self.data_parallel, self.replica)
-
 
 @dataclass
 class BackgroundRolloutWorker(RolloutWorker):
@@ -76,7 +73,7 @@ class BackgroundRolloutWorker(RolloutWorker):
 
     def sample(self, prompts: Sequence[Prompt], step: int) -> Sampled:
         """Generate this rank's samples of the step; no collective."""
-        mine = self._own(prompts)
+        mine = own_share(len(prompts), self.data_parallel, self.replica)
         return self.engine.sample([prompts[i] for i in mine], list(mine), n=self.n, seed=(self.seed, step))
 
     def collect(self, samples: Sampled) -> Rollout:

@@ -129,7 +129,7 @@ def build_collector(
         if not trainer.async_steps:
             run.roles.work.count(float(rollout.loss_mask.sum()) / run.roles.actor_engine.replica.size)
 
-    collector = Collector(
+    return Collector(
         order=order,
         source=run.rollouts.source,
         rewards=run.scorer,
@@ -149,21 +149,17 @@ def build_collector(
         count_data=lambda drawn: order.metrics(drawn) | order.waits(),
         overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         success=meter,
+        drawn=drawn,
     )
-    collector.drawn = drawn
-    return collector
 
 
 def build_algorithm(
     run: LoadedRun, rollout: RolloutConfig, overlong: OverlongConfig, stage: Stages, step_log: StepLog
 ) -> PolicyGradient:
     """Return the algorithm; generation ahead gets its comparison of log-probs."""
-    source, sync, settings = run.rollouts.source, run.rollouts.sync, rollout.mismatch
-    limits = usual_limits(
-        in_fp32=run.in_fp32, mean=settings.mean_limit, share=settings.share_limit, largest=settings.max_limit
-    )
+    source, sync = run.rollouts.source, run.rollouts.sync
     current = (lambda: sync.weight_version) if run.trainer.async_steps else None
-    guard = MismatchGuard(limits, run.replicas, current=current)
+    guard = MismatchGuard(usual_limits(rollout.mismatch, in_fp32=run.in_fp32), run.replicas, current=current)
     if isinstance(source, OneStepAhead):
         source.compare = lambda sampled: guard(sampled, run.roles.actor.evaluate(sampled))
     return build_policy_gradient(

@@ -120,11 +120,11 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
 def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
     sets = {}
     for outcome in outcomes:
-        means = {name.removeprefix("val/"): value for name, value in outcome.metrics.items()}
-        edges = {f"{name}{edge}" for name in outcome.estimates for edge in ("", "_low", "_high")}
+        edges = {f"val/{name}{edge}" for name in outcome.estimates for edge in ("", "_low", "_high")}
+        means = {name.removeprefix("val/"): outcome.metrics[name] for name in outcome.metrics if name not in edges}
         sets[outcome.prompts.name] = {
             "prompts": len(outcome.prompts.prompts),
-            "means": {name: value for name, value in means.items() if name not in edges},
+            "means": means,
             "estimates": {name: asdict(estimate) for name, estimate in outcome.estimates.items()},
         }
     names = ("torch", "transformers", "megatron-core", "sglang")

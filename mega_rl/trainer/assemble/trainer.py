@@ -52,7 +52,6 @@ def build_trainer(
         vocab_size=inputs.vocab_size, world=world,
     )  # fmt: skip
     resources.callback(prompts.order.close)
-    in_epochs = config.trainer.epochs > 0
     warmup = config.optim.warmup_steps + config.algorithm.critic_warmup_steps
     config = replace(config, trainer=with_length(config.trainer, len(prompts.train), warmup=warmup))
     trainer, rollout, overlong, record = config.trainer, config.rollout, config.reward.overlong, as_record(config)
@@ -64,7 +63,7 @@ def build_trainer(
     )  # fmt: skip
     resources.enter_context(checkpoints)
     run = load_run(inputs, rollout, trainer, accelerator, groups, resources, prompts=prompts.order.batch)
-    done, drawn = restore(checkpoints, run, prompts, in_epochs=in_epochs)
+    done, drawn = restore(checkpoints, run, prompts)
     checkpoints.move_earlier_run(run_dir)
     if world.rank == 0:
         show_run(config, run, prompts)
@@ -103,7 +102,7 @@ def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
     return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 
-def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *, in_epochs: bool) -> tuple[int, int]:
+def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) -> tuple[int, int]:
     """Restore the latest checkpoint; return (steps done, prompts drawn), zeros for a new run; collective."""
     roles, trainer, sync = run.roles, run.trainer, run.rollouts.sync
     if prompts.rates is not None or prompts.order.numbers():
@@ -124,8 +123,7 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *,
     sync.resume_at(state["weight_version"])
     log.info("resumed after step %d", step)
     if step >= trainer.steps:
-        length = "trainer.epochs" if in_epochs else "trainer.steps"
-        log.info("step %d of %d is done: nothing is left to train; raise %s to train on", step, trainer.steps, length)
+        log.info("step %d of %d is done: nothing is left to train; raise trainer.steps or epochs", step, trainer.steps)
     return step, int(state["prompts_drawn"])
 
 
