@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from mega_rl.config.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.keys import SECTIONS, TAGGED, keys_below, open_ended, value_of
-from mega_rl.config.schema import Config, EngineConfig
+from mega_rl.config.schema import Config, EngineConfig, RolloutConfig, TrainerConfig
 from mega_rl.config.schema.rollout import runs_code
 
 # Setting with a value -> keys that are read only then; a section stands for all keys in it.
@@ -177,6 +177,14 @@ def models_take_turns(engine: EngineConfig, several: bool, *, colocated: bool) -
     """Return whether each of several models has the device to itself while it works; colocated: with servers."""
     wanted, movable = engine.resident_roles, not (engine.backend == "fsdp" and engine.fsdp.cpu_offload)
     return several and movable and (wanted == "one" or (wanted == "auto" and colocated))
+
+
+def shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
+    """Return whether servers are placed on the trainer's devices if it trains on GPUs."""
+    sglang = rollout.sglang
+    if sglang.placement == "auto":
+        return not sglang.urls and not trainer.async_steps
+    return sglang.placement == "colocated"
 
 
 def may_have_parts(config: Config) -> bool:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mega_rl.config.loader import load
-from mega_rl.config.needs import Role, models_take_turns, requested_models
+from mega_rl.config.needs import Role, models_take_turns, requested_models, shares_devices
 from mega_rl.config.rules import check
 from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
@@ -18,7 +18,6 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.downloads import checkpoint_folder, checkpoint_paths
-from mega_rl.environment import shares_devices
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 

@@ -306,13 +306,15 @@ def load_model(
     mtp: Literal["drop", "load"] = "drop",
 ) -> tuple[list[GPTModel], Sharding]:
     """Load a checkpoint into this rank's part of a Megatron-Core model; dtype: fp32, bf16."""
-    from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+    from mega_rl.engines.models.build import build_chunks, transformer_config
 
     hf = replace(read_hf_config(path), mtp=mtp)
     config = transformer_config(
         hf,
         layout=groups.layout,
-        settings=ModelSettings(ModelConfig(dtype=dtype), MegatronConfig(), deterministic=False),
+        model=ModelConfig(dtype=dtype),
+        megatron=MegatronConfig(),
+        deterministic=False,
         attention="sdpa",
         device_overrides=accelerator.transformer_config_overrides(),
     )

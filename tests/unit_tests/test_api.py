@@ -151,7 +151,7 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
     error("closed", trainer.fit)
     trainer.close()
     seen["handlers are back"] = signal.getsignal(signal.SIGTERM) is handler
-    seen["outcome"] = [outcome.steps, outcome.exit_code, outcome.stopped, str(outcome.run_dir)]
+    seen["outcome"] = [outcome.steps, outcome.exit_code, str(outcome.run_dir)]
     seen["rewards"] = [record.metrics["reward/mean"] for record in outcome.history()]
     broken_config = mega_rl.load_config(None, settings(folder, "second"))
     error("broken", lambda: mega_rl.train(broken_config, reward=broken))

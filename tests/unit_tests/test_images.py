@@ -86,7 +86,7 @@ def test_versions_of_the_cuda_image_are_those_of_the_package(project: dict[str, 
     (engine,) = [one for one in project["gpu"] if one.name == "transformer-engine"]
     assert argument("TE_VERSION") in TRANSFORMER_ENGINE.specifier
     assert argument("TE_VERSION") in engine.specifier
-    assert megatron_core.release_of(constraints["megatron-core"]) is not None
+    assert megatron_core.series_of(constraints["megatron-core"]) is not None
     of_megatron = [Requirement(text) for text in importlib.metadata.requires("megatron-core") or ()]
     if constraints["megatron-core"] == importlib.metadata.version("megatron-core"):
         bounds = [one.specifier for one in of_megatron if canonicalize_name(one.name) == "transformer-engine"]

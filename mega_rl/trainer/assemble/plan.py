@@ -16,8 +16,8 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.build import build_engine, resolve_model
-from mega_rl.engines.models.attention_choice import check_one_backend
 from mega_rl.engines.models.build import DTYPES
+from mega_rl.engines.models.specs import check_one_backend
 from mega_rl.engines.own_layout import OwnLayout
 from mega_rl.engines.weight_average import WeightAverage
 from mega_rl.parallel.accelerator import Accelerator

@@ -23,8 +23,7 @@ from mega_rl.checkpoint.format.shards import (
     write_shard,
 )
 from mega_rl.converters.safetensors.reader import DTYPES, read_header
-from mega_rl.parallel.boxes import whole
-from mega_rl.types import Box
+from mega_rl.parallel.boxes import Box, whole
 from tests.unit_tests.checkpoint import written
 
 

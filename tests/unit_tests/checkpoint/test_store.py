@@ -17,7 +17,7 @@ from mega_rl import disk
 from mega_rl.checkpoint.run_state import RunState
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError, UserError
-from mega_rl.types import Box, EngineState, Piece
+from mega_rl.parallel.boxes import Box, EngineState, Piece
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, names, settings, steps, store, values
 from tests.unit_tests.checkpoint.watching import instrumented

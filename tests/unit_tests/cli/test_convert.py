@@ -6,8 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,7 @@ import torch
 from mega_rl.cli.app import main
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
-from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.helpers.selection import FULL
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,9 +64,9 @@ def test_inspect(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "inspect", models / "qwen3_moe", "--pp", 2, "--ep", 2, "--pp-layout", "Ettt|tL")
     assert code == 0
     assert "qwen3_moe" in out
-    assert "layers 0-2" in out
-    assert re.search(r"^  moe +layers 4 of 4, num_experts 4, ", out, flags=re.MULTILINE)
-    assert max(map(len, out.splitlines())) < 300
+    assert "layers: [0-2]" in out
+    assert re.search(r"^    num_experts: 4$", out, flags=re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 120
 
 
 def test_inspect_lists_what_does_not_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,30 +159,6 @@ def test_mistakes(models: Path, capsys: pytest.CaptureFixture[str], arguments: t
     assert all(line.startswith("error: ") for line in err.splitlines()), err
     assert sorted(path.name for path in Path().iterdir()) == ["MODEL", "full"]
     assert [path.name for path in Path("full").iterdir()] == ["precious"]
-
-
-@pytest.mark.skipif(not FULL, reason="make test-full: four starts of two ranks")
-def test_under_torchrun(models: Path) -> None:
-    """Two ranks write what one writes, and say it once; the script is the same command."""
-    script = str(ROOT / "scripts" / "convert_checkpoint.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-    def launch(*arguments: object) -> Any:
-        command = [*launcher, *map(str, arguments), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    source = models / "qwen3_moe"
-    report = launch("import", source, "two")
-    assert main(["convert", "import", str(source), "one"]) == 0
-    assert contents(Path("one")) == contents(Path("two"))
-    assert report["num_files"] == 1
-    assert json.loads(run_ranks(2, verify, [str(source), str(Path("two").absolute())])[0])["equal"]
-    if FULL:
-        with CheckpointReader(source) as reader:
-            assert launch("verify", source, "--tp", 2, "--etp", 1)["returned"] == len(reader.tensors)
 
 
 def verify(rank: int, arguments: list[str]) -> str:

@@ -97,14 +97,6 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(tmp_path: Path) 
 # Heads.
 
 
-def test_tied_checkpoint_that_ships_a_head(tmp_path: Path) -> None:
-    hf = small_config(tied=True)
-    state = hf_state(hf)
-    write(tmp_path, state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()})
-    assert load_one(tmp_path, hf, state).ignored == ("lm_head.weight",)
-    assert load_one(tmp_path, hf, hf_state(hf, value_head=True), head="value").ignored == ("lm_head.weight",)
-
-
 @pytest.mark.parametrize("row", [0, 12])
 def test_tied_checkpoint_with_another_head_is_refused(tmp_path: Path, row: int) -> None:
     hf = small_config(tied=True)

@@ -137,7 +137,7 @@ def expert_names(root: Path) -> list[str]:
     """Names of a layer's expert weights on this rank of EP2."""
     config = make_config(root / "routed", megatron=MegatronConfig(ep=2))
     with running_engine(config, trainable=False) as engine:
-        from mega_rl.ddp.frozen import named_parameters
+        from mega_rl.ddp.access import named_parameters
 
         return [name for name, _ in named_parameters(engine.models) if "layers.2.mlp.experts" in name]
 

@@ -237,19 +237,19 @@ def offload_case(checkpoint: Path, undisturbed: dict[str, Any] | None) -> dict[s
 
 def shares_case(checkpoint: Path) -> dict[str, Any]:
     """Elements of this rank's weights and moments, and of the whole model; bytes read of the checkpoint."""
-    from mega_rl.engines.fsdp.weights import load
+    from mega_rl.engines.fsdp_weights import load_rows
 
     with engine_of(checkpoint) as engine:
         held = {piece.name: piece.data.numel() for piece in engine.state().pieces}
         whole_model = sum(weight.numel() for weight in exported(engine).values())
-        report = load(engine.model, checkpoint, sharding=engine.sharding)
+        report = load_rows(engine.model, checkpoint, sharding=engine.sharding)
     weights = sum(count for name, count in held.items() if name.startswith("weights/"))
     return {"weights": weights, "all": sum(held.values()), "model": whole_model, "bytes read": report.bytes_read}
 
 
 def waits_case(checkpoint: Path) -> dict[str, int]:
     """How often a step asks the device, for which the CPU stands, for positions of the loss and for norms."""
-    from mega_rl.engines.fsdp import engine as module
+    from mega_rl.engines import fsdp as module
 
     counts = {"positions": 0, "norms": 0, "micro-batches": 0}
     to_device, gradient_norm, cpu = module.to_device, module.gradient_norm, torch.Tensor.cpu

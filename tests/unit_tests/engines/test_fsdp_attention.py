@@ -42,7 +42,7 @@ CHANGED = [(family, settings) for family in TRAINED for settings in ({}, SETTING
 def attention() -> Any:
     """The module under test: Megatron-Core, which it imports, needs the accelerator to be prepared first."""
     prepare("cpu")
-    from mega_rl.engines.fsdp import attention
+    from mega_rl.engines import fsdp_model as attention
 
     return attention
 

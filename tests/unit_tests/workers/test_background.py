@@ -50,17 +50,6 @@ def test_the_rows_are_those_of_the_prompts_and_the_step() -> None:
     rollouts.finish()
 
 
-def test_any_other_error_is_the_cause() -> None:
-    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
-        raise SystemExit("out of file descriptors")
-
-    rollouts = threaded(generate)
-    rollouts.start(PROMPTS, step=3)
-    with pytest.raises(BackgroundRolloutError, match=r"step 3 .*SystemExit: out of file descriptors") as caught:
-        rollouts.finish()
-    assert isinstance(caught.value.__cause__, SystemExit)
-
-
 def test_every_rank_hears_of_an_error_on_one() -> None:
     """The others' rows are there; without word of it they would collect, and wait for rank 1 in that collective."""
     group = ThreadGroup(3)

@@ -9,7 +9,6 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 
-from mega_rl.config.keys import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
 from mega_rl.data import hub as rows
 from mega_rl.data.hub import DatasetName
@@ -61,32 +60,6 @@ def test_a_run_reads_rows_by_name_and_records_their_commit(gsm: Hub, monkeypatch
     gsm.requests.clear()
     assert preflight(Path("again.yaml")) == config
     assert gsm.requests == []
-
-
-def test_sources_of_a_mixture_are_names_as_files_are(gsm: Hub) -> None:
-    """Pinned in the record, in arguments for other ranks, and for a run that goes on after the branch has moved."""
-    mixture = {
-        "sums": {"files": ["openai/gsm8k:main"], "weight": 2.0},
-        "plain": {"files": ["d.jsonl", "openai/gsm8k:socratic"], "weight": 1.0},
-    }
-    settings = {"model.path": "org/model", "data.mixture.sources": mixture}
-    config = preflight(None, settings)
-    commit = gsm.repos["datasets", "openai/gsm8k"].revisions["main"]
-    sources = config.data.mixture.named()
-    assert first_prompt(sources["sums"].files[0]) == "main/train 0"
-    assert sources["plain"].files[0] == "d.jsonl"
-    assert first_prompt(sources["plain"].files[1]) == "socratic/train 0"
-    assert sources["sums"].weight == 2.0
-    record = recorded(config).data.mixture.named()
-    assert record["sums"].files == [f"openai/gsm8k:main:train@{commit}"]
-    assert record["plain"].files == ["d.jsonl", f"openai/gsm8k:socratic:train@{commit}"]
-    assert preflight(None, [MODEL, *pinned_overrides(config)]).data == config.data
-    Path("again.yaml").write_text(resolved_yaml(config))
-    assert preflight(Path("again.yaml")) == config
-    Path("runs/default/checkpoints/step_000001").mkdir(parents=True)
-    Path("runs/default/config.yaml").write_text(resolved_yaml(config))
-    gsm.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["train"]), "moved": b""})
-    assert preflight(None, settings).data == config.data
 
 
 @pytest.mark.parametrize(

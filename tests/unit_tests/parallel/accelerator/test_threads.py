@@ -38,7 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_share_of_a_rank(host: Path, limit: str | None, ranks: int, share: int) -> None:
     if limit is not None:
         (host / "cpu.max").write_text(limit + "\n")
-    assert environment.threads_per_rank(ranks) == share
+    assert environment.own_cores(ranks) == share
 
 
 @pytest.fixture
