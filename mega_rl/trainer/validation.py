@@ -13,7 +13,6 @@ from torch import Tensor
 from mega_rl.algorithms.evaluation import Estimate, maj_at_k, mean_with_interval, pass_at_k
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
-from mega_rl.rewards.builtin import final_answer
 from mega_rl.trainer.rows import ReadResponse, check_rows, scored_rows
 from mega_rl.trainer.step_metrics import AnswerTable
 from mega_rl.types import Draws, Metrics, Prompt, PromptSet, Rewards, Rollout
@@ -66,6 +65,7 @@ class Evaluation:
     reward: Scorer
     ranks: Ranks  # the data-parallel replicas
     read: ReadResponse
+    answer: Callable[[str], str | None] = str.strip  # what a response votes for
     hold: Callable[[str], None] = lambda stage: None  # brings the state of "validate" or "reward" to the devices
 
     def run(self, step: int, *, each: Callable[[ScoredSamples], None] = lambda samples: None) -> list[SetOutcome]:
@@ -108,15 +108,9 @@ class Evaluation:
         right: Sequence[bool | None] = ()
         if self.plan.counted:
             known = [True] * len(rows.lengths) if rows.failed is None else (~rows.failed).tolist()
-            votes = [last_answer(self.read(rows, row)[0]) if known[row] else None for row in range(len(known))]
+            votes = [self.answer(self.read(rows, row)[0]) if known[row] else None for row in range(len(known))]
             right = right_samples(rows, rewards, above=self.plan.right_above, part=self.plan.right_part)
         return ScoredSamples(one.name, part.start, prompts, rows, rewards, votes, right)
-
-
-def last_answer(response: str) -> str | None:
-    """Return a response's final answer, else all of it, with single spaces; None if blank."""
-    answer = final_answer(response)
-    return " ".join((response if answer is None else answer).split()) or None
 
 
 def parts_of(count: int, *, most: int) -> list[range]:

@@ -18,7 +18,7 @@ from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Ranks, Scorer
 from mega_rl.rewards.build import RunRewards, build_rewards
-from mega_rl.rewards.builtin import RewardFunction
+from mega_rl.rewards.builtin import RewardFunction, final_answer
 from mega_rl.rewards.model import ModelScorer, RowLimits, TokenRows, token_rows
 from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.tracking import progress
@@ -86,6 +86,12 @@ def _read_rows_as(path: Path, actor: Path, chat: ChatConfig, tokens: Tokens) -> 
     )
 
 
+def last_answer(response: str) -> str | None:
+    """Return a response's final answer, else all of it, with single spaces; None if blank."""
+    answer = final_answer(response)
+    return " ".join((response if answer is None else answer).split()) or None
+
+
 @dataclass(frozen=True)
 class LoadedRun:
     """Parts of a run when its models are loaded."""
@@ -135,7 +141,7 @@ def build_evaluation(
         draws = Draws(val.n, val.temperature, val.top_p, val.top_k, max_new_tokens=val.max_new_tokens)
     plan = EvaluationPlan(draws, val.counted, val.right_above, val.right_part, val.chunk)
     read, source = run.tokens.reader.written, run.rollouts.source
-    return Evaluation(sets, plan, source, run.scorer, run.replicas, read, hold)
+    return Evaluation(sets, plan, source, run.scorer, run.replicas, read, last_answer, hold)
 
 
 def _build_scorer(inputs: Inputs, roles: Roles) -> Scorer:
