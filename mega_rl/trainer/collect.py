@@ -109,7 +109,7 @@ class Collector:
     count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # given the prompts drawn
     overlong: Overlong = field(default_factory=Overlong)
     success: SuccessMeter | None = None
-    drawn: int = 0  # prompts since the run began, with dynamic sampling
+    drawn: int = field(default=0, init=False)  # prompts since the run began, with dynamic sampling
 
     def take(self, step: int) -> Batch:
         """Return the samples that a step trains on; collective."""

@@ -129,7 +129,7 @@ def build_collector(
         if not trainer.async_steps:
             run.roles.work.count(float(rollout.loss_mask.sum()) / run.roles.actor_engine.replica.size)
 
-    return Collector(
+    collector = Collector(
         order=order,
         source=run.rollouts.source,
         rewards=run.scorer,
@@ -149,8 +149,9 @@ def build_collector(
         count_data=lambda drawn: order.metrics(drawn) | order.waits(),
         overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         success=meter,
-        drawn=drawn,
     )
+    collector.drawn = drawn
+    return collector
 
 
 def build_algorithm(
