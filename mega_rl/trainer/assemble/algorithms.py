@@ -1,10 +1,11 @@
-"""The work of steps: the source of batches, and the algorithm that learns from them."""
+"""The work of steps: the source of batches, the algorithm that learns from them, and their meter."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
@@ -23,7 +24,12 @@ from mega_rl.config.schema import (
 )
 from mega_rl.config.setting import Kind
 from mega_rl.ddp.optimizer import learning_rate
+from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator import Accelerator
+from mega_rl.parallel.accelerator.base import resident_bytes
 from mega_rl.protocols import ModelPasses
+from mega_rl.tracking.metrics.flops import peak_flops
+from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
 from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
 from mega_rl.trainer.loop import Stages, StepLog
@@ -111,6 +117,32 @@ def build_critic_role(
     loss = ValueLoss(value_clip=method.settings.value_clip)
     rate = partial(learning_rate, peak=optim.critic_lr, optim=optim, total_steps=total_steps)
     return LearningWorker("critic", engine, loss, rate, max_skipped_steps=optim.max_skipped_steps, meter=meter)
+
+
+def build_meter(run: LoadedRun, accelerator: Accelerator, *, in_bf16: bool, scores: bool, done: int) -> StepMeter:
+    """Return the meter of steps; it has traces if this rank writes them.
+
+    in_bf16: training. scores: the run has rewards.
+    """
+    profile, rank = run.trainer.profile, run.world.rank
+    if profile.memory and accelerator.name != "cuda":
+        raise UserError(
+            "trainer.profile.memory=true: there is no GPU, whose allocator has the history; set it to false"
+        )
+    traces = None
+    if profile.steps and rank in profile.ranks:
+        folder = Path(run.trainer.run_dir) / "profile"
+        traces = StepTraces(folder, steps=profile.steps, rank=rank, memory=profile.memory)
+    return StepMeter(
+        PhaseTimer(synchronize=accelerator.synchronize),
+        run.roles.work,
+        ranks=run.world,
+        peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),
+        peak_memory=lambda: {**accelerator.take_peak_memory(), "host": resident_bytes()},
+        traces=traces,
+        step=done,
+        scores=scores,
+    )
 
 
 def build_collector(

@@ -1,4 +1,4 @@
-"""What a run writes of itself: its config, start-up table, meter of steps, recorder of steps."""
+"""What a run writes of itself: its config, start-up table and recorder of steps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,9 @@ from mega_rl.config.schema.training import RecordsConfig
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.data.build import source_lines
 from mega_rl.engines.models.build import DTYPES
-from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.parallel.accelerator.base import resident_bytes
 from mega_rl.parallel.agreement import all_succeed
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.rollout.stop_tokens import name_stop_tokens
-from mega_rl.tracking.metrics.flops import peak_flops
-from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
 from mega_rl.tracking.metrics.tables import RoleFacts, show_startup
 from mega_rl.tracking.metrics.trackers import without_secrets
 from mega_rl.tracking.records.reader import FOLDER, RecordDescription
@@ -91,32 +86,6 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
     elif reward.source.name == "function":
         facts.append(RoleFacts("reward", ", ".join(reward.functions.values()) or reward.function))
     return facts
-
-
-def build_meter(run: LoadedRun, accelerator: Accelerator, *, in_bf16: bool, scores: bool, done: int) -> StepMeter:
-    """Return the meter of steps; it has traces if this rank writes them.
-
-    in_bf16: training. scores: the run has rewards.
-    """
-    profile, rank = run.trainer.profile, run.world.rank
-    if profile.memory and accelerator.name != "cuda":
-        raise UserError(
-            "trainer.profile.memory=true: there is no GPU, whose allocator has the history; set it to false"
-        )
-    traces = None
-    if profile.steps and rank in profile.ranks:
-        folder = Path(run.trainer.run_dir) / "profile"
-        traces = StepTraces(folder, steps=profile.steps, rank=rank, memory=profile.memory)
-    return StepMeter(
-        PhaseTimer(synchronize=accelerator.synchronize),
-        run.roles.work,
-        ranks=run.world,
-        peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),
-        peak_memory=lambda: {**accelerator.take_peak_memory(), "host": resident_bytes()},
-        traces=traces,
-        step=done,
-        scores=scores,
-    )
 
 
 def build_recorder(

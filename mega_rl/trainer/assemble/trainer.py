@@ -21,11 +21,11 @@ from mega_rl.protocols import MetricsSink, Ranks
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.sinks import make_sink
-from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector
+from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector, build_meter
 from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, with_length
 from mega_rl.trainer.assemble.load import LoadedRun, build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES
-from mega_rl.trainer.assemble.records import build_meter, build_recorder, show_run
+from mega_rl.trainer.assemble.records import build_recorder, show_run
 from mega_rl.trainer.collect import Collector, OrderState
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.loop import Stages, StepLog, Trainer
