@@ -1,4 +1,4 @@
-"""What a run writes of itself: its config, start-up table and recorder of steps."""
+"""Records that a run writes of itself: its config, start-up table and steps."""
 
 from __future__ import annotations
 
