@@ -93,14 +93,15 @@ def export(
     trained = {"bf16": "bfloat16", "fp32": "float32"}.get(str(model.get("dtype")))
     with showing():
         from mega_rl.checkpoint.weights import open_weights
-        from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
+        from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
 
         report = export_checkpoint(
             folder,
             target,
             reference=source,
             options=ExportOptions(dtype=dtype or trained),
-            writing=WriteOptions(overwrite, jobs),
+            overwrite=overwrite,
+            jobs=jobs,
             opened=lambda: open_weights(folder, role=role, reference=source),
         )
     show_report(target, report, as_json=as_json)

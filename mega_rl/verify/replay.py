@@ -18,7 +18,6 @@ from mega_rl.config.needs import requested_models, unmet
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
-from mega_rl.converters.offline.writing import WriteOptions
 from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.base import gpu_for_each
@@ -110,7 +109,6 @@ def _converted(record: Record, config: Config, work: Path, checkpoint: Path, cha
             work / role,
             reference=source,
             options=ExportOptions(dtype=_DTYPES[config.model.dtype]),
-            writing=WriteOptions(overwrite=False),
             opened=partial(open_weights, checkpoint, role=role, reference=source),
         )
         targets[role] = str(work / role)
@@ -261,10 +259,3 @@ def replay_layouts(
 def result_of(record: Record, plan: ReplayPlan, *, atol: float | None = None) -> list[Difference]:
     """Return the differences of a record and of the one that ranks have written."""
     return compare(record, read_step(folder_of(Path(plan.target), record.description.step)), atol=atol)
-
-
-NO_LIMIT = 1 << 62
-SAMPLED = (
-    *("loss_mask", "rollout_logprobs", "finished", "prompt_index", "sample_index", "weight_version"),
-    *("routing", "token_versions", "failed"),
-)

@@ -20,10 +20,10 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.health import records
-from mega_rl.tracking.health.failure_kinds import GENERATION, has_launcher
 from mega_rl.tracking.health.flight_recorder import FlightRecorder
 from mega_rl.tracking.health.guard import Guard, Investigate
 from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.tracking.health.records import GENERATION, has_launcher
 from mega_rl.tracking.metrics.tables import show_summary
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.assemble.trainer import build_trainer

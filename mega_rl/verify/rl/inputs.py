@@ -28,6 +28,9 @@ STAND_IN = "the quickstart's architecture"
 STEPS = 5
 NUM_PROMPTS, LONGEST_PROMPT = 64, 8
 CHARACTERS = "0123456789abcdefghijklmnopqrs"  # a token each
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+PAD = SPECIAL.index("<pad>")
+VOCABULARY = (*SPECIAL, *CHARACTERS)
 STOP_TOKENS = [3, 4, 5, 6]  # the first characters: one token in six ends a response, so that lengths differ
 
 EOS = 1  # number of the token that ends a response, too
