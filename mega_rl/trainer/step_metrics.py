@@ -51,8 +51,9 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks) -> Metrics
     failures = {}
     if rollout.failed is not None:
         failures["rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
+    response = rollout.loss_mask.sum(dim=1).double()
     columns = (
-        rewards.totals, rollout.prompt_lengths, rollout.loss_mask.sum(dim=1), rollout.lengths, rollout.finished,
+        rewards.totals, rollout.prompt_lengths, response, rollout.lengths, rollout.finished,
         repeated_fractions(rollout.tokens, rollout.loss_mask),
     )  # fmt: skip
     prompt, _, *others = _by_sample(_own_rows(rollout, columns, ranks)).unbind(dim=1)
