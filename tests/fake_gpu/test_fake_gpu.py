@@ -21,6 +21,7 @@ from mega_rl.plan.state import state_of
 from tests.fake_gpu import guard
 from tests.fake_gpu.launch import reports_of
 from tests.fake_gpu.models import MODELS
+from tests.helpers.selection import without
 
 pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
 
@@ -41,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "0.6b, 2 layers": {"model": "0.6b, 2 layers", "tokens": 16384, "length": 1024, "micros": 1},
     "0.6b, 4 layers": {"model": "0.6b, 4 layers", "tokens": 16384, "length": 1024, "micros": 1, "passes": ["train"]},
 }
+CASES = without(CASES, "fp32 head", "first of pp2", "last of pp2")
 PASSES = ("train", "forward", "export", "turn")
 
 # Waits that are allowed, by "file:function kind", and why.

@@ -51,19 +51,6 @@ def test_numbers_and_worst_token() -> None:
     assert f"{float(fields['trainer_logprobs'][3, 4]):.6g}" in text
 
 
-def test_the_share_of_large_differences() -> None:
-    """One nat counts, and what is no number; prompts do not."""
-    fields = {
-        "rollout_logprobs": torch.zeros(1, 5, dtype=torch.float64),
-        "trainer_logprobs": torch.tensor([[5.0, 0.0, 0.999, 1.0, math.nan]], dtype=torch.float64),
-        "loss_mask": torch.arange(5)[None] > 0,
-        "tokens": torch.arange(5)[None],
-        "prompt_index": torch.zeros(1, dtype=torch.int64),
-        "sample_index": torch.zeros(1, dtype=torch.int64),
-    }
-    assert summary(fields).metrics("a")["a_large_fraction"] == 0.5
-
-
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_what_is_no_number_is_the_worst(bad: float) -> None:
     fields = batch()
@@ -76,12 +63,6 @@ def test_what_is_no_number_is_the_worst(bad: float) -> None:
     assert again.position == 4
 
 
-def test_prompt_tokens_that_are_no_number_do_not_count() -> None:
-    fields = batch()
-    fields["trainer_logprobs"][2, 0] = math.nan
-    assert summary(fields).max < 1.0
-
-
 def test_equal_differences_name_the_same_token_in_every_layout() -> None:
     fields = batch()
     fields["trainer_logprobs"] = fields["rollout_logprobs"].clone()
@@ -91,9 +72,3 @@ def test_equal_differences_name_the_same_token_in_every_layout() -> None:
     swapped = combine(second.pack(rank=0, size=2) + first.pack(rank=1, size=2))
     assert (swapped.prompt_index, swapped.sample_index) == (10, 1)
     assert swapped == combine(first.pack(rank=0, size=2) + second.pack(rank=1, size=2))
-
-
-def test_no_tokens_are_no_difference() -> None:
-    empty = summary(batch(), slice(0, 0))
-    assert (empty.sum, empty.count, empty.max, empty.mean) == (0.0, 0, 0.0, 0.0)
-    assert combine(empty.pack(rank=0, size=1)) == empty

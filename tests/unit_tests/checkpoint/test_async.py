@@ -23,14 +23,15 @@ PATIENCE_S = 20.0
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The disk hangs from the fourth operation of a thread on, until the event is set."""
+    """The disk hangs for other threads from their fourth operation on, until the event is set."""
     here, over, left = threading.current_thread(), threading.Event(), 3
 
     def hook(name: str, call: Callable[[], Any]) -> Any:
         nonlocal left
-        left -= threading.current_thread() is not here
-        if left < 0:
-            over.wait(PATIENCE_S)
+        if threading.current_thread() is not here:
+            left -= 1
+            if left < 0:
+                over.wait(PATIENCE_S)
         return call()
 
     monkeypatch.setattr(module, "STOP_S", 0.2)

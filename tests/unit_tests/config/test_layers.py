@@ -82,16 +82,6 @@ def test_an_argument_may_switch_off_what_the_recipe_sets(
     assert all(key in line for key in named)
 
 
-def test_another_kind_drops_the_settings_of_the_recipes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = recipe(tmp_path, "algorithm.correction={name: tis, cap: 3.0}")
-    with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
-        assert load(path, ["algorithm.correction=none"]) == load(None, ["algorithm.correction=none"])
-    assert caplog.messages == [
-        "the arguments leave these settings of the recipe without effect, which take their defaults: "
-        "algorithm.correction.cap=3.0 (need algorithm.correction=tis)"
-    ]
-
-
 def test_an_argument_without_effect_is_an_error(tmp_path: Path) -> None:
     path = recipe(tmp_path, "optim.critic_lr=1e-3")
     config = load(path, ["algorithm.advantage=grpo", "rollout.n=2", "optim.critic_lr=1e-4"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.offline import compare as compare_module
-from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, round_trip
+from mega_rl.converters.offline.compare import Comparison, compare, round_trip
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
@@ -83,26 +83,6 @@ def test_names_types_and_shapes(tmp_path: Path) -> None:
     allowed = compared(tmp_path / "allowed", first, other, allow_missing=["*.bias", "extra.*"])
     assert allowed.equal
     assert allowed.allowed == ("b.bias", "extra.weight")
-
-
-def test_configs(tmp_path: Path) -> None:
-    """Keys by name; equal values in other bytes are said to be so; intended keys may differ."""
-    texts = {
-        "a": '{"x": 1, "y": 2}',
-        "same": '{"x": 1, "y": 2}',
-        "spaced": '{"y":2,"x":1}',
-        "other": '{"x": 3, "z": 0}',
-    }
-    for name, text in texts.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
-    (tmp_path / "none").mkdir()
-    assert compare_configs(tmp_path / "a", tmp_path / "same") == ()
-    assert compare_configs(tmp_path / "a", tmp_path / "spaced") == ("same values, other bytes",)
-    lines = compare_configs(tmp_path / "a", tmp_path / "other")
-    assert lines == ("x: 1 against 3", "y: 2 against absent", "z: absent against 0")
-    assert compare_configs(tmp_path / "a", tmp_path / "other", intended=["[xyz]"]) == ()
-    assert "no config.json" in compare_configs(tmp_path / "a", tmp_path / "none")[0]
 
 
 def test_round_trip_names_what_a_wrong_plan_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

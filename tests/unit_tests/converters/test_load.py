@@ -63,8 +63,6 @@ def test_every_rank_gets_its_slices(tmp_path: Path, layout: ParallelLayout, tied
         plans = [param for stage in range(layout.vpp) for param in build_plan(sharding, at, vp_stage=stage)]
         share = sum(c.rows * c.cols for param in plans for c in param.copies if c.hf_name is not None)
         assert report.bytes_read == 4 * share  # its own share, of column-cut tensors too; zero rows cost nothing
-        assert report.seconds.keys() == {"open", "plan", "read"}
-        assert report.num_params == sum(len(list(chunk.parameters())) for chunk in chunks)
         assert (report.kept_init, report.ignored) == ((), ())
 
 
@@ -95,14 +93,6 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(tmp_path: Path) 
 
 
 # Heads.
-
-
-def test_tied_checkpoint_that_ships_a_head(tmp_path: Path) -> None:
-    hf = small_config(tied=True)
-    state = hf_state(hf)
-    write(tmp_path, state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()})
-    assert load_one(tmp_path, hf, state).ignored == ("lm_head.weight",)
-    assert load_one(tmp_path, hf, hf_state(hf, value_head=True), head="value").ignored == ("lm_head.weight",)
 
 
 @pytest.mark.parametrize("row", [0, 12])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -178,24 +177,6 @@ def test_foreign_token_ids_are_never_dropped(tmp_path: Path) -> None:
 
 def some(count: int) -> list[Prompt]:
     return [Prompt(index=i, token_ids=(i,), text=str(i), answer=str(-i)) for i in range(count)]
-
-
-def test_difficulties_are_part_of_the_data(tmp_path: Path) -> None:
-    columns = RowColumns("prompt", "answer", difficulty="rate")
-    rows = [{"prompt": str(n), "answer": "", "rate": rate} for n, rate in enumerate((0.5, 2, None, True, math.nan))]
-    file = jsonl(tmp_path / "rated.jsonl", rows)
-    with pytest.raises(UserErrors) as caught:
-        load(file, columns=columns)
-    names = [line.partition("'rate' (data.curriculum.key) is ")[2] for line in problems(caught)[:3]]
-    assert names == ["null, not a number", "true or false, not a number", "nan, not a finite number"]
-    prompts = load(file, columns=columns, malformed="drop")
-    assert [prompt.difficulty for prompt in prompts] == [0.5, 2.0]
-    assert fingerprint(prompts) != fingerprint([replace(prompt, difficulty=1.0) for prompt in prompts])
-    parquet = tmp_path / "rated.parquet"
-    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"], "rate": [0.25], "other": [1]}), parquet)
-    assert load(parquet, columns=columns)[0].difficulty == 0.25
-    with pytest.raises(UserErrors, match="has no column difficulty"):
-        load(parquet, columns=RowColumns("prompt", "answer", difficulty="difficulty"))
 
 
 def test_split() -> None:

@@ -234,7 +234,6 @@ PAIRS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
 
 if not FULL:  # each model once or twice, each layout of four ranks with one
     PAIRS |= {
-        "1": (1, {}, tuple(name for name in MODELS if name != "llama3")),
         "cp2": (2, {"cp": 2}, ("qwen3-tied", "qwen2-window", "deepseek_v3-yarn")),
         "cp4": (4, {"cp": 4}, ("gpt_oss",)),
         "tp2-sp-cp2": (4, {"tp": 2, "sequence_parallel": True, "cp": 2}, ("deepseek_v3",)),

@@ -93,17 +93,6 @@ def test_plan_tells_the_time_for_a_gpu() -> None:
     assert not any("Expected time" in line for line in as_text(silent))
 
 
-def test_fp8_weights_are_planned_in_bf16() -> None:
-    """The published DeepSeek-V3: the plan says that a run wants it converted, and counts what is converted."""
-    scale = scale_pages.RUNS["deepseek-v3"]
-    setup = scale.setup
-    plain = {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"}
-    converted = replace(setup, checkpoints={"model.path": parse_hf_config(plain)})
-    lines = list(as_text(MemoryPlan(setup)))
-    assert lines[1] == "Weights on disk are fp8: a run takes a checkpoint converted to bf16"
-    assert [lines[0], *lines[2:]] == list(as_text(MemoryPlan(converted)))
-
-
 def test_page_equals_the_plans() -> None:
     """`make docs` has been run; a shell makes the settings of each command."""
     page = scale_pages.PAGE.read_text(encoding="utf-8")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from mega_rl.data.columns import RewardColumns
 from mega_rl.rewards.build import source_problems
 from mega_rl.rewards.call import plan
 from mega_rl.rewards.score import Response, RewardFailure
@@ -51,30 +50,6 @@ def returned(function: Callable[..., object], prompt: Prompt, response: str) -> 
 )
 def test_arguments_go_by_the_signature(function: Callable[..., object], value: object) -> None:
     assert returned(function, PROMPT, "8") == value
-
-
-def of_strings(responses: list[str], answers: list[str] = []) -> list[float]:  # noqa: B006
-    return [0.0] * len(responses) * len(answers)
-
-
-def of_a_list(response: str, answer: list[str]) -> float:
-    return 0.0
-
-
-@pytest.mark.parametrize(
-    ("function", "columns"),
-    [
-        (everything, RewardColumns(answer=True, structured=True, every=True)),
-        (correct, RewardColumns(answer=True, structured=False)),
-        (of_a_list, RewardColumns(answer=True, structured=True)),
-        (lambda *, response, row: 0.0, RewardColumns(answer=False, structured=True, every=True)),
-        (lambda response, answer="": 0.0, RewardColumns(answer=False, structured=True)),
-        (of_strings, RewardColumns(answer=False, structured=False)),
-        (lambda responses, turns, transcripts: responses, RewardColumns(answer=False, structured=True)),
-    ],
-)
-def test_columns_go_by_the_signature(function: Callable[..., object], columns: RewardColumns) -> None:
-    assert plan(function).columns == columns
 
 
 def test_answer_is_passed_as_it_is_and_a_row_as_a_copy() -> None:
@@ -203,3 +178,13 @@ def test_sources_of_the_rows_are_those_of_the_settings() -> None:
         "row 3 of the source 'sums/easy' has no answer, which a function of reward.sources takes; add one, or give "
         "that parameter a default"
     ]
+
+
+def test_each_function_gives_the_component_of_its_name() -> None:
+    """In alphabetical order; a function that names its own gives both names; those of the row's source are called."""
+    components = scored(named(), SUM, "It is 2")
+    assert components == {"correct": 1.0, "form_box": 0.25, "form_short": 1 - 7 / 8, "polite": 1.0}
+    assert list(components) == sorted(components)
+    of_sources = named(SOURCES)
+    assert scored(of_sources, SUM, "2") == {"correct": 1.0, "form_box": 0.25, "form_short": 0.875}
+    assert scored(of_sources, CHAT, "Hello!?") == {"polite": 1.0}

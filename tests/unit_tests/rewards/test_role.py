@@ -162,13 +162,6 @@ def test_error_without_a_rule_ends_all_ranks(value: object, expected: str) -> No
     assert FIRST in str(results[0])
 
 
-def test_error_on_one_replica_ends_all() -> None:
-    """The other replicas would wait for it in the next collective until the deadline."""
-    first = threading.Lock()
-    results = score_on(2, lambda response: math.nan if first.acquire(blocking=False) else 1.0, replicas=2)
-    assert all(isinstance(result, RewardError) and "returned nan" in str(result) for result in results)
-
-
 def test_failed_samples_and_no_rows_are_not_scored() -> None:
     """The function does not see them: an empty answer may be one it cannot take."""
     rollout, seen = rollout_of(), []

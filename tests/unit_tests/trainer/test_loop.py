@@ -11,17 +11,14 @@ import torch
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.returns import Distillation
 from mega_rl.algorithms.kl import KLController
-from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.trainer.collect import SamplingPlan
-from mega_rl.trainer.events import _weights
 from mega_rl.trainer.loop import Event, StepLog
 from mega_rl.trainer.mismatch import RolloutMismatchError
-from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
+from mega_rl.trainer.policy_gradient import PolicyGradientRules
 from mega_rl.types import TokenOutputs
 from mega_rl.workers.models import reference_updates
 from tests.helpers.fakes import (
     FakePrompts,
-    FakeRanks,
     FakeReward,
     held_out,
 )
@@ -182,7 +179,6 @@ class FakeFrozen:
     """A reference policy that prefers token 3."""
 
     def evaluate(self, batch: Any) -> Any:
-        from mega_rl.types import TokenOutputs
 
         logits = torch.zeros(8)
         logits[3] = 1.0
@@ -222,35 +218,6 @@ def test_a_single_update_is_stopped_before_it_changes_a_weight() -> None:
     with pytest.raises(RolloutMismatchError, match="token id 7"):
         trainer.step(0)
     assert not trainer.actor.logits.any()
-
-
-def test_minibatches_cover_the_batch_once_per_epoch() -> None:
-    trainer = FakeRun()
-    rollout = trainer.rollout.generate(FakePrompts().batch(0), step=0)
-    from mega_rl.trainer.policy_gradient import build_experience
-
-    experience = build_experience(
-        rollout,
-        trainer.reward.score(rollout, []),
-        outputs=(trainer.actor.evaluate(rollout), TokenOutputs(), trainer.critic.evaluate(rollout)),
-        estimator=trainer.estimator,
-        sum_over_ranks=FakeRanks().sum,
-    )
-    plan = MinibatchPlan(2, 3, AGGREGATIONS["token-mean"], max_response_tokens=4, seed=1, ranks=FakeRanks())
-    cut = list(plan.cut(experience, num_prompts=4, step=0))
-    assert len(cut) == 6
-    for epoch in range(3):
-        pair = cut[2 * epoch : 2 * epoch + 2]
-        assert sorted(torch.cat([m.prompt_index for m in pair]).tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert all(float(m.loss_weights.sum()) == pytest.approx(1.0) for m in pair)
-    orders = {tuple(m.prompt_index.tolist()) for m in cut}
-    assert len(orders) > 2  # epochs differ
-    columns = _weights(rollout, cut, FakeRanks())
-    recorded = columns["epoch_minibatches"]
-    assert torch.equal(columns["minibatch"], recorded[:, 0])
-    for number, minibatch in enumerate(cut):
-        rows = recorded[:, number // 2] == number
-        assert sorted(rollout.prompt_index[rows].tolist()) == sorted(minibatch.prompt_index.tolist())
 
 
 class Noting(Event):

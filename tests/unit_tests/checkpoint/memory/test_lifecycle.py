@@ -125,22 +125,6 @@ def test_another_history_removes_what_memory_has(tmp_path: Path, shm: Path, resu
     second.close()
 
 
-def test_an_abandoned_history_is_never_loaded(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As where a run has gone on without a host, from disk, and comes back to it."""
-    killed_run(tmp_path)
-    left = user_folder(shm)
-    left.rename(tmp_path / "aside")
-    second = run(tmp_path, 9)
-    assert start(second, tmp_path) == (1, "disk")
-    crash(second)
-    for folder in (tmp_path / "aside").iterdir():
-        folder.rename(left / folder.name)
-    third = run(tmp_path, 9)
-    assert start(third, tmp_path) == (1, "disk")
-    assert held(shm) == []
-    third.close()
-
-
 def test_a_damaged_one_falls_back_to_disk(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:
     killed_run(tmp_path)
     [shard] = shm.glob("mega_rl-*/*/step_000003/shard_*")

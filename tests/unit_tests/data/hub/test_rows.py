@@ -9,10 +9,9 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 
-from mega_rl.config.keys import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
-from mega_rl.data.hub import rows
-from mega_rl.data.hub.names import DatasetName
+from mega_rl.data import hub as rows
+from mega_rl.data.hub import DatasetName
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, dataset_card, parquet_bytes
@@ -63,32 +62,6 @@ def test_a_run_reads_rows_by_name_and_records_their_commit(gsm: Hub, monkeypatch
     assert gsm.requests == []
 
 
-def test_sources_of_a_mixture_are_names_as_files_are(gsm: Hub) -> None:
-    """Pinned in the record, in arguments for other ranks, and for a run that goes on after the branch has moved."""
-    mixture = {
-        "sums": {"files": ["openai/gsm8k:main"], "weight": 2.0},
-        "plain": {"files": ["d.jsonl", "openai/gsm8k:socratic"], "weight": 1.0},
-    }
-    settings = {"model.path": "org/model", "data.mixture.sources": mixture}
-    config = preflight(None, settings)
-    commit = gsm.repos["datasets", "openai/gsm8k"].revisions["main"]
-    sources = config.data.mixture.named()
-    assert first_prompt(sources["sums"].files[0]) == "main/train 0"
-    assert sources["plain"].files[0] == "d.jsonl"
-    assert first_prompt(sources["plain"].files[1]) == "socratic/train 0"
-    assert sources["sums"].weight == 2.0
-    record = recorded(config).data.mixture.named()
-    assert record["sums"].files == [f"openai/gsm8k:main:train@{commit}"]
-    assert record["plain"].files == ["d.jsonl", f"openai/gsm8k:socratic:train@{commit}"]
-    assert preflight(None, [MODEL, *pinned_overrides(config)]).data == config.data
-    Path("again.yaml").write_text(resolved_yaml(config))
-    assert preflight(Path("again.yaml")) == config
-    Path("runs/default/checkpoints/step_000001").mkdir(parents=True)
-    Path("runs/default/config.yaml").write_text(resolved_yaml(config))
-    gsm.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["train"]), "moved": b""})
-    assert preflight(None, settings).data == config.data
-
-
 @pytest.mark.parametrize(
     ("name", "role", "rows_of"),
     [
@@ -136,7 +109,7 @@ def test_what_cannot_be_read_is_one_line(gsm: Hub, name: str, words: str) -> Non
 
 
 def _parsed(text: str) -> DatasetName:
-    from mega_rl.data.hub.names import dataset_name
+    from mega_rl.data.hub import dataset_name
 
     name = dataset_name(text)
     assert name is not None

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from mega_rl.errors import HungError, RunError, StalledError, UserError
 from mega_rl.tracking.health import flight_recorder
-from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, innocent_code, kind_of
+from mega_rl.tracking.health.records import LOST_PEER_CODE, TIMEOUT_CODE, innocent_code, kind_of
 
 GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"
 
@@ -41,20 +41,6 @@ GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
 def test_errors_have_a_kind_and_a_code(error: BaseException, kind: str) -> None:
     assert kind_of(error) == kind
     assert innocent_code(error) == {"lost peer": LOST_PEER_CODE, "timeout": TIMEOUT_CODE}.get(kind)
-
-
-def test_first_error_of_a_chain_decides() -> None:
-    def fails_while(first: Exception, second: Exception) -> Exception:
-        try:
-            try:
-                raise first
-            finally:
-                raise second
-        except Exception as error:
-            return error
-
-    assert innocent_code(fails_while(ValueError("a bug"), RuntimeError(GONE))) is None
-    assert innocent_code(fails_while(RuntimeError(GONE), ValueError("cannot close"))) == LOST_PEER_CODE
 
 
 def test_age_of_a_collective_ignores_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:

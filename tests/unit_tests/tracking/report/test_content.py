@@ -31,7 +31,6 @@ from mega_rl.tracking.report.content import (
     seed_groups,
     thin,
 )
-from mega_rl.tracking.report.page import explain, theme_of
 from tests.unit_tests.tracking.report.planted import HEALTHY, HOSTILE, dump, plant, record
 
 ROOT = Path(__file__).parents[4]
@@ -134,19 +133,6 @@ def test_table_of_reports_matches_the_metrics_page() -> None:
     """`make docs` has been run."""
     script = runpy.run_path(str(ROOT / "scripts" / "metrics_table.py"))
     assert script["TABLE"].read_text(encoding="utf-8") == script["table"]()
-
-
-def test_metrics_have_unit_meaning_and_theme() -> None:
-    entry = explain("kl/ref")
-    assert entry is not None
-    assert entry["unit"] == "nats per token"
-    assert "`" not in entry["meaning"]
-    for name in ("rollout/response_tokens_p90", "rollout/logprob_diff_large_fraction", "reward/correct"):
-        assert explain(name) is not None, name
-    assert explain("own/number") is None
-    assert theme_of("rollout/logprob_diff_max") == "Importance"
-    assert theme_of("rollout/response_tokens_mean") == "Responses"
-    assert theme_of("own/number") == "Checkpoints, data and others"
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
