@@ -13,7 +13,7 @@ from mega_rl.cli.convert import Dtype, Jobs, Overwrite, show_report
 from mega_rl.cli.options import Json
 from mega_rl.cli.options import checkpoint as hub_checkpoint
 from mega_rl.cli.output import Commands, showing
-from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 
 app = Commands(name="checkpoint", help="List, verify, export and remove the checkpoints of a run.")

@@ -17,7 +17,7 @@ from mega_rl.cli.options import Json, made, with_options
 from mega_rl.cli.output import Commands, print_json, print_table
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals

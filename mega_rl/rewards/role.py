@@ -6,13 +6,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import first_names, raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
@@ -242,26 +241,3 @@ class AbsentScorer:
 
     def metrics(self) -> Metrics:
         return {}
-
-
-def answers_together(
-    function: Callable[[str], object], responses: Sequence[str], *, setting: str, everyone: Ranks
-) -> list[str | None]:
-    """Return the answers that a user's function reads of this rank's responses; collective over all ranks.
-
-    setting: names the function in messages, as "validation.answer_of='a.py:f'". Raises UserError on every rank, where
-    the function fails on any, or returns anything but a string or None.
-    """
-    answers: list[str | None] = []
-    failure = None
-    try:
-        for response in responses:
-            with users_code(f"{setting}: failed for a response"):
-                answer = function(response)
-            if answer is not None and not isinstance(answer, str):
-                raise UserError(f"{setting}: returned {type(answer).__name__}; it must return a string, or None")
-            answers.append(answer)
-    except UserError as error:
-        failure = error
-    raise_together(failure, everyone, error=UserError)
-    return answers

@@ -26,7 +26,6 @@ class LossKind(Kind):
     needs_response_advantages: ClassVar[bool] = False  # reads only the mean of a response's advantages
     needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
     needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
-    scales_with_advantage: ClassVar[bool] = False  # a multiple of the advantage: where that is 0, so is the gradient
 
     def __call__(self, tokens: PolicyTokens, /) -> TokenLoss:
         """Return (loss of each token, to be minimised, before `loss_weights`; token means by name: "actor/...")."""

@@ -43,7 +43,6 @@ class PPO(DualClipped):
     """
 
     name = "ppo"
-    scales_with_advantage = True
 
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
@@ -80,7 +79,6 @@ class GSPO(LossKind):
     """
 
     name = "gspo"
-    scales_with_advantage = True
     needs_response_mean = True
 
     clip_low: float = setting(3e-4, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
@@ -113,7 +111,6 @@ class GMPO(LossKind):
     """
 
     name = "gmpo"
-    scales_with_advantage = True
     needs_response_mean = True
     needs_response_advantages = True
 

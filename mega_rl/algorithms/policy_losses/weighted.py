@@ -20,8 +20,6 @@ SMALLEST = 1e-7  # floor of 1 - p before its logarithm: half a rounding of 1 in 
 class Drifting(LossKind):
     """A loss that may hold the policy near what sampled."""
 
-    scales_with_advantage = True
-
     drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q of what sampled.", min=0.0)
 
 
@@ -117,7 +115,6 @@ class SAPO(LossKind):
     """
 
     name = "sapo"
-    scales_with_advantage = True
 
     tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
     tau_negative: float = setting(

@@ -14,8 +14,8 @@ from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, ReferenceLayoutConfig
-from mega_rl.data.hub.names import model_name
-from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.data.downloads import checkpoint_folder
+from mega_rl.data.hub import model_name
 from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import Layout
 
@@ -37,7 +37,7 @@ EOS = 1  # number of the token that ends a response, too
 # Settings whose values are the recipe's, with those of the sections below.
 KEPT = (
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.dynamic_sampling.max_generations"),
-    *("trainer.seed", "trainer.microbatch.packing", "trainer.microbatch.skip_zero_advantages", "reward.weights"),
+    *("trainer.seed", "trainer.microbatch.packing", "reward.weights"),
 )
 KEPT_SECTIONS = ("algorithm", "optim", "reward.overlong")
 DRAWN = "rollout.dynamic_sampling.prompts"

@@ -63,7 +63,6 @@ VARIANTS: dict[str, dict[str, object]] = {
     "teacher of single tokens": {"algorithm.advantage": "distillation", "reward.source": "none"},
     "teacher of one update": {**ALGORITHMS["teacher_reverse_kl"], "trainer.minibatch_size": 8},
     "filter with a critic": {**PPO, "reward.overlong.filter": True},
-    "no advantage, no update": {**GRPO, **EQUAL, "trainer.microbatch.skip_zero_advantages": True},
     "copies of the reference": {**KL_LOSS, **ADAPTIVE, "algorithm.kl.reference_interval": 2, "trainer.steps": 3},
     "step filled with equal rewards": {**GRPO, **EQUAL, "rollout.dynamic_sampling.max_generations": 2},
     "mixture": PPO,
