@@ -1,6 +1,6 @@
 """Formulas of several algorithms and of the optimizer; lists have a number per response token.
 
-`Formulas` holds those that a test's planted fault may replace.
+`Formulas` holds those that a planted fault may replace (`mega_rl.verify.rl.faults`).
 """
 
 from __future__ import annotations
