@@ -1,4 +1,4 @@
-"""Runs as a report reads them, and the page as a text: closed in itself, bounded."""
+"""Runs as a report reads them, and the page as a text: closed in itself, bounded. In a browser: test_page.py."""
 
 from __future__ import annotations
 
