@@ -93,7 +93,7 @@ class OwnRows:
     validates: bool  # the run evaluates on its held-out rows
 
     def read(self, tokens: Tokens, split: Literal["train", "validation"]) -> RowSource:
-        """Return the rows of a split. Raises UserError, also while they are read, for code that raises."""
+        """Return the rows of a split. Raises UserError for code that raises, also later."""
         setting = f"data.source={self.name!r}"
 
         def iterated(rows: Iterable[object]) -> Iterator[object]:

@@ -108,7 +108,7 @@ def build_rollouts(
 def _make_source(
     inputs: Inputs, rollout: RolloutConfig, seed: int, roles: Roles, engine: RolloutEngine | None, sync: WeightSync
 ) -> tuple[CheckedRollouts, RankState | None]:
-    """Return a user's rollout source with checks of its rows, and its state, if it keeps some. Raises UserError."""
+    """Return (a user's rollout source with checks, its state or None). Raises UserError."""
     own, actor, tokens = inputs.rollouts, roles.actor_engine, inputs.tokens
     assert own is not None, "a rule refuses rollout.backend=none with rollout.source=single_turn"
     name = f"rollout.source={own.name!r}"
