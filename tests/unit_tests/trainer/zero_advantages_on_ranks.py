@@ -11,7 +11,6 @@ from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.algorithms.policy_losses import LOSSES
-from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.trainer.rows import rows_with_advantages
 from mega_rl.types import Experience, row_numbers
@@ -21,7 +20,7 @@ from tests.helpers.models import random_experience
 
 # name -> (ranks, layout of `LAYOUTS`, engine)
 CASES = {"1": (1, "1", "megatron"), "dp2": (2, "dp2", "megatron"), "fsdp 2": (2, "dp2", "fsdp")}
-SCALED = [name for name in OBJECTIVES if LOSSES[name].scales_with_advantage]
+SCALED = [name for name in LOSSES if LOSSES[name].scales_with_advantage]
 # Where defaults would reject every response: the model has nothing in common with the old log-probs.
 SETTINGS = {"geometric_rejection": {"low": 0.7, "high": 1.4}, "sequence_rejection": {"low": 0.01, "high": 100.0}}
 LEFT = 4  # rows that have advantages, of 8
@@ -37,9 +36,9 @@ def experience(zero: tuple[int, ...]) -> Experience:
 
 def losses() -> dict[str, PolicyLoss]:
     """Return PPO's loss with each correction, and the other losses that are multiples of the advantage."""
-    objectives = {name: PolicyLoss(OBJECTIVES[name](), kl=None, kl_estimator=k2) for name in SCALED}
+    objectives = {name: PolicyLoss(LOSSES[name](), kl=None, kl_estimator=k2) for name in SCALED}
     corrected = {
-        name: PolicyLoss(OBJECTIVES["ppo"](), kl=None, kl_estimator=k2, correction=build(**SETTINGS.get(name, {})))
+        name: PolicyLoss(LOSSES["ppo"](), kl=None, kl_estimator=k2, correction=build(**SETTINGS.get(name, {})))
         for name, build in CORRECTIONS.items()
     }
     return objectives | corrected | {ALL_ZERO: objectives["ppo"]}
