@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -123,8 +124,7 @@ NAMED = 5  # failed responses in the log of one batch
 class TextScorer:
     """Reward role of one replica over a source of scores.
 
-    Each rank of the replica scores every size-th row and all get the sum: a source that is slow, random or a service
-    sees each response once, and all ranks of a replica train on the same numbers.
+    Each rank of the replica scores every size-th row and all get the sum: a source sees each response once.
     """
 
     source: FunctionRewards
@@ -144,9 +144,7 @@ class TextScorer:
         response without the stop tokens that ended its turns. Failed samples are not scored: 0. A response that the
         reward leaves out (None) has NaN.
 
-        Raises:
-            RewardError: on every rank of the run, naming prompt, response and cause.
-            UserError: on every rank, for settings that do not go with the reward's components.
+        Raises on every rank RewardError, and UserError for settings that do not go with the reward's components.
         """
         # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
         rows = answered(rollout)[self.replica.rank :: self.replica.size]
@@ -249,18 +247,15 @@ def answers_together(
 ) -> list[str | None]:
     """Return the answers that a user's function reads of this rank's responses; collective over all ranks.
 
-    setting: names the function in messages, as "validation.answer_of='a.py:f'". Raises UserError on every rank, where
-    the function fails on any, or returns anything but a string or None.
+    setting: names the function in messages. Raises UserError on every rank where it fails or returns another type.
     """
     answers: list[str | None] = []
     failure = None
     try:
-        for response in responses:
-            with users_code(f"{setting}: failed for a response"):
-                answer = function(response)
-            if answer is not None and not isinstance(answer, str):
-                raise UserError(f"{setting}: returned {type(answer).__name__}; it must return a string, or None")
-            answers.append(answer)
+        with users_code(f"{setting}: failed for a response"):
+            answers = [cast("str | None", function(response)) for response in responses]
+        if odd := [one for one in answers if not isinstance(one, str | None)]:
+            raise UserError(f"{setting}: returned {type(odd[0]).__name__}; it must return a string, or None")
     except UserError as error:
         failure = error
     raise_together(failure, everyone, error=UserError)

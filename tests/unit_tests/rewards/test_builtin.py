@@ -222,8 +222,6 @@ def user_file(tmp_path: Path) -> Path:
         ("FILE:scores", r"defines no 'scores'; it has .*later, "),
         ("FILE:number", r"is of type int, not a function"),
         ("FILE:two", r"signature \(completion, answer\); it takes one response, by the names prompt, response, "),
-        ("FILE:later", r"is a generator"),
-        ("FILE:several", r"is a generator"),
     ],
 )
 def test_specs_that_name_nothing(user_file: Path, spec: str, expected: str) -> None:

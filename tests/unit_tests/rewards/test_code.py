@@ -21,7 +21,7 @@ from mega_rl.rewards.code import (
     specification,
 )
 from mega_rl.rewards.sandbox import Execution, SandboxError
-from mega_rl.rewards.sandbox.inside.values import encode
+from mega_rl.rewards.sandbox.harness import encode
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
 from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt
@@ -135,7 +135,7 @@ def test_outputs_are_compared_by_words(given: str, expected: str, same: bool) ->
     ],
 )
 def test_results_are_compared_by_type_and_value(given: Any, expected: Any, same: bool) -> None:
-    assert same_value(encode(given, repr), expected) == same
+    assert same_value(encode(given), expected) == same
 
 
 @pytest.mark.parametrize(

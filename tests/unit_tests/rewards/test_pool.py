@@ -147,14 +147,6 @@ def test_memory_has_its_limit() -> None:
     assert other == 1.0
 
 
-def test_processes_that_a_lost_response_leaves_are_killed(pool: FunctionRewards, tmp_path: Path) -> None:
-    """Also those of other sessions and those whose parents have ended."""
-    assert kinds(outcomes(pool, f"crash_and_linger {tmp_path / 'pids'}")) == ["crash"]
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) >= 16
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-
-
 def test_fork_bomb_ends_at_the_deadline(tmp_path: Path) -> None:
     """A busy machine starts it in seconds."""
     pids = tmp_path / "pids"
@@ -255,7 +247,7 @@ def test_functions_are_called_one_after_the_other(tmp_path: Path) -> None:
         file.unlink()
         assert rewards.score(items) == here
     pool = WorkerPool(functions, num_workers=2, timeout_s=1.0)  # the rank has loaded it before; the file is gone since
-    with pytest.raises(RewardError, match="no such file"):
+    with pytest.raises(RewardError, match="could not start: ended with exit code 1"):
         pool.score(rewards.functions[0], [{"response": "a", "prompt_index": 1}])
     pool.close()
     pool.close()
@@ -278,14 +270,14 @@ pool.score(plan(lambda response: 0.0), [{"response": f"linger_and_hang {pids}", 
 
 
 def test_killing_the_rank_leaves_no_process(tmp_path: Path) -> None:
-    """Not even a worker that hangs, and what it has started in other sessions."""
+    """Not even a worker that hangs, and what it has started."""
     command = [sys.executable, "-c", OWNER, str(tmp_path / "pids")]
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
         processes = psutil.Process(owner.pid).children(recursive=True)
         owner.send_signal(signal.SIGKILL)
-    assert len(processes) >= 3 + 16  # keeper, worker, the file's helper, and those of the response
+    assert len(processes) >= 2 + 16  # worker, the file's helper, and those of the response
     _, alive = psutil.wait_procs(processes, timeout=WAIT_S / 3)
     try:
         assert not alive
