@@ -18,7 +18,7 @@ from mega_rl.plan.preflight import host, preflight
 from mega_rl.plan.setup import Machine, RunSetup
 from mega_rl.rollout.sglang.build import _server_settings, colocated_bytes
 from mega_rl.rollout.sglang.server.memory import memory_fraction
-from mega_rl.rollout.sglang.server.settings import arguments
+from mega_rl.rollout.sglang.server.process import arguments
 from mega_rl.trainer.assemble.plan import engine_settings
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 

@@ -16,7 +16,7 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.accelerator.base import resident_bytes
 from mega_rl.protocols import MetricsSink
-from mega_rl.rollout.stop_tokens import name_stop_tokens
+from mega_rl.rollout.tokens import name_stop_tokens
 from mega_rl.tracking.metrics.flops import peak_flops
 from mega_rl.tracking.metrics.sinks import make_sink
 from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces

@@ -19,7 +19,7 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink
 from mega_rl.rewards.builtin import RewardFunction
-from mega_rl.rollout.hidden_tokens import describe_zero_rows
+from mega_rl.rollout.tokens import describe_zero_rows
 from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector
 from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, with_length

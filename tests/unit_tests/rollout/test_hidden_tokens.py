@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mega_rl.rollout.embedded.sampling import Sampler
-from mega_rl.rollout.hidden_tokens import ALL_FURTHER, describe_zero_rows, hidden_tokens, ids_of
+from mega_rl.rollout.sampling import Sampler
+from mega_rl.rollout.tokens import ALL_FURTHER, describe_zero_rows, hidden_tokens, ids_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.rollout.tiny_qwen3 import EOS_ID, VOCAB_SIZE, make_checkpoint, make_engine, make_prompts
@@ -71,7 +71,7 @@ def ranks_train_beside_a_zero_row(rank: int, folders: list[str]) -> dict[str, li
 
     prepare("auto")
     from mega_rl.algorithms.kl import k3
-    from mega_rl.algorithms.policy_losses.clipped import PPO
+    from mega_rl.algorithms.policy_losses import PPO
     from mega_rl.workers.models import PolicyLoss
     from tests.helpers.engines import exported, make_config, own_rows, running_engine
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.groups import GRPO
+from mega_rl.algorithms.advantages import GRPO
 from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience

@@ -14,7 +14,7 @@ from torch import Tensor
 import mega_rl
 from mega_rl.algorithms.inputs import AdvantageInputs
 from mega_rl.algorithms.statistics import identity
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded import HFRolloutEngine
 from mega_rl.types import Experience, Rollout, TokenOutputs
 from mega_rl.verify.learn import run
 from mega_rl.verify.learn.neighbours_advantage import NeighboursAdvantage

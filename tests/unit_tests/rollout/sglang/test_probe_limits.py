@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
+from mega_rl.rollout.sglang.weights.checks import LIMITS, Probe
 from mega_rl.types import Rollout, TokenOutputs
 
 TOKENS = 8

@@ -96,7 +96,7 @@ def trainer() -> tuple[Any, dict[str, torch.Tensor]]:
 def send_all_cases(rank: int) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
+    from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
 
     dist.init_process_group("gloo")
     weights, state = trainer()
