@@ -126,7 +126,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     (
         "rollout.verify_interval",
-        "rollout.backend=hf, or sglang with trainer.async_steps: a probe follows every other update",
+        "rollout.backend=hf, or sglang with trainer.async_steps",
         lambda c: c.rollout.backend == "hf" or (c.rollout.backend == "sglang" and bool(c.trainer.async_steps)),
     ),
     ("rollout.sglang.server", "no rollout.sglang.urls: servers that it starts", lambda c: not c.rollout.sglang.urls),

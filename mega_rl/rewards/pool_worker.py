@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import io
 import json
 import os
 import resource
 import select
 import signal
 import sys
-import threading
 from typing import TextIO
 
-from mega_rl.processes import die_with_parent
 from mega_rl.rewards.call import load_functions
 from mega_rl.rewards.score import RewardFailure
 
 
 def main() -> None:
     """Load the functions and answer the rank's messages until it closes the input."""
-    die_with_parent(os.getppid(), signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected here
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what functions print goes to the log
-    threading.Thread(target=_end_with_rank, args=(requests.fileno(),), daemon=True).start()
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)  # a crash loses no line
+    _end_with_rank(requests, answers)
+    sys.stdout = os.fdopen(1, "w", buffering=1)  # a crash loses no line
     faulthandler.enable()
     order = json.loads(requests.readline())
     sys.path[:] = order["path"]
@@ -51,12 +46,17 @@ def main() -> None:
         _answer(answers, [[one.kind, one.what] if isinstance(one, RewardFailure) else one for one in outcomes])
 
 
-def _end_with_rank(requests: int) -> None:
-    """Kill this process and its group once the other end of the pipe is closed."""
-    poll = select.poll()
-    poll.register(requests, 0)
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)
+def _end_with_rank(requests: TextIO, answers: TextIO) -> None:
+    """Start a process, no child of this one, that kills the group once the rank's end of the pipe is closed."""
+    if os.fork() == 0:
+        if os.fork() == 0:
+            answers.close()
+            poll = select.poll()
+            poll.register(requests, 0)
+            poll.poll()
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+    os.wait()
 
 
 def _answer(answers: TextIO, message: object) -> None:

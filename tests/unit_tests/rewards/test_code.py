@@ -55,7 +55,6 @@ CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert cand
         ("from solution import add\ndef test_one():\n    assert add(1, 2) == 3", {}, ADD, [True]),
         ("from solution import add\ndef test_one():\n    assert add(1, 2) == 4", {}, ADD, [False]),
         ("x = [3, 1]\nsort(x)\nassert x == [1, 3]", {}, "def sort(x): x.sort()", [True]),
-        ("assert apply(lambda x: x + 1) == 4", {}, "def apply(f): return f(3)", [True]),
         ("assert list(g()) == [0, 1] and set(g()) == {0, 1}", {}, "def g(): yield from range(2)", [True]),
         ("assert f((1, {2: {3}}, b'x')) == (1, {2: {3}}, b'x')", {}, "def f(x): return x", [True]),
         ("assert abs(f(1) - 0.5) < 1e-9", {}, "def f(x): return x / 2", [True]),
