@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.data.chat import TemplateRefusal, apply_template
 from mega_rl.errors import UserError
 from mega_rl.types import IdRanges
@@ -107,7 +105,6 @@ def _setting(ids: Sequence[int]) -> str:
 
 
 ALL_FURTHER = 1 << 40  # end of a range without one: vocabularies of one tokenizer are padded to different sizes
-NEARLY_ZERO = 1e-3  # share of the median norm of an embedding's rows
 
 
 def hidden_tokens(path: Path, stop_token_ids: Sequence[int] = ()) -> IdRanges:
@@ -135,26 +132,3 @@ def hidden_tokens(path: Path, stop_token_ids: Sequence[int] = ()) -> IdRanges:
 def ids_of(ranges: IdRanges, vocab_size: int) -> list[int]:
     """Return the ids of ranges that are below `vocab_size`."""
     return [token for first, end in ranges for token in range(first, min(end, vocab_size))]
-
-
-def describe_zero_rows(path: Path, hidden: IdRanges, stop_ids: Sequence[int]) -> str | None:
-    """Return a line about tokens whose row of the input embedding is nearly zero, but for stop tokens; None without.
-
-    The gradient of such a row is up to a thousand times that of a trained one: the norm divides by the row's size.
-    """
-    with CheckpointReader(path) as reader:
-        name = next((name for name in reader.tensors if name.endswith("embed_tokens.weight")), None)
-        if name is None:
-            return None
-        norms = torch.cat([part.float().square().sum(dim=1) for part in reader.read(name).split(1 << 14)]).sqrt()
-    small = (norms < NEARLY_ZERO * norms.median()).nonzero().flatten().tolist()
-    rows = [token for token in small if token not in stop_ids]
-    if not rows:
-        return None
-    seen = set(rows) - set(ids_of(hidden, len(norms)))
-    shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
-    return (
-        f"model.path={path}: the embedding rows of {len(rows)} tokens are nearly zero (ids {shown}); {len(seen)} of "
-        "them may be sampled or stand in prompts, and one such token can dominate the gradient of its update: give "
-        "these rows the mean of the others"
-    )

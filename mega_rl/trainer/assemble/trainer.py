@@ -19,7 +19,6 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink
 from mega_rl.rewards.builtin import RewardFunction
-from mega_rl.rollout.tokens import describe_zero_rows
 from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector
 from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, with_length
@@ -50,13 +49,8 @@ def build_trainer(
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     prompts = build_prompts(config, inputs.tokens, inputs.rewards, inputs.rows, inputs.vocab_size, inputs.world)
     resources.callback(prompts.order.close)
-    plan, hidden = inputs.plan, inputs.plan.engine.hidden_tokens
-    if inputs.world.rank == 0 and (
-        zero_rows := describe_zero_rows(Path(config.model.path), hidden, inputs.tokens.stop_ids)
-    ):
-        log.warning("%s", zero_rows)
     config_of_length = with_length(config, len(prompts.train), world_size=inputs.world.size)
-    inputs = replace(inputs, plan=replace(plan, config=config_of_length))
+    inputs = replace(inputs, plan=replace(inputs.plan, config=config_of_length))
     # From here on no other run writes into this one's folder.
     checkpoints = open_checkpoints(inputs.plan.config, groups, fingerprint=prompts.fingerprint)
     resources.enter_context(checkpoints)
