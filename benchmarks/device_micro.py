@@ -104,7 +104,7 @@ SUFFIXES = {"without kernels": "_loops", "float32 logits": "_fp32", "in float32"
 
 def _heads(states: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], None]]:
     from mega_rl.parallel import vocab
-    from mega_rl.parallel.fp32_linear import fp32_linear
+    from mega_rl.parallel.vocab import fp32_linear
 
     def ours(*, with_entropy: bool, kernels: bool = True, fp32: bool = False) -> None:
         logits = fp32_linear(states, weight) if fp32 else states @ weight.T

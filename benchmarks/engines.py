@@ -128,8 +128,7 @@ class HuggingFaceStep:
         from transformers.utils.logging import disable_progress_bar
 
         from mega_rl.data.packing import pad
-        from mega_rl.engines.microbatches import token_fields
-        from mega_rl.engines.outcome import microbatch_loss
+        from mega_rl.engines.microbatches import microbatch_loss, token_fields
         from mega_rl.parallel.comm import GroupRanks
 
         disable_progress_bar()
@@ -223,7 +222,7 @@ class EngineStep:
         """Tensors that stay between steps: weights, gradients, main parameters, moments."""
         from mega_rl.ddp.access import gradient_tensors, optimizer_tensors, parameter_tensors
         from mega_rl.ddp.optimizer import torch_optimizers
-        from mega_rl.engines.megatron.engine import MegatronEngine
+        from mega_rl.engines.megatron import MegatronEngine
 
         chunks = self.engine.chunks if isinstance(self.engine, MegatronEngine) else [self.engine.model]
         yield from parameter_tensors(chunks)

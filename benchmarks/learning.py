@@ -126,7 +126,7 @@ def run_mega_rl(folder: Path, *, seed: int, steps: int, fault: str | None) -> Ru
         "metrics.progress_bar": False,
         "metrics.rollout_interval": 0,
     } | FAULTS.get(fault or "", {})
-    with mega_rl.Trainer.from_config(None, settings, reward=repeats) as trainer:
+    with mega_rl.Trainer(mega_rl.load_config(None, settings), reward=repeats) as trainer:
         history = trainer.fit().history()
     records = [record.metrics for record in history if "reward/mean" in record.metrics]
     rewards = [record["reward/mean"] for record in records]

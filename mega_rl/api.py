@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from mega_rl.config.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT
 from mega_rl.config.loader import Overrides, load
 from mega_rl.config.schema import Config
-from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.operations.schedulers.slurm import become_rank
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from mega_rl.parallel.accelerator import Accelerator
     from mega_rl.rewards.builtin import RewardFunction
     from mega_rl.trainer import Trainer as Loop
-
-
-Own = TypeVar("Own", bound=Registered)
 
 
 def load_config(recipe: str | Path | None = None, overrides: str | Overrides = ()) -> Config:
@@ -39,7 +34,7 @@ def load_config(recipe: str | Path | None = None, overrides: str | Overrides = (
 
 def prepared(config: Config) -> Accelerator:
     """Return the prepared accelerator of a run; import Megatron-Core only afterwards."""
-    from mega_rl.parallel.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare, variables_of
 
     return prepare(
         config.trainer.device,
@@ -55,11 +50,6 @@ class Outcome:
     steps: int  # done in all, those before a resume included
     exit_code: int  # 0, or 128 plus the number of the signal that ended the run early
     run_dir: Path  # everything that the run wrote
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether a signal ended the run before its last step."""
-        return self.exit_code != 0
 
     def history(self) -> list[StepMetrics]:
         """Return the metrics of every step from the run's metrics.jsonl, which rank 0 writes; empty without one."""
@@ -89,7 +79,7 @@ class Trainer:
         if reward is not None:
             config = _with_reward(config, reward)
         become_rank()
-        config = check_run(config, reward_given=reward is not None)
+        config = check_run(config, has_reward=reward is not None)
         accelerator = prepared(config)
         from mega_rl.trainer.assemble import running
 
@@ -99,13 +89,6 @@ class Trainer:
             self._loop, self._stop = resources.enter_context(running(config, accelerator, investigate, reward=reward))
             self._resources = resources.pop_all()
         Trainer._open = self
-
-    @classmethod
-    def from_config(
-        cls, recipe: str | Path | None = None, overrides: Overrides = (), *, reward: RewardFunction | None = None
-    ) -> Trainer:
-        """Return the trainer of a recipe with overrides; see `load_config` and `Trainer`."""
-        return cls(load_config(recipe, overrides), reward=reward)
 
     @property
     def loop(self) -> Loop:
@@ -139,23 +122,10 @@ class Trainer:
             self._resources.__exit__(*error)
 
 
-def _registrar(choice: Choice) -> Callable[[str], Callable[[Own], Own]]:
-    def register(name: str) -> Callable[[Own], Own]:
-        """Return a decorator by which a recipe may name a class or function. Raises UserError for a built-in name."""
-
-        def decorate(own: Own) -> Own:
-            choice.register(name, own)
-            return own
-
-        return decorate
-
-    return register
-
-
 # Decorators' arguments are names; the classes are called with AdvantageInputs, PolicyTokens and SampledTokens, or made
 # with RolloutContext and DataContext.
-register_advantage, register_loss, register_correction = map(_registrar, (ADVANTAGE, LOSS, CORRECTION))
-register_rollout_source, register_data_source = map(_registrar, (ROLLOUT, DATA))
+register_advantage, register_loss, register_correction = ADVANTAGE.register, LOSS.register, CORRECTION.register
+register_rollout_source, register_data_source = ROLLOUT.register, DATA.register
 
 
 def train(config: Config, *, reward: RewardFunction | None = None) -> Outcome:

@@ -1,7 +1,4 @@
-"""Start of a run's processes: commands, variables that CUDA, NCCL and torch read once, cores, packages' releases.
-
-All of them are decided here (docs/gpus.md). What the user has set stays as it is.
-"""
+"""Start of a run's processes: commands, variables, cores, releases of packages. What the user has set stays."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 from packaging.requirements import Requirement
@@ -19,16 +15,6 @@ from packaging.version import Version
 
 from mega_rl.errors import UserErrors
 
-if TYPE_CHECKING:
-    from mega_rl.config.schema import EngineConfig, RolloutConfig, TrainerConfig
-
-# cuBLAS's split work space adds up in an order of its own; NCCL's choice of algorithm changes with load and topology;
-# Transformer Engine has attention kernels that add atomically.
-DETERMINISTIC = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-}
 # The trainer's allocator. Segments that expand cannot be released by SGLang's memory saver, nor shared over CUDA IPC.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _set_by_run: set[str] = set()  # and not by the user
@@ -42,23 +28,6 @@ def python_module(module: str, *arguments: str, python: str = sys.executable) ->
     return [python, "-P", "-m", module, *arguments]
 
 
-def variables_of(engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> dict[str, str]:
-    """Return the variables of a trainer's rank on a GPU; without effect on a CPU."""
-    parallel = engine.megatron
-    variables: dict[str, str] = dict(DETERMINISTIC) if trainer.deterministic else {}
-    if engine.backend == "megatron" and parallel.tp > 1 and parallel.ddp.name == "ddp":
-        # One hardware queue keeps the order in which kernels are started, on which Megatron-Core relies to have a
-        # tensor-parallel message on its way before the product that hides it. FSDP's gathers want several queues.
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if rollout.backend == "sglang":
-        # Servers run so by default, and both ends of a group have to agree.
-        variables["NCCL_CUMEM_ENABLE"] = "0"
-        if shares_devices(rollout, trainer):
-            # Buffers of NVLink's multicast stay allocated for each group, and a server needs the memory in its turn.
-            variables["NCCL_NVLS_ENABLE"] = "0"
-    return variables
-
-
 def use(variables: Mapping[str, str]) -> list[str]:
     """Set each variable that has no value in this process; returns the names of those that were set."""
     names = [name for name in variables if name not in os.environ]
@@ -70,14 +39,6 @@ def use(variables: Mapping[str, str]) -> list[str]:
 def of_other_programs() -> dict[str, str]:
     """Return this process's environment without what is meant for the trainer alone."""
     return {name: value for name, value in os.environ.items() if name not in _set_by_run and name not in _ALLOCATOR}
-
-
-def shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
-    """Return whether servers are placed on the trainer's devices if it trains on GPUs."""
-    sglang = rollout.sglang
-    if sglang.placement == "auto":
-        return not sglang.urls and not trainer.async_steps
-    return sglang.placement == "colocated"
 
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -108,16 +69,12 @@ def processors() -> set[int]:
     return set(_before) or os.sched_getaffinity(0)
 
 
-def threads_per_rank(local_ranks: int) -> int:
-    """Return each rank's share, at least 1, of the physical cores that this process may use."""
+def own_cores(local_ranks: int = 0) -> int:
+    """Return a rank's share, at least 1, of the physical cores that this process may use; 0: ranks of this host."""
+    local_ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     allowed = len(processors())
     usable = min(psutil.cpu_count(logical=False) or allowed, allowed, _container_limit() or allowed)
     return max(1, usable // local_ranks)
-
-
-def own_cores() -> int:
-    """Return this rank's share of its host's cores, as `threads_per_rank`."""
-    return threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _container_limit() -> int | None:
@@ -161,15 +118,8 @@ def version_problems() -> Iterator[str]:
     """Yield a line for each installed package whose release is not allowed, with the fix."""
     for one in requirements():
         installed = installed_version(one.name)
-        if installed is None or is_allowed(one, installed):
-            continue
-        if one is TRANSFORMER_ENGINE:
-            fix = (
-                f"--no-build-isolation \"{one.name}[core_cu13,pytorch]{one.specifier}\"', or 'pip uninstall {one.name}"
-            )
-        else:
-            fix = f'"{one}"'
-        yield f"{one.name} {installed} is installed, which mega_rl does not run on; run 'pip install {fix}'"
+        if installed is not None and not is_allowed(one, installed):
+            yield f"{one.name} {installed} is installed, which mega_rl does not run on; run 'pip install \"{one}\"'"
 
 
 def is_allowed(required: Requirement, installed: str) -> bool:

@@ -29,7 +29,7 @@ Stream: TypeAlias = int | IO[bytes] | None
 Result = TypeVar("Result")
 
 DEVNULL, PIPE, STDOUT = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
+PR_SET_PDEATHSIG = 1
 KILL_S = 10.0  # from SIGKILL to the end; a process in a file system or a driver that does not answer takes longer
 POLL_S = 0.02
 
@@ -222,11 +222,6 @@ def die_with_parent(parent: int, number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(128 + number)
-
-
-def let_parent_trace() -> None:
-    """Let this process's parent, and its other children, read its stacks where the kernel (Yama) restricts it."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, os.getppid(), 0, 0, 0)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -7,22 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mega_rl.types import (
-    Draws,
-    EngineState,
-    Experience,
-    JsonObject,
-    Lesson,
-    Metrics,
-    Prompt,
-    Rewards,
-    Rollout,
-    TokenOutputs,
-)
+from mega_rl.types import Draws, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.types import LossOutput as LossOutput
 
 if TYPE_CHECKING:
     from mega_rl.algorithms.statistics import Sequences
+    from mega_rl.parallel.boxes import EngineState
 
 Batch = TypeVar("Batch", Rollout, Experience)
 
@@ -197,21 +187,6 @@ class RankState(Protocol):
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Restore the tensors of `state` of this rank; None when the layout has changed since; collective."""
-
-
-class CheckpointStore(Protocol):
-    """Store of everything a run needs to resume. All methods are collective."""
-
-    def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
-        """Begin to write models, optimizers and `state` after `step` steps, with the step's metrics."""
-
-    def save_in_memory(self, step: int, state: JsonObject) -> None:
-        """Write the same into the hosts' memory; complete when it returns."""
-
-    def poll(self) -> Metrics:
-        """Return metrics of the saves that ended; like `finish`, raises for a failure that ends the run."""
-
-    def finish(self) -> None: ...
 
 
 class MetricsSink(Protocol):

@@ -1,5 +1,5 @@
 # Environments next to .venv's own packages: each is a folder that only the programs of its tests see.
-.PHONY: bench-environment sglang te peers kubernetes ray linters browser bubblewrap site
+.PHONY: bench-environment sglang te peers kubernetes ray linters bubblewrap site
 
 $(VENV)/.installed-bench $(VENV)/.installed-docs: $(VENV)/.installed-%: $(STAMP)
 	@$(call INSTALL,.[$*])
@@ -47,18 +47,6 @@ $(VENV)/.installed-sglang: mega_rl/rollout/sglang/requirements-cpu.txt | $(STAMP
 	then echo "SGLang on CPUs is for Linux with a CPU build of torch: not installed"; \
 	else echo "installing SGLang for CPUs"; $(call INSTALL_APART,$<,$(VENV)/sglang); fi
 	@touch $@
-
-# A Chromium for tests of pages that people open in a browser, by apt-get, as root; without one those tests are skipped.
-CHROMIUM := chromium-headless-shell
-GET_CHROMIUM := timeout 90 apt-get install -y -qq --no-install-recommends $(CHROMIUM)
-browser:
-	@for name in $(CHROMIUM) chromium chromium-browser google-chrome; do \
-		if command -v $$name >/dev/null 2>&1; then exit 0; fi; done; \
-	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; \
-	then echo "no Chromium, and no root with apt-get to install one: tests of pages are skipped"; exit 0; fi; \
-	echo "installing $(CHROMIUM)"; \
-	$(GET_CHROMIUM) >/dev/null 2>&1 || { timeout 60 apt-get update -qq && $(GET_CHROMIUM); } >/dev/null 2>&1 || \
-	echo "$(CHROMIUM) could not be installed: tests of pages are skipped"
 
 # bubblewrap for tests of the sandbox, by apt-get, as root; without one those tests are skipped.
 GET_BUBBLEWRAP := timeout 90 apt-get install -y -qq --no-install-recommends bubblewrap

@@ -1,4 +1,4 @@
-"""Measure the package's structure. `python -m tests.house` prints the measures next to those before and budgets.
+"""Measure the package's structure. `python -m tests.house` prints the measures next to their ceilings.
 
 `--lower` writes lower ceilings to house_ceilings.json, where a measure has fallen.
 
@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 PACKAGE = Path(__file__).parents[1] / "mega_rl"
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
@@ -35,33 +34,7 @@ TICS = re.compile(
     r"\b(alone|goes? on|going on|beside|likewise|so many|at the most|of its own|under way|by right"
     r"|Return what|Yield what)\b"
 )
-BEFORE = Path(__file__).with_name("house_before.json")  # measures before the house was rebuilt, on 2026-11-26
 CEILINGS = Path(__file__).with_name("house_ceilings.json")  # measures that may only fall
-# Budgets in lines: area -> (most lines, folders and files of the area, before and after the moves).
-BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "rollout": (6400, ("rollout",)),
-    "converters": (5900, ("converters",)),
-    "verify": (4200, ("verify",)),
-    "rewards and sandbox": (3300, (
-        "rewards", "sandbox", "workers/reward", "workers/scoring", "workers/code", "workers/answers.py",
-        "assemble/rewards.py", "trainer/assemble/rewards.py",
-    )),
-    "trainer, roles, assembly": (4600, ("trainer", "workers")),
-    "checkpoint and storage": (4800, ("checkpoint", "storage", "converters/safetensors", "disk.py", "untrusted.py")),
-    "config": (3200, ("config",)),
-    "operations": (4200, ("operations", "launcher", "health", "tracking/health", "schedulers", "cli/launch")),
-    "plan": (2400, ("plan",)),
-    "engines, models, ddp, parallel, accelerator": (
-        9600, ("engines", "models", "ddp", "parallel", "accelerator"),
-    ),
-    "cli": (2100, ("cli",)),
-    "data, hub, datafiles": (2900, ("data/", "hub", "datafiles")),
-    "tracking": (2900, ("tracking", "metrics", "progress", "report", "records")),
-    "algorithms": (2000, ("algorithms",)),
-    "preflight": (700, ("preflight", "plan/preflight")),
-    "quickstart and bench": (1400, ("cli/quickstart", "verify/learn")),
-    "single files": (1100, ("",)),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,8 +65,6 @@ class House:
     any_annotations: int
     type_ignores: int
     broad_excepts: int
-    public_functions: int
-    documented_functions: int
     nodes: dict[str, int]  # of the syntax tree, by file
     classes: dict[str, str]  # "dataclass", "protocol", "named tuple" or "class", by "folder/file.py: Class"
     imports: dict[str, frozenset[str]]  # files of the package that each file imports
@@ -135,15 +106,6 @@ class House:
             sums[name.split("/")[0] if "/" in name else "."] += value
         return dict(sums)
 
-    def of_areas(self) -> dict[str, int]:
-        """Return the lines of each area of BUDGETS; a file belongs to the area with the longest matching prefix."""
-        prefixes = {prefix: area for area, (_, own) in BUDGETS.items() for prefix in own}
-        sums: Counter[str] = Counter()
-        for name, lines in self.files.items():
-            fitting = [prefix for prefix in prefixes if name.startswith(prefix) and (prefix or "/" not in name)]
-            sums[prefixes[max(fitting, key=len)]] += lines
-        return dict(sums)
-
     @property
     def package_lines(self) -> int:
         """Return the lines of all files."""
@@ -176,8 +138,6 @@ def measure(package: Path = PACKAGE) -> House:
                 functions.append(_function(name, node))
                 if _takes_config(node):
                     config_takers.append(f"{name}: {node.name}")
-                counts["public"] += not node.name.startswith("_")
-                counts["documented"] += not node.name.startswith("_") and ast.get_docstring(node) is not None
             elif isinstance(node, ast.ClassDef):
                 methods[f"{name}: {node.name}"] = sum(isinstance(one, _FUNCTIONS) for one in node.body)
                 class_names[node.name].append(name)
@@ -202,8 +162,6 @@ def measure(package: Path = PACKAGE) -> House:
         any_annotations=counts["any"],
         type_ignores=counts["ignores"],
         broad_excepts=counts["broad"],
-        public_functions=counts["public"],
-        documented_functions=counts["documented"],
         nodes={name: len(nodes) for name, nodes in trees.items()},
         classes={f"{name}: {node.name}": _kind(node) for name, node in _classes(trees)},
         imports={name: frozenset(_imported(nodes, name, package.name, trees)) for name, nodes in trees.items()},
@@ -414,46 +372,6 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def numbers(house: House) -> dict[str, float]:
-    """Return the measures that the table compares, by name."""
-    lengths = sorted(lines for lines in house.files.values() if lines)
-    of_functions = sorted(function.lines for function in house.functions)
-    kinds = Counter(house.classes.values())
-    kloc = house.package_lines / 1000
-    return {
-        "lines": house.package_lines,
-        "nodes of the syntax tree": house.package_nodes,
-        "files": len(house.files),
-        "top-level folders": len(house.of_top_folders(house.files)) - 1,
-        "folders": len(house.folders),
-        "lines of a file: median": median(lengths),
-        "lines of a file: 90 % have at most": lengths[len(lengths) * 9 // 10],
-        "lines of a file: most": lengths[-1],
-        "lines of a function: median": median(of_functions),
-        "lines of a function: most": of_functions[-1],
-        "functions": len(of_functions),
-        "classes": len(house.classes),
-        "dataclasses and named tuples": kinds["dataclass"] + kinds["named tuple"],
-        "protocols": kinds["protocol"],
-        "files per 1,000 lines": round(house.files_per_kloc, 2),
-        "functions per 1,000 lines": round(len(of_functions) / kloc, 1),
-        "classes per 1,000 lines": round(house.classes_per_kloc, 2),
-        "modules below 60 lines with one importer": len(house.slivers),
-        "modules that import more than 25 of the package": sum(len(own) > 25 for own in house.imports.values()),
-        "dataclasses that work and have more than 12 fields": sum(n > 12 for n in house.busy_dataclasses.values()),
-        "most wrappers around one protocol": max(map(len, house.wrappers.values()), default=0),
-        "functions of more than 8 parameters": sum(function.parameters > 8 for function in house.functions),
-        "modules that read the environment": len(house.environment_readers),
-        "lazy imports of the package itself": house.own_lazy_imports,
-        "comments that begin with of, that, where": house.dangling_comments,
-        "words that plain English avoids": house.tics,
-        "docstrings with a first line over 16 words": house.long_headlines,
-        "lines of tests": _lines(PACKAGE.parent / "tests", "*.py"),
-        "words of docs": sum(len(path.read_text("utf-8").split()) for path in (PACKAGE.parent / "docs").rglob("*.md")),
-        **{f"area: {area}": lines for area, lines in house.of_areas().items()},
-    }
-
-
 def ceilings(house: House) -> dict[str, float]:
     """Return the measures that may only fall, by name."""
     return {
@@ -473,38 +391,6 @@ def ceilings(house: House) -> dict[str, float]:
     }
 
 
-# At most this much, by the name of the measure.
-LIMITS: dict[str, float] = {
-    "lines": 60_000,
-    "top-level folders": 17,
-    "files per 1,000 lines": 6,
-    "classes per 1,000 lines": 8,
-    "lines of a file: most": 600,
-    "lines of a function: most": 60,
-    "modules that import more than 25 of the package": 0,
-    "dataclasses that work and have more than 12 fields": 0,
-    "most wrappers around one protocol": 3,
-    "lines of tests": 68_000,
-    "words of docs": 45_000,
-    **{f"area: {area}": budget for area, (budget, _) in BUDGETS.items()},
-}
-
-
-def table(now: Mapping[str, float], before: Mapping[str, float]) -> list[str]:
-    """Return a line for each measure: before, now, budget, and a mark where the budget is exceeded."""
-    rows: list[tuple[str, ...]] = [("measure", "before", "now", "at most", "")]
-    for name in dict.fromkeys((*now, *before)):
-        limit = LIMITS.get(name)
-        values = [f"{value:,g}" if value is not None else "" for value in (before.get(name), now.get(name), limit)]
-        rows.append((name, *values, "over" if limit is not None and now.get(name, 0) > limit else ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _lines(folder: Path, pattern: str) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in folder.rglob(pattern))
-
-
 def lowered(old: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
     """Return the ceilings of every measure that still exists, each at most as high as before."""
     return {name: min(value, old.get(name, value)) for name, value in sorted(now.items())}
@@ -512,7 +398,8 @@ def lowered(old: Mapping[str, float], now: Mapping[str, float]) -> dict[str, flo
 
 if __name__ == "__main__":
     house = measure()
-    print("\n".join(table(numbers(house), json.loads(BEFORE.read_text("utf-8")))))
+    limits = json.loads(CEILINGS.read_text("utf-8"))
+    print("\n".join(f"{name}: {value:g} of {limits.get(name, 0):g}" for name, value in ceilings(house).items()))
     if "--lower" in sys.argv:
-        limits = lowered(json.loads(CEILINGS.read_text("utf-8")), ceilings(house))
+        limits = lowered(limits, ceilings(house))
         CEILINGS.write_text(json.dumps(limits, indent=1) + "\n", encoding="utf-8")

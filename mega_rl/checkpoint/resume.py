@@ -25,10 +25,9 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, DTYPES
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.parallel.agreement import all_failures, failure_of, first_failure, run_on_one
-from mega_rl.parallel.boxes import intersection, whole, within
+from mega_rl.parallel.boxes import Box, Piece, intersection, whole, within
 from mega_rl.protocols import Ranks
 from mega_rl.tracking import progress
-from mega_rl.types import Box, Piece
 from mega_rl.untrusted import limited
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from mega_rl import __version__
 from mega_rl.errors import UserError
-from mega_rl.parallel.boxes import whole
+from mega_rl.parallel.boxes import Piece, whole
 from mega_rl.parallel.groups import random_tracker
 from mega_rl.protocols import Ranks, RankState, StatefulModel
-from mega_rl.types import JsonObject, Metrics, Piece
+from mega_rl.types import JsonObject, Metrics
 
 TRACKED = "tracked/"  # prefix of the names of Megatron-Core's states
 

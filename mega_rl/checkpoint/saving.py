@@ -25,9 +25,9 @@ from mega_rl.checkpoint.format.manifest import WholeTensor
 from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, missing_elements, order, overlap, write_shard
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, as_bytes
 from mega_rl.disk import SaveError
-from mega_rl.parallel.accelerator.transfer import HostMemory
+from mega_rl.parallel.accelerator.base import HostMemory
+from mega_rl.parallel.boxes import Piece
 from mega_rl.processes import Running
-from mega_rl.types import Piece
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.25  # between two polls for records
 ALIGNMENT = 64  # bytes of a cache line, more than any dtype needs

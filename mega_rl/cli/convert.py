@@ -6,16 +6,17 @@ Every verb runs in one process on a CPU; under torchrun the ranks share the work
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+import yaml
 
 from mega_rl.cli.options import Json, LayoutOptions, checkpoint, with_options
 from mega_rl.cli.output import SHOWN, Commands, is_main, names_line, show, showing
-from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.errors import UserError, UserErrors, in_units
@@ -24,8 +25,6 @@ from mega_rl.parallel.layout import ParallelLayout
 if TYPE_CHECKING:
     from mega_rl.converters.offline.compare import Comparison, Verification
     from mega_rl.verify.twin import Parity
-
-EXIT_DIFFERS = 1
 
 app = Commands(name="convert", help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.")
 
@@ -70,7 +69,7 @@ def inspect(
                 "parameters": len(opened.tensors),
                 "elements": sum(math.prod(t.shape) for t in opened.tensors.values()),
             }
-        show(facts, (f"{name:<10}  {value}" for name, value in facts.items()), as_json=as_json)
+        show(facts, _as_yaml(facts), as_json=as_json)
         return
     sharding = _sharding(path, layout, head=head, mtp=mtp)
     from mega_rl.converters.offline.compare import describe, describe_config
@@ -85,7 +84,7 @@ def inspect(
             sharding, description = describe(reader, sharding)
     facts = {"kind": kind, "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(description)}
     facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k != "raw"}
-    show(facts, _description_lines(facts), as_json=as_json)
+    show(facts, _as_yaml(facts), as_json=as_json)
     if description.problems:
         raise typer.Exit(UserError.exit_code)
 
@@ -186,7 +185,7 @@ def verify(
     facts = {"equal": good, **dataclasses.asdict(report), "comparison": comparison, "logits": logits_facts}
     show(facts, _verification_lines(report, parity, good=good), as_json=as_json)
     if not good:
-        raise typer.Exit(EXIT_DIFFERS)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -203,7 +202,7 @@ def diff(
         comparison = compare_checkpoints(first, second, allow_missing=allow_missing or ())
     show(_comparison_facts(comparison), _comparison_lines(comparison), as_json=as_json)
     if not comparison.equal:
-        raise typer.Exit(EXIT_DIFFERS)
+        raise typer.Exit(1)
 
 
 def _sharding(
@@ -224,6 +223,11 @@ def _is_hf(path: Path) -> bool:
     return not any((path / name).is_file() for name in ("mega_rl.json", ".metadata", "COMMIT"))
 
 
+def _as_yaml(facts: dict[str, Any]) -> list[str]:
+    plain = json.loads(json.dumps(facts))
+    return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=120).splitlines()
+
+
 def show_report(target: Path, report: Any, *, as_json: bool) -> None:
     """Print what a conversion wrote to `target`."""
     facts = {"target": str(target), **dataclasses.asdict(report)}
@@ -235,33 +239,6 @@ def show_report(target: Path, report: Any, *, as_json: bool) -> None:
     for label in ("ignored", "absent", "kept"):
         lines += names_line(label, facts[label])
     show(facts, lines, as_json=as_json)
-
-
-def _description_lines(facts: dict[str, Any]) -> Iterator[str]:
-    yield (
-        f"{facts['family']}: {facts['num_params']:,} elements in {facts['num_tensors']:,} tensors, "
-        f"{in_units(facts['nbytes'])}" + (" (by config.json; no weights are here)" if facts["kind"] == "config" else "")
-    )
-    yield "dtypes: " + ", ".join(f"{name} ({count})" for name, count in facts["dtypes"].items())
-    usual = {field.name: field.default for field in dataclasses.fields(HFConfig)}
-    shown = {k: v for k, v in facts["architecture"].items() if k != "family" and v != usual.get(k)}
-    yield "architecture:"
-    width = max(map(len, shown))
-    yield from (f"  {name:<{width}}  {_brief(value)}" for name, value in shown.items())
-    yield f"layout {facts['layout']}, weights of each rank in the checkpoint's type:"
-    for stage in facts["stages"]:
-        weights = f"{stage['params']:,} elements, {in_units(stage['nbytes'])}"
-        yield f"  pp_rank {stage['pp_rank']}: layers {', '.join(stage['layers'])}: {weights}"
-    for label in ("missing", "unexpected", "mis_shaped", "contradicting", "ignored"):
-        yield from names_line(label, facts[label])
-
-
-def _brief(value: Any) -> str:
-    """Return a value on one line; flags per layer as their count."""
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {_brief(v)}" for k, v in value.items() if v is not None)
-    is_flags = isinstance(value, (tuple, list)) and value and all(isinstance(v, bool) for v in value)
-    return f"{sum(value)} of {len(value)}" if is_flags else str(value)
 
 
 def _verification_lines(verification: Verification, parity: Parity | None, *, good: bool) -> Iterator[str]:

@@ -1,20 +1,15 @@
-"""Report of `mega-rl doctor` on this machine: versions, devices, optional packages; `--require` is a smoke test."""
+"""Report of `mega-rl doctor` on this machine: versions, devices, what works; `--require` is a smoke test."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import mega_rl
-from mega_rl.environment import (
-    installed_version,
-    requirements,
-    version_problems,
-)
+from mega_rl.environment import installed_version, requirements, version_problems
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.patches import patches
@@ -25,79 +20,36 @@ from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sgla
 CORE = ("torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets", "math-verify", "psutil")
 # Errors of importing a package that is absent, was built against another torch, or misses a library of the system.
 DOES_NOT_LOAD = (ImportError, OSError, RuntimeError, AttributeError)
-# (distribution, module that packages of the same name by others do not have, replacement) of optional packages.
-OPTIONAL = (
-    ("transformer-engine", "transformer_engine.pytorch", "local layers on torch operators"),
-    # The apex of the package index is another project; NVIDIA's has optimizers and comes with its containers.
-    ("apex", "apex.optimizers", "torch's AdamW and unfused kernels"),
-    # The beta of FlashAttention 4 leaves a folder flash_attn without this module.
-    ("flash-attn", "flash_attn.flash_attn_interface", "torch's scaled_dot_product_attention"),
-    ("wandb", "wandb", "metrics.jsonl and TensorBoard"),
-    ("mlflow-skinny", "mlflow", "metrics.jsonl and TensorBoard"),
-    ("swanlab", "swanlab", "metrics.jsonl and TensorBoard"),
-)
+INSTEAD = {
+    "cuda": "the CPU, with gloo between ranks",
+    "te": "local layers on torch operators",
+    "apex": "torch's AdamW and unfused kernels",
+    "flash-attn": "torch's scaled_dot_product_attention",
+    "sglang": "the embedded Hugging Face rollout engine",
+    **dict.fromkeys(("wandb", "mlflow", "swanlab"), "metrics.jsonl and TensorBoard"),
+}
 
 
 def report() -> Iterator[str]:
-    """Yield the lines of the report, section by section."""
-    yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield f"mega_rl              {mega_rl.__version__}"
-    for name in CORE:
-        yield f"{name:<20} {installed_version(name) or f'MISSING: run {_how_to_install(name)}'}"
-    yield from (
-        f"{'NOT SUPPORTED':<20} {problem}" for problem in (*version_problems(), megatron_core.problem()) if problem
-    )
-    yield ""
-    yield from _devices()
-    yield ""
-    for name, module, instead in OPTIONAL:
-        is_here = is_importable(module)
-        yield f"{name:<20} {installed_version(name) or 'found' if is_here else f'not found; used instead: {instead}'}"
-    yield _sglang_line()
-    yield f"{'sandbox':<20} {_no_sandbox() or 'bubblewrap works: programs can be run for rewards'}"
-    yield ""
-    if not _no_cuda():
-        yield "Megatron-Core runs unpatched."
-    elif not megatron_core.problem():
-        release = megatron_core.installed_release()
-        yield f"{len(patches(release))} patches of Megatron-Core {release.series}, which make it run without CUDA"
-
-
-def _how_to_install(name: str) -> str:
-    """Return the command that installs a package which mega_rl requires."""
-    declared = next((str(one) for one in requirements() if one.name == name), name)
-    return f'pip install "{declared}"'
-
-
-def is_importable(module: str) -> bool:
-    """Return whether a module could be imported; imports its parent packages to look inside."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except DOES_NOT_LOAD:
-        return False
-
-
-def _sglang_line() -> str:
-    installation = find_sglang()
-    if installation is None:
-        status = f"not found; used instead: the embedded Hugging Face rollout engine ({how_to_install()})"
-    else:
-        where = "beside the rest" if installation.folder is None else f"for CPUs, in {installation.folder}"
-        problem = _no_sglang()
-        status = f"{installation.version}, {where}" + (f"; LACKS: {problem}" if problem else "")
-    return f"{'sglang':<20} {status}"
-
-
-def _devices() -> Iterator[str]:
+    """Yield the lines of the report: versions, devices, and each requirement with what takes its place."""
     import torch
 
+    yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield f"mega_rl              {mega_rl.__version__}"
+    for name in (*CORE, "transformer-engine", "flash-attn", "ray"):
+        yield f"{name:<20} {installed_version(name) or 'not installed'}"
     yield f"cpu                  {os.cpu_count()} cores"
-    if not torch.cuda.is_available():
-        yield "cuda                 no device; used instead: the CPU, with gloo between ranks"
-        return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         yield f"cuda:{index:<15} {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    yield ""
+    for name, check in REQUIREMENTS.items():
+        reason = check()
+        instead = f"; used instead: {INSTEAD[name]}" if name in INSTEAD else ""
+        yield f"{name:<20} " + ("works" if reason is None else f"no: {reason}{instead}")
+    if _no_cuda() and not megatron_core.problem():
+        series = megatron_core.installed_series()
+        yield f"{len(patches(series))} patches of Megatron-Core {series}, which make it run without CUDA"
 
 
 def missing(names: Sequence[str]) -> Iterator[str]:
@@ -113,9 +65,10 @@ def missing(names: Sequence[str]) -> Iterator[str]:
 
 
 def _no_core() -> str | None:
-    absent = [name for name in CORE if installed_version(name) is None]
-    lines = [f"{name} is not installed; run {_how_to_install(name)}" for name in absent]
-    return "; ".join([*lines, *version_problems()]) or None
+    absent = {name for name in CORE if installed_version(name) is None}
+    declared = [str(one) for one in requirements() if one.name in absent] or sorted(absent)
+    fixes = [f"pip install {' '.join(map(repr, declared))}"] if absent else []
+    return "; ".join([*fixes, *version_problems()]) or None
 
 
 def _no_cuda() -> str | None:
@@ -155,8 +108,8 @@ def _does_not_load(module: str) -> str | None:
     return None
 
 
-# Name of `--require` -> check that returns the reason why it is missing. Unlike the report, which answers fast, a check
-# imports what it can: a compiled package that is installed may still not load.
+# Name of `--require` -> check that returns the reason why it is missing. A check imports what it can: a compiled
+# package that is installed may still not load.
 REQUIREMENTS: Mapping[str, Callable[[], str | None]] = {
     "core": _no_core,
     "torch": partial(_does_not_load, "torch"),

@@ -1,4 +1,4 @@
-"""`mega-rl report`, `plot` and `doctor`: runs as a page or a picture; and this machine."""
+"""`mega-rl report`, `plot`, `doctor`, `recipes` and `plan`: runs as a page or a picture, this machine, recipes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Annotated
 import typer
 
 from mega_rl import disk
+from mega_rl.cli.options import Json, Overrides, Recipe
+from mega_rl.cli.output import Commands, show
+from mega_rl.config import packaged
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.cause import overview
+from mega_rl.plan import report as planned
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.plot import plot_runs
 from mega_rl.tracking.report.content import page_of, read_runs
@@ -79,7 +83,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """List versions, devices and optional packages, and what is used where one is missing; or look at a run.
+    """List versions and devices, what works here, and what is used where something does not; or look at a run.
 
     With --run the exit code is 1 if the run's last end was a hang or a failure.
     """
@@ -99,3 +103,58 @@ def doctor(
         raise typer.Exit(1 if lines else 0)
     for line in machine.report():
         typer.echo(line)
+
+
+recipes = Commands(name="recipes", help="List and show the recipes that come with the package.")
+
+
+@recipes.callback(invoke_without_command=True)
+def _commands(context: typer.Context) -> None:
+    """List and show the recipes that come with the package; without a command: list them."""
+    if context.invoked_subcommand is None:
+        list_()
+
+
+@recipes.command("list")
+def list_() -> None:
+    """Show the name of every packaged recipe and its first sentence."""
+    for name in packaged.names():
+        typer.echo(f"{name:<28}{packaged.summary(packaged.file_of(name))}")
+
+
+@recipes.command("show")
+def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a packaged recipe.")]) -> None:
+    """Print a packaged recipe."""
+    typer.echo(packaged.file_of(name).read_text(encoding="utf-8"), nl=False)
+
+
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=0, max=4096, help="Ranks of the run; default: the fewest its layout allows.")
+    ] = 0,
+    gpu_memory: Annotated[
+        str, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, as 80G; default: of the GPUs here.")
+    ] = "",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of one host.")] = 8,
+    layers: Annotated[
+        str, typer.Option("--layers", help="Whose layers engine.megatron.transformer_impl=auto is: auto, te or local.")
+    ] = "auto",
+    search: Annotated[
+        bool, typer.Option("--search", help="Propose layouts of these GPUs that fit, least work first.")
+    ] = False,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="KIND", help="Expected time of a step on a100, h100, h200 or b200, too.")
+    ] = "",
+    server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Say whether a run fits its GPUs, from config.json and its recipe: memory by phase, and what to change.
+
+    With --gpu the expected time of a step, too. Nothing is started and no weight is read. Weights, gradients and
+    optimizer state are exact; activations and caches are those of the longest sequences.
+    """
+    machine = planned.read_machine(gpus, gpus_per_node, gpu=gpu, gpu_memory=gpu_memory, layers=layers)
+    made = planned.plan_recipe(recipe, overrides or [], machine, searched=search, gpu=gpu, server_ranks=server_gpus)
+    show(planned.as_json(made) if as_json else {}, planned.as_text(made), as_json=as_json)

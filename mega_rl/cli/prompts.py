@@ -20,7 +20,7 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.data.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
 from mega_rl.data.order import shares_of
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.preflight import check_data, check_validation
+from mega_rl.plan.preflight import check_data
 from mega_rl.plan.setup import smallest_world
 from mega_rl.tracking.progress import printable
 from mega_rl.trainer.assemble.data import Tokens, load_data, load_data_source, read_tokens, with_length
@@ -73,7 +73,7 @@ def _inputs(recipe: Path, overrides: Sequence[str]) -> tuple[Config, Tokens, int
     config = fetch(config, data, admit=lambda _: None) if data else config
     folder = checkpoint_folder(config.model.path, label="model.path", weights=False)
     config = with_settings(config, {"model.path": str(folder)})
-    if problems := [*check_data(config.data), *check_validation(config.validation, config.data)]:
+    if problems := list(check_data(config)):
         raise UserErrors(problems)
     return config, read_tokens(config, is_writer=False), read_hf_config(folder).vocab_size
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mega_rl.config.keys import FIELDS, TAGGED, value_of
 from mega_rl.config.schema import Config
@@ -21,6 +21,7 @@ from mega_rl.errors import UserError
 
 # a class whose fields are settings, or a function
 Registered = type | Callable[..., object]
+Own = TypeVar("Own", bound=Registered)
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,17 @@ class Choice:
             return OwnKind(name, given)
         return kind(**settings_of(kind, given, self.key, problems, lambda setting: self._unknown(kind, setting)))
 
-    def register(self, name: str, chosen_by_it: Registered) -> None:
-        """Let a recipe choose this class or function by name. Raises UserError for a name that is taken or none."""
+    def register(self, name: str) -> Callable[[Own], Own]:
+        """Return a decorator by which a recipe may name a class or function. Raises UserError: no name, or taken."""
         if not name.isidentifier() or name in self.builtin:
             reason = "is a built-in one" if name in self.builtin else "is no name: letters, digits and _"
             raise UserError(f"{self.key}: {shown(name)} {reason}; take another name")
-        self.registered[name] = chosen_by_it
+
+        def decorate(own: Own) -> Own:
+            self.registered[name] = own
+            return own
+
+        return decorate
 
     def needs(self, config: Config, need: str) -> bool:
         """Return a class variable of the chosen class; False if it has none, or if its file fails to import."""

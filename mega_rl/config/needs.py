@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from mega_rl.config.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.keys import SECTIONS, TAGGED, keys_below, open_ended, value_of
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, RolloutConfig, TrainerConfig
 from mega_rl.config.schema.rollout import runs_code
 
 # Setting with a value -> keys that are read only then; a section stands for all keys in it.
@@ -187,6 +187,14 @@ def models_take_turns(config: Config, *, colocated: bool) -> bool:
     wanted = config.engine.resident_roles
     movable = not (config.engine.backend == "fsdp" and config.engine.fsdp.cpu_offload)
     return has_several_models(config) and movable and (wanted == "one" or (wanted == "auto" and colocated))
+
+
+def shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
+    """Return whether servers are placed on the trainer's devices if it trains on GPUs."""
+    sglang = rollout.sglang
+    if sglang.placement == "auto":
+        return not sglang.urls and not trainer.async_steps
+    return sglang.placement == "colocated"
 
 
 def may_have_parts(config: Config) -> bool:

@@ -6,7 +6,7 @@ Nothing here knows a file format or a family's name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -90,10 +90,6 @@ class Moe:
     num_groups: int | None = None  # experts are chosen from the best `topk_groups` of so many groups
     topk_groups: int | None = None
     router_bias: bool = False  # the router's linear has a bias
-
-    def with_shared(self, ffn_hidden_size: int, *, gate: bool = False) -> Moe:
-        """The same mixture with shared experts of this width together."""
-        return replace(self, shared_ffn_hidden_size=ffn_hidden_size, shared_gate=gate)
 
 
 @dataclass(frozen=True)
@@ -195,6 +191,7 @@ class HFConfig:
         }
         return frozenset(name for name, on in named.items() if on)
 
-    def is_moe(self, layer: int) -> bool:
-        """Return whether a layer's MLP is a mixture of experts; those of multi-token prediction are like the last."""
-        return self.moe is not None and self.moe.layers[min(layer, self.num_layers - 1)]
+
+def is_moe(hf: HFConfig, layer: int) -> bool:
+    """Return whether a layer's MLP is a mixture of experts; those of multi-token prediction are like the last."""
+    return hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]

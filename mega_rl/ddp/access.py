@@ -1,8 +1,11 @@
-"""Access to a model's chunks under any data-parallel wrapper: models, weights and memory."""
+"""Access to a model's chunks under any data-parallel wrapper: models, weights, their names, freezing, and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,13 @@ from torch.distributed.tensor import DTensor
 from mega_rl.ddp import megatron_fsdp
 from mega_rl.ddp.bucket_groups import finish_param_sync
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
+from mega_rl.errors import UserError
+from mega_rl.protocols import Ranks
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.)")
+# One expert's weights: a module of its own, or a parameter of a grouped matrix product.
+_EXPERT = re.compile(r"(?<=\.experts\.)(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 class Whole:
@@ -127,3 +137,67 @@ def _of_dtensor(parameter: DTensor, dtype: torch.dtype) -> Whole:
 def _local(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def freeze(named: Iterable[tuple[str, torch.nn.Parameter]], patterns: Sequence[str], *, everyone: Ranks) -> None:
+    """Take the weights that a pattern names out of training; collective over the ranks of the model.
+
+    Patterns are those of the shell. What is frozen before the model is wrapped for data parallelism has neither
+    gradient nor optimizer state.
+
+    Raises UserError: on all ranks alike, a pattern names no weight of the model, or nothing is left to train.
+    """
+    parameters = list(named)
+    matches = [[fnmatchcase(name, pattern) for name, _ in parameters] for pattern in patterns]
+    frozen = {i for row in matches for i, matched in enumerate(row) if matched}
+    flags = [any(row) for row in matches] + [len(frozen) < len(parameters)]
+    *used, trains = everyone.max(torch.tensor(flags, dtype=torch.int64)).tolist()
+    idle = [pattern for pattern, matches_any in zip(patterns, used, strict=True) if not matches_any]
+    if idle:
+        raise UserError(
+            f"model.frozen={idle}: no weight of the model has such a name; names are like "
+            f"{', '.join(name for name, _ in parameters[:3])}"
+        )
+    if not trains:
+        raise UserError(f"model.frozen={list(patterns)} freezes every weight: nothing is left to train")
+    for i in frozen:
+        parameters[i][1].requires_grad_(False)
+
+
+def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield (name, parameter) by Megatron-Core's names, which do not depend on the layout here.
+
+    Layers and experts are numbered over the whole model from 0 ("decoder.layers.3.mlp.experts.local_experts.7..."),
+    and the last stage's copy of a tied embedding has the embedding's name.
+    """
+    for chunk in chunks:
+        layers = chunk.decoder.layers
+        first = layers[0].layer_number - 1 if len(layers) else 0
+        ep = chunk.pg_collection.ep
+        first_expert = ep.rank() * ((chunk.config.num_moe_experts or 0) // ep.size())
+        for name, parameter in chunk.named_parameters():
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = EMBEDDING
+            name = _LAYER.sub(partial(_shifted, by=first), name)
+            yield _EXPERT.sub(partial(_shifted, by=first_expert), name), parameter
+
+
+def _shifted(match: re.Match[str], *, by: int) -> str:
+    """Return the matched (text, number) with `by` added to the number."""
+    return f"{match[1]}{int(match[2]) + by}"
+
+
+def let_gradients_through(chunk: GPTModel) -> None:
+    """Make a frozen embedding's output require a gradient where layers behind it are recomputed.
+
+    A recomputed block takes part in the backward only if one of its inputs requires a gradient; otherwise its own
+    weights would get none.
+    """
+    if chunk.config.recompute_granularity is None or not chunk.pre_process:
+        return
+    if not any(parameter.requires_grad for parameter in chunk.embedding.parameters()):
+        chunk.embedding.register_forward_hook(_require_grad)
+
+
+def _require_grad(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -107,14 +107,11 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             gradients *= bucket.gradient_scaling_factor
         op = dist.ReduceOp.AVG if self.ddp_config.average_in_collective else dist.ReduceOp.SUM
         if whole:
-            reduction = all_reduce_fp32(
-                gradients, group=self.group, op=op, across=self.across, async_op=True, scratch=self.scratch
-            )
-        else:
-            own = shard_buffer(gradients, self.group.size())[self.group.rank()]
-            reduction = reduce_scatter_fp32(
-                own, gradients, group=self.group, op=op, across=self.across, async_op=True, scratch=self.scratch
-            )
+            return all_reduce_fp32(gradients, group=self.group, op=op, across=self.across, scratch=self.scratch)
+        own = shard_buffer(gradients, self.group.size())[self.group.rank()]
+        reduction = reduce_scatter_fp32(
+            own, gradients, group=self.group, op=op, across=self.across, async_op=True, scratch=self.scratch
+        )
         assert reduction is not None
         return reduction
 

@@ -199,20 +199,15 @@ def all_reduce_fp32(
     group: ProcessGroup,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     across: ProcessGroup | None = None,
-    async_op: bool = False,
     scratch: Scratch | None = None,
-) -> Reduction | None:
-    """All-reduce in place with FP32 sums: the result of `reduce_scatter_fp32` on every rank; any number of elements."""
+) -> Reduction:
+    """Start an all-reduce in place: the result of `reduce_scatter_fp32` on every rank; any number of elements."""
     ranks, count = group.size(), tensor.numel()
     size = -(-count // ranks)
     shards = [tensor[min(rank * size, count) : min((rank + 1) * size, count)] for rank in range(ranks)]
     own = shards[group.rank()]
     pieces = _exchange(own, tensor, shards, group=group, op=op, across=across, scratch=scratch)
-    reduction = Reduction(pieces, shards, group)
-    if async_op:
-        return reduction
-    reduction.wait()
-    return None
+    return Reduction(pieces, shards, group)
 
 
 def broadcast_shards(shards: Sequence[Tensor], *, group: ProcessGroup) -> Works:
@@ -270,32 +265,9 @@ def _post(
     ranks, count = group.size(), out.numel()
     if ranks == 1:
         return _Piece(None, parts[0].unsqueeze(0), out, divisor, across, scratch)
-    if ranks == 2 and out.device.type == "cpu":
-        return _post_to_peer(parts, out, group=group, scratch=scratch, divisor=divisor, across=across)
     sizes = [part.numel() for part in parts]
     received = scratch.lend(ranks * count, like=input)
     if packed:
         input = torch.cat(list(parts), out=scratch.lend(sum(sizes), like=input))
     work = dist.all_to_all_single(received, input, [count] * ranks, sizes, group=group, async_op=True)
     return _Piece(work, received.view(ranks, count), out, divisor, across, scratch)
-
-
-def _post_to_peer(
-    parts: Sequence[Tensor],
-    out: Tensor,
-    *,
-    group: ProcessGroup,
-    scratch: Scratch,
-    divisor: int,
-    across: ProcessGroup | None,
-) -> _Piece:
-    """Exchange as `_post` between two ranks, without a copy of the rank's own half of the bucket."""
-    own = group.rank()
-    peer = 1 - own
-    received, sent = scratch.lend(out.numel(), like=out), parts[peer]
-    into, outof = [0, 0], [0, 0]
-    into[peer], outof[peer] = received.numel(), sent.numel()
-    work = dist.all_to_all_single(received, sent, into, outof, group=group, async_op=True)
-    rows = [parts[own], parts[own]]
-    rows[peer] = received
-    return _Piece(work, rows, out, divisor, across, scratch)

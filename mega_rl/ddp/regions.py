@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mega_rl.errors import UserError
-from mega_rl.types import Box
+from mega_rl.parallel.boxes import Box
 
 
 @dataclass(frozen=True)

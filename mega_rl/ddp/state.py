@@ -31,8 +31,7 @@ from mega_rl.ddp.access import unwrapped
 from mega_rl.ddp.optimizer import Trained, parts, trained_parameters
 from mega_rl.ddp.regions import Region, find_regions
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
-from mega_rl.parallel.boxes import flat_boxes, intersection, moved, within
-from mega_rl.types import Box, Piece
+from mega_rl.parallel.boxes import Box, Piece, flat_boxes, intersection, moved, within
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

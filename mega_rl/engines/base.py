@@ -6,9 +6,11 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mega_rl.config.needs import Role
 from mega_rl.config.schema import EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig
@@ -16,13 +18,17 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.live.export import ModelPlace, export_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
+from mega_rl.data.packing import MicroBatch
 from mega_rl.engines.microbatches import Batching
-from mega_rl.engines.models.attention_choice import Attention
+from mega_rl.engines.models.specs import Attention
 from mega_rl.engines.offload import PartsOffload, chosen_parts
+from mega_rl.parallel.boxes import EngineState
 from mega_rl.parallel.comm import ranks_of
+from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
+from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Engine
-from mega_rl.types import EngineState, IdRanges
+from mega_rl.types import IdRanges, Lesson, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,46 @@ class ModelEngine(Engine):
         """
         options = SaveOptions(dtype=self.export_dtype, overwrite=True)
         save_hf(self.whole_chunks(), directory, source=source, place=self.place, options=options)
+
+    def token_outputs(
+        self,
+        logits: Tensor,
+        micro: MicroBatch,
+        *,
+        group: ProcessGroup | None,
+        with_entropy: bool,
+        lesson: Lesson | None = None,
+        kept: Tensor | None = None,
+    ) -> TokenOutputs:
+        """Return outputs for `micro.targets`, shaped like them, of logits [n, V / tp], or values [n, 1]; collective.
+
+        micro: on the device. group: tensor parallel, if logits are cut. kept: [n] flat positions of the logits; None:
+        all, in order. With a `lesson` of the micro-batch outputs have the divergence from a teacher.
+        """
+        shape, targets = micro.targets.shape, micro.targets.flatten()
+        if self.sharding.head == "value":
+            return TokenOutputs(values=logits.view(shape).float())
+        vocab_size, temperature = self.sharding.hf.vocab_size, self.temperature
+        how: dict[str, Any] = {"group": group, "vocab_size": vocab_size, "temperature": temperature}
+        targets = targets if kept is None else targets[kept]
+        hide(logits, self.hidden_tokens, first=0 if group is None else group.rank() * logits.shape[1])
+        results: tuple[Tensor | None, ...]
+        if lesson is None:
+            results = vocab_parallel_logprobs_entropy(logits, targets, with_entropy=with_entropy, **how)
+        else:
+            assert micro.hidden is not None, "the lesson is of another pipeline stage"
+            assert lesson.weight is not None, "the lesson is of another pipeline stage"
+            teacher = TeacherHead(micro.hidden, lesson.weight, lesson.beta, self.hidden_tokens)
+            columns = VocabColumns.of(logits, targets, **how)
+            results = vocab_parallel_divergence(logits, targets, teacher, columns=columns, with_entropy=with_entropy)
+
+        def placed(values: Tensor) -> Tensor:
+            if kept is not None:
+                values = values.new_zeros(micro.targets.numel()).index_put((kept,), values)
+            return values.view(shape)
+
+        names = ("logprobs", "entropy", "divergence")
+        return TokenOutputs(**{n: placed(v) for n, v in zip(names, results, strict=False) if v is not None})
 
     def is_offloaded(self, part: str) -> bool:
         return self._memory.is_off(part)

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer import TransformerConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mega_rl.config.needs import RequestedAttention, Role
-from mega_rl.config.schema import MicrobatchConfig
+from mega_rl.config.schema import MoeConfig
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.converters.plan.sharding import Head, Spec
+from mega_rl.converters.live.load import load_hf
+from mega_rl.converters.plan.sharding import Head, Sharding, Spec
+from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
+from mega_rl.ddp.optimizer import build_optimizer
+from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
-from mega_rl.engines.fsdp.build import build_fsdp_engine
-from mega_rl.engines.megatron.build import build_megatron_engine
+from mega_rl.engines.fsdp import FSDPEngine, build_adam
+from mega_rl.engines.fsdp_model import shard, sharded_parameters, skeleton, use_fp32_head
+from mega_rl.engines.fsdp_weights import load_rows
+from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.engines.microbatches import Batching
-from mega_rl.engines.models.attention_choice import choose_attention
-from mega_rl.engines.models.specs import choose_transformer_impl
+from mega_rl.engines.models.build import DTYPES, build_chunks, fuse_weight_gradients, transformer_config
+from mega_rl.engines.models.heads import use_fp32_logits
+from mega_rl.engines.models.routing import Routing
+from mega_rl.engines.models.specs import check_experts, choose_attention, choose_transformer_impl
 from mega_rl.parallel.accelerator import Accelerator
+from mega_rl.parallel.comm import SingleRank, ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.tracking import progress
 
@@ -61,22 +78,145 @@ def build_engine(
     Raises UserError: the model cannot run as the settings ask.
     """
     log.info("%s: building the model of %s", model.name, model.path)
-    build = build_fsdp_engine if model.impl == "hf" else build_megatron_engine
+    build = _build_fsdp if model.impl == "hf" else _build_megatron
+    layout, microbatch = groups.layout, settings.microbatch
+    common: dict[str, Any] = {
+        "name": model.name,
+        "sharding": Sharding(model.hf, layout, spec=model.impl, head=model.head),
+        "groups": groups,
+        "batching": Batching(
+            packing=microbatch.packing,
+            max_tokens=microbatch.max_tokens,
+            micro_batch_size=microbatch.size,
+            # Tensor and context parallelism cut sequences.
+            pad_to_multiple=(layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1),
+            count_multiple=layout.pp if layout.vpp > 1 else 1,
+            same_shapes=layout.pp > 1,
+            cp_rank=groups.coordinates.cp_rank,
+            cp_size=layout.cp,
+        ),
+        "device": accelerator.device,
+        "attention": model.attention,
+        "temperature": settings.temperature,
+        "hidden_tokens": settings.hidden_tokens,
+        "export_bucket_bytes": settings.export_bucket_bytes,
+    }
     with progress.phase(f"{model.name}: building the model"):
-        batching = _batching(settings.microbatch, groups)
-        return build(model, settings=settings, groups=groups, accelerator=accelerator, batching=batching)
+        return build(model, settings, accelerator, common)
 
 
-def _batching(microbatch: MicrobatchConfig, groups: Groups) -> Batching:
-    """Return how rows become micro-batches on this rank: in lengths that tensor and context parallelism can cut."""
-    layout = groups.layout
-    return Batching(
-        packing=microbatch.packing,
-        max_tokens=microbatch.max_tokens,
-        micro_batch_size=microbatch.size,
-        pad_to_multiple=(layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1),
-        count_multiple=layout.pp if layout.vpp > 1 else 1,
-        same_shapes=layout.pp > 1,
-        cp_rank=groups.coordinates.cp_rank,
-        cp_size=layout.cp,
+def _build_megatron(
+    request: ModelRequest, settings: EngineSettings, accelerator: Accelerator, common: dict[str, Any]
+) -> MegatronEngine:
+    """Return the model on this rank's part of the layout; common: fields of every engine."""
+    hf, megatron, groups, sharding = request.hf, settings.engine.megatron, common["groups"], common["sharding"]
+    check_experts(request.impl, hf, moe=megatron.moe, model=settings.model)
+    model_config = transformer_config(
+        hf,
+        layout=groups.layout,
+        model=settings.model,
+        megatron=megatron,
+        deterministic=settings.deterministic,
+        attention=request.attention,
+        device_overrides=accelerator.transformer_config_overrides(),
     )
+    chunks = build_chunks(
+        hf,
+        config=model_config,
+        groups=groups,
+        head=request.head,
+        impl=request.impl,
+        padded_vocab=sharding.vocab,
+        device=accelerator.device,
+        experts_apart=megatron.ddp.name == "ddp",
+    )
+    if settings.model.fp32_head and request.head == "lm":
+        use_fp32_logits(chunks)
+    with progress.phase(f"{request.name}: reading the weights"):
+        report = load_hf(chunks, request.path, sharding=sharding, coordinates=groups.coordinates)
+    log.info("%s: read %s", request.name, report)
+    routing: Routing | None = None
+    if hf.moe is not None:
+        # Choices are the actor's: a critic has other weights, and nothing is learnt of a reference.
+        record = megatron.moe.routing_replay and request.trainable and request.head == "lm"
+        moe = megatron.moe if request.trainable else MoeConfig()
+        routing = Routing(chunks, hf.moe, settings=moe, record=record, groups=groups)
+    optimizer: MegatronOptimizer | None = None
+    if request.trainable:
+        chunks, optimizer = _trainable(chunks, model_config=model_config, settings=settings, groups=groups)
+    return MegatronEngine(chunks=chunks, optimizer=optimizer, config=model_config, routing=routing, **common)
+
+
+def _trainable(
+    chunks: list[GPTModel], *, model_config: TransformerConfig, settings: EngineSettings, groups: Groups
+) -> tuple[list[Any], MegatronOptimizer]:
+    """Freeze what the config names, wrap the chunks for data parallelism, and return them with their optimizer."""
+    megatron = settings.engine.megatron
+    freeze(named_parameters(chunks), settings.model.frozen, everyone=ranks_of(groups.world))
+    for chunk in chunks:
+        let_gradients_through(chunk)
+        if megatron.ddp.name != "torch_fsdp2":  # which has no `main_grad`
+            fuse_weight_gradients(chunk)
+    wrapped = wrap_chunks(
+        chunks,
+        config=model_config,
+        ddp=megatron.ddp,
+        distributed_optimizer=megatron.optimizer.distributed,
+        collection=groups.collection,
+    )
+    optimizer = build_optimizer(
+        wrapped,
+        optim=settings.optim,
+        placement=megatron.optimizer,
+        bf16=settings.model.dtype == "bf16",
+        collection=groups.collection,
+        implementation=megatron.ddp.name,
+    )
+    return wrapped, optimizer
+
+
+def _build_fsdp(
+    request: ModelRequest, settings: EngineSettings, accelerator: Accelerator, common: dict[str, Any]
+) -> FSDPEngine:
+    """Return this rank's share of the model; common: fields of every engine."""
+    fsdp, device, dtype = settings.engine.fsdp, accelerator.device, DTYPES[settings.model.dtype]
+    model, transformers_model = skeleton(request.path, head=request.head, attention=request.attention)
+    if request.trainable:
+        freeze(model.named_parameters(), settings.model.frozen, everyone=SingleRank())
+    else:
+        model.requires_grad_(False)
+    scratch = shard(
+        model,
+        transformers_model,
+        mesh=_mesh(common["groups"], fsdp.shard_ranks, device.type, timeout_s=settings.timeout_s),
+        device=device,
+        dtype=dtype,
+        settings=fsdp,
+        recompute=request.trainable and settings.model.recompute == "full",
+    )
+    if settings.model.fp32_head and request.head == "lm":
+        use_fp32_head(transformers_model)
+    with progress.phase(f"{request.name}: reading the weights"):
+        report = load_rows(model, request.path, sharding=common["sharding"])
+    log.info("%s: read %s", request.name, report)
+    return FSDPEngine(
+        model=model,
+        optimizer=build_adam(sharded_parameters(model).values(), settings.optim) if request.trainable else None,
+        dtype=dtype,
+        scratch=scratch,
+        clip_grad=settings.optim.clip_grad,
+        reduce_every_microbatch=fsdp.reduce_every_microbatch,
+        keep_gathered=not fsdp.reshard_after_forward,
+        **common,
+    )
+
+
+def _mesh(groups: Groups, shard_ranks: int, device_type: str, *, timeout_s: float) -> DeviceMesh:
+    """Return all ranks as a mesh; with `shard_ranks` (0: all) replicas of that many ranks."""
+    world = groups.dp.size()
+    if shard_ranks in (0, world):
+        return DeviceMesh.from_group(groups.dp, device_type)
+    mesh = init_device_mesh(device_type, (world // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():  # made with torch's own deadline
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return mesh

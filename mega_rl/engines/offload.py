@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.accelerator.transfer import HostMemory
+from mega_rl.parallel.accelerator.base import HostMemory
 
 _ALIGNMENT = 64  # bytes, of a storage's place on the host: more than any dtype asks for
 

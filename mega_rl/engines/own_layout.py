@@ -17,55 +17,15 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mega_rl.data.minibatches import partition_balanced
 from mega_rl.data.packing import MicroBatch, token_places
 from mega_rl.engines.base import ModelEngine
-from mega_rl.parallel.accelerator.transfer import send
+from mega_rl.parallel.accelerator.base import send
 from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.groups import current
 from mega_rl.protocols import ModelPasses
 from mega_rl.types import Experience, Lesson, Rollout, TokenOutputs
-
-
-@dataclass(frozen=True)
-class RowRequests:
-    """Rows of `width` elements that the ranks of a group hold between them.
-
-    Of a row travel its number, 8 bytes, and its elements, from one owner to each rank that asks.
-    """
-
-    group: ProcessGroup
-    width: int
-    dtype: torch.dtype
-
-    def fetch(self, numbers: Tensor, owners: Tensor, serve: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return row `numbers[i]` of rank `owners[i]`, [n, width], where the group's tensors travel; collective.
-
-        numbers and owners: [n] int64 on the host; n may differ between ranks and be 0. serve: gets the numbers that
-        others ask this rank for, [m] int64 on the host, m may be 0, and returns the rows, [m, width] on any device.
-        """
-        assert numbers.shape == owners.shape, f"{tuple(numbers.shape)} rows of {tuple(owners.shape)} owners"
-        on_gpu = dist.get_backend(self.group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        order = owners.argsort(stable=True)
-        sent = torch.bincount(owners, minlength=self.group.size())
-        received = torch.empty_like(sent).to(device)
-        dist.all_to_all_single(received, sent.to(device), group=self.group)
-        ours, theirs = sent.tolist(), received.tolist()
-        asked = torch.empty(sum(theirs), dtype=torch.int64, device=device)
-        dist.all_to_all_single(asked, numbers[order].to(device), theirs, ours, group=self.group)
-        rows = serve(asked.cpu())
-        expected = (len(asked), self.width)
-        assert (rows.shape, rows.dtype) == (expected, self.dtype), f"{tuple(rows.shape)} {rows.dtype} for {expected}"
-        # Bytes, because not every backend carries every dtype.
-        answer = rows.to(device).contiguous().view(torch.uint8)
-        arrived = torch.empty(len(numbers), self.width * self.dtype.itemsize, dtype=torch.uint8, device=device)
-        dist.all_to_all_single(arrived, answer, ours, theirs, group=self.group)
-        result = torch.empty(len(numbers), self.width, dtype=self.dtype, device=device)
-        result[order.to(device)] = arrived.view(self.dtype)
-        return result
-
 
 PROJECTION_ROUND = 64 << 20  # bytes of the projection that a rank receives at once
 _SENT = ("tokens", "loss_mask", "prompt_lengths", "lengths")  # fields that a frozen model reads
@@ -112,12 +72,12 @@ class OwnLayout:
         assert ours.layout.world_size == theirs.layout.world_size, "the layouts have the same ranks"
         self._replicas, self._students = GroupRanks(ours.dp), GroupRanks(theirs.dp)
         self._world = GroupRanks(ours.world)
-        self._requests = RowRequests(ours.world, self.engine.sharding.hf.hidden_size, self.dtype)
+        self._width = self.engine.sharding.hf.hidden_size
         self._student_is_last = theirs.coordinates.pp_rank == theirs.layout.pp - 1
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         recut = self._recut(batch)
-        with self.engine.groups.current():
+        with current(self.engine.groups):
             logprobs = self.model.forward(recut.share).logprobs
         assert logprobs is not None
         gathered = self._replicas.gather_tensordict(TensorDict({"logprobs": logprobs}, len(logprobs)))["logprobs"]
@@ -133,7 +93,7 @@ class OwnLayout:
         Each round moves those of one micro-batch of every student.
         """
         recut = self._recut(minibatch)
-        with self.engine.groups.current():
+        with current(self.engine.groups):
             lesson = self.model.teach(recut.share)
         index, holders = self._places(recut, has_hidden=bool(lesson.hidden))
         if self._projection is None:
@@ -194,8 +154,8 @@ class OwnLayout:
         asked = numbers[wanted]
         # The nearest of the copies that tensor parallelism keeps: they are asked about equally often.
         owners = holders[asked] + self.engine.groups.coordinates.tp_rank
-        received = self._requests.fetch(asked, owners, serve)
-        hidden = torch.zeros(len(numbers) if self._student_is_last else 0, self._requests.width, dtype=self.dtype)
+        received = self._fetch(asked, owners, serve)
+        hidden = torch.zeros(len(numbers) if self._student_is_last else 0, self._width, dtype=self.dtype)
         hidden[wanted[: len(hidden)]] = received.cpu()
         return hidden
 
@@ -205,7 +165,7 @@ class OwnLayout:
         position = index[asked]
         assert not len(asked) or int(position.min()) >= 0, "another rank has these tokens"
         part = torch.bucketize(position, ends, right=True)
-        rows = torch.empty(len(asked), self._requests.width, dtype=self.dtype)
+        rows = torch.empty(len(asked), self._width, dtype=self.dtype)
         for number in part.unique().tolist():
             chosen = part == number
             rows[chosen] = hidden[number][position[chosen] - (ends[number] - len(hidden[number]))]
@@ -223,13 +183,37 @@ class OwnLayout:
         numbers = torch.arange(first, max(first, end))
         # Of the copies that data and context parallelism keep the one at this rank's place on the last stage.
         stage = (layout.pp - 1) * layout.stage_size + self._world.rank % layout.stage_size - at.tp_rank
-        rows = torch.empty(0, self._requests.width, dtype=self.dtype) if weight is None else weight
-        result = torch.zeros(count, self._requests.width, dtype=self.dtype)
-        per_round = max(1, PROJECTION_ROUND // (self._requests.width * self.dtype.itemsize))
+        rows = torch.empty(0, self._width, dtype=self.dtype) if weight is None else weight
+        result = torch.zeros(count, self._width, dtype=self.dtype)
+        per_round = max(1, PROJECTION_ROUND // (self._width * self.dtype.itemsize))
         for start in range(0, count, per_round):
             asked = numbers[start : start + per_round]
-            received = self._requests.fetch(
-                asked % held, stage + asked // held, lambda local: rows[local.to(rows.device)]
-            )
+            received = self._fetch(asked % held, stage + asked // held, lambda local: rows[local.to(rows.device)])
             result[start : start + len(asked)] = received.cpu()
         return result.pin_memory() if self.student.device.type == "cuda" else result
+
+    def _fetch(self, numbers: Tensor, owners: Tensor, serve: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return row `numbers[i]` of world rank `owners[i]`, [n, H], where the world's tensors travel; collective.
+
+        Of a row travel its number, 8 bytes, and its elements. numbers and owners: [n] int64 on the host; n may differ
+        between ranks and be 0. serve: gets the numbers that others ask this rank for, [m] int64 on the host, m may be
+        0, and returns the rows, [m, H] on any device.
+        """
+        group, width, device = self._world.group, self._width, self._world.device
+        order = owners.argsort(stable=True)
+        sent = torch.bincount(owners, minlength=group.size())
+        received = torch.empty_like(sent).to(device)
+        dist.all_to_all_single(received, sent.to(device), group=group)
+        ours, theirs = sent.tolist(), received.tolist()
+        asked = torch.empty(sum(theirs), dtype=torch.int64, device=device)
+        dist.all_to_all_single(asked, numbers[order].to(device), theirs, ours, group=group)
+        rows = serve(asked.cpu())
+        expected = (len(asked), width)
+        assert (rows.shape, rows.dtype) == (expected, self.dtype), f"{tuple(rows.shape)} {rows.dtype} for {expected}"
+        # Bytes, because not every backend carries every dtype.
+        answer = rows.to(device).contiguous().view(torch.uint8)
+        arrived = torch.empty(len(numbers), width * self.dtype.itemsize, dtype=torch.uint8, device=device)
+        dist.all_to_all_single(arrived, answer, ours, theirs, group=group)
+        result = torch.empty(len(numbers), width, dtype=self.dtype, device=device)
+        result[order.to(device)] = arrived.view(self.dtype)
+        return result

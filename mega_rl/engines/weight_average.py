@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator.norms import squared_norm
-from mega_rl.parallel.boxes import intersection, within
+from mega_rl.parallel.accelerator.base import squared_norm
+from mega_rl.parallel.boxes import Box, EngineState, Piece, intersection, within
 from mega_rl.protocols import Ranks, StatefulModel
-from mega_rl.types import Box, EngineState, Piece
 
 WEIGHTS, AVERAGE = "weights/", "average/"  # prefixes of pieces
 SLAB = 1 << 24  # elements whose difference is in memory at a time

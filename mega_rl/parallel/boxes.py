@@ -1,11 +1,40 @@
-"""Boxes of tensors: how the same elements lie in differently cut ones. Plain arithmetic, no torch."""
+"""Boxes of tensors: how the same elements lie in differently cut ones; pieces of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
-from mega_rl.types import Box
+from torch import Tensor
+
+
+class Box(NamedTuple):
+    """A box of elements of a tensor: `offset[i] <= index[i] < offset[i] + shape[i]`; () and () for a scalar."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a checkpoint's tensor, the same under every layout: its owner saves `data`, every holder loads it."""
+
+    name: str  # of the whole tensor: "actor/exp_avg/decoder.layers.3.mlp.linear_fc2.weight"
+    global_shape: tuple[int, ...]
+    box: Box  # where in the whole
+    data: Tensor  # [*box.shape] of any device and strides, a view of live memory
+    owned: bool  # whether this rank writes it; over all ranks the owned pieces cover every element exactly once
+    resizable: bool = False  # the whole's first dimension is padded by a layout's needs: loading takes what there is
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """State that an engine needs to resume as if it had never stopped."""
+
+    pieces: list[Piece]
+    numbers: dict[str, int | float]  # equal on all ranks, as JSON carries them: {"optimizer_steps": 12}
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -79,7 +79,7 @@ class GroupRanks:
         self.rank = group.rank()
         self.size = group.size()
         on_gpu = dist.get_backend(group) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over the group, as a new tensor."""
@@ -127,7 +127,7 @@ class GroupRanks:
         received = {}
         for name, tensor in parts.tensors.items():
             length = max(one["lengths"].get(name, 0) for one in messages)
-            received[name] = _broadcast_rows(tensor.detach(), counts, length, group=self.group, device=self._device).to(
+            received[name] = _broadcast_rows(tensor.detach(), counts, length, group=self.group, device=self.device).to(
                 tensor.device
             )
         return parts.joined(received, messages)
@@ -150,13 +150,13 @@ class GroupRanks:
 
     def _exchange_counts(self, counts: list[int]) -> list[int]:
         """Return the number of rows that each rank sends here; `counts` are those that this rank sends to each."""
-        sent = torch.tensor(counts, dtype=torch.int64, device=self._device)
+        sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return [int(count) for count in received.tolist()]
 
     def _send(self, rows: Tensor, counts: list[int], received_counts: list[int]) -> Tensor:
-        sent = rows.to(self._device).contiguous()
+        sent = rows.to(self.device).contiguous()
         as_bytes = sent.dtype in (torch.bool, torch.int16)  # not every backend carries these
         sent = sent.unsqueeze(-1).view(torch.uint8) if as_bytes else sent
         received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
@@ -177,7 +177,7 @@ class GroupRanks:
 
     def _travelling(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy on the group's device."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device).copy_(tensor.detach())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor.detach())
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -27,8 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_rl.parallel.fp32_linear import product
-from mega_rl.parallel.vocab import VocabColumns, hide, row_chunks, row_values, scaled_difference, write_gradient
+from mega_rl.parallel.vocab import (
+    VocabColumns,
+    hide,
+    product,
+    row_chunks,
+    row_values,
+    scaled_difference,
+    write_gradient,
+)
 from mega_rl.types import IdRanges
 
 
@@ -78,9 +85,8 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, local_targets: Tensor, teacher: TeacherHead, columns: VocabColumns, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        student = row_values(logits, local_targets, columns, with_entropy=with_entropy)
-        values = (student.maximum, student.log_sum, student.entropy)
-        normaliser = torch.empty_like(student.maximum)  # log of the teacher's sum of exponentials
+        logprobs, *values = row_values(logits, local_targets, columns, with_entropy=with_entropy)
+        normaliser = torch.empty_like(logprobs)  # log of the teacher's sum of exponentials
         sums = torch.zeros(2, len(logits), device=logits.device)
         for rows in row_chunks(len(logits), columns.chunk_rows):
             z = teacher.logits(rows, columns).mul_(columns.scale)
@@ -90,11 +96,11 @@ class _Divergence(torch.autograd.Function):
         if columns.group is not None:
             dist.all_reduce(sums, group=columns.group)
         if not with_entropy:
-            ctx.mark_non_differentiable(student.entropy)
+            ctx.mark_non_differentiable(values[-1])
         ctx.save_for_backward(logits, local_targets, *values, normaliser, sums[1])
         ctx.set_materialize_grads(False)
         ctx.teacher, ctx.columns = teacher, columns
-        return student.logprobs, student.entropy, sums[0]
+        return logprobs, values[-1], sums[0]
 
     @staticmethod
     def backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:

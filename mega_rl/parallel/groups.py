@@ -1,7 +1,7 @@
 """Process groups of layouts: built once, passed on as arguments, destroyed completely.
 
 The only file that reads `megatron.core.parallel_state`, whose globals name the groups of one layout at a time: those of
-`initialize`, and inside of `Groups.current` those of another one.
+`initialize`, and inside of `current` those of another one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -77,14 +77,13 @@ class Groups:
     host_world: ProcessGroup
     upstream: Mapping[str, object] = field(repr=False)  # Megatron-Core's globals of this layout
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Let Megatron-Core's globals name these groups inside, and afterwards again what they named before.
 
-        For building a model on groups of `another`, and for each of its passes.
-        """
-        with _upstream_is(self.upstream):
-            yield
+def current(groups: Groups) -> AbstractContextManager[None]:
+    """Let Megatron-Core's globals name these groups inside, and afterwards again the groups before.
+
+    For building a model on groups of `another`, and for each of its passes.
+    """
+    return _upstream_is(groups.upstream)
 
 
 _generation = itertools.count()
@@ -128,7 +127,7 @@ def initialize(
 def another(layout: ParallelLayout, groups: Groups, *, timeout_s: float) -> Groups:
     """Build the groups of another layout over the world of `groups`; collective, until `destroy`.
 
-    Megatron-Core's globals go on to name `groups`; see `Groups.current`. Every group fails a collective that does not
+    Megatron-Core's globals go on to name `groups`; see `current`. Every group fails a collective that does not
     end within `timeout_s` seconds.
 
     Raises UserError: the world has not `layout.world_size` ranks.

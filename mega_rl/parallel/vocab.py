@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy from logits that are split over the vocabulary, without a second [T, V] tensor.
+"""Log-probabilities and entropy of logits split over the vocabulary, and logits in float32 of bfloat16 weights.
 
 With z = (logits - m) / temperature, m the maximum of a token's logits, and Z = sum exp(z) over the vocabulary:
 
@@ -10,11 +10,16 @@ common maximum as [T] vectors, so each logit is read once and only [T] vectors t
 
 On a CUDA device with Triton, which torch for CUDA brings along, both passes over the logits are one kernel each
 (`vocab_kernels`). What this module does instead, in chunks of rows, is their reference.
+
+`fp32_linear` makes the logits of `model.fp32_head`: the product of two bfloat16 numbers is exact in float32, and what a
+bfloat16 head loses, it loses when it rounds the logits to 8 bits. A GPU would multiply the float32 gradient at a
+fraction of its speed. There the gradient is the sum of two bfloat16 parts, g = round(g) + round(g - round(g)) + error
+with |error| <= 2^-17 |g|, and two products of bfloat16 take the place of one of float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -31,6 +36,8 @@ try:
     from mega_rl.parallel import vocab_kernels
 except ModuleNotFoundError:  # of Triton
     vocab_kernels = None
+
+Collective = Callable[[Tensor], Tensor]
 
 HIDDEN = -1e30  # logit of a hidden token: its probability is 0, and 0 * logit is 0, as that of infinity is not
 # Elements of one float32 temporary. A CPU wants it in its cache, a GPU wants few and large kernels.
@@ -125,18 +132,14 @@ class VocabColumns:
         )
 
 
-@dataclass(frozen=True)
-class RowValues:
-    """Numbers of each row of logits over the whole vocabulary, [T] float32 each."""
+def row_values(
+    logits: Tensor, local_targets: Tensor, columns: VocabColumns, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (log-prob of the target, maximum, log_sum, entropy) of each row, [T] float32 each; two all-reduces.
 
-    maximum: Tensor
-    log_sum: Tensor  # of exp((logits - maximum) / temperature)
-    logprobs: Tensor  # of the targets
-    entropy: Tensor  # uninitialised where it was not asked for
-
-
-def row_values(logits: Tensor, local_targets: Tensor, columns: VocabColumns, *, with_entropy: bool) -> RowValues:
-    """Return the numbers of each row; two all-reduces. `local_targets` count from this rank's first column."""
+    log_sum: of exp((logits - maximum) / temperature) over the whole vocabulary. entropy: uninitialised where it was not
+    asked for. `local_targets` count from this rank's first column.
+    """
     kernels = _kernels(logits)
     if kernels is not None:
         maximum, sums = kernels.local_sums(
@@ -152,7 +155,7 @@ def row_values(logits: Tensor, local_targets: Tensor, columns: VocabColumns, *, 
         dist.all_reduce(sums, group=columns.group)
     log_sum = sums[0].log()
     entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.empty_like(log_sum)
-    return RowValues(maximum, log_sum, sums[1] - log_sum, entropy)
+    return sums[1] - log_sum, maximum, log_sum, entropy
 
 
 class _LogprobsEntropy(torch.autograd.Function):
@@ -167,13 +170,13 @@ class _LogprobsEntropy(torch.autograd.Function):
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows = row_values(logits, local_targets, columns, with_entropy=with_entropy)
+        logprobs, *values = row_values(logits, local_targets, columns, with_entropy=with_entropy)
         if not with_entropy:
-            ctx.mark_non_differentiable(rows.entropy)
-        ctx.save_for_backward(logits, local_targets, rows.maximum, rows.log_sum, rows.entropy)
+            ctx.mark_non_differentiable(values[-1])
+        ctx.save_for_backward(logits, local_targets, *values)
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.inplace = columns, inplace_backward
-        return rows.logprobs, rows.entropy
+        return logprobs, values[-1]
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -196,7 +199,7 @@ def write_gradient(
 ) -> None:
     """Write the gradient of rows of logits into `grad`, which may be the logits themselves; 0 on padding.
 
-    values: maximum, log_sum and entropy of `RowValues`. of_results: gradients of log-probs and entropies, [T] float32,
+    values: maximum, log_sum and entropy of `row_values`. of_results: gradients of log-probs and entropies, [T] float32,
     None where there is none.
     """
     grad_logprobs, grad_entropy = of_results
@@ -297,3 +300,73 @@ def _hits(local_targets: Tensor, columns: int) -> Tensor:
 def _inside(local_targets: Tensor, columns: int) -> Tensor:
     """Return targets clamped to valid column indices of this rank."""
     return local_targets.clamp(0, columns - 1)
+
+
+def fp32_linear(
+    hidden: Tensor, weight: Tensor, *, gather: Collective | None = None, reduce: Collective | None = None
+) -> Tensor:
+    """Return hidden @ weight.T as float32 [S, B, V] of hidden [S, B, H] and weight [V, H], both bfloat16.
+
+    Gradients are computed in float32 and rounded once, to the dtypes of `hidden` and `weight`. Only the two inputs are
+    kept for the backward.
+
+    gather: applied to `hidden` before the product, in both passes: the tokens of other ranks. None: none.
+    reduce: applied to the float32 gradient of what `gather` gave: the sum over ranks that hold other columns, this
+        rank's tokens of it where `gather` added some. None: the weight is whole.
+    """
+    return _Fp32Linear.apply(hidden, weight, gather, reduce)
+
+
+class _Fp32Linear(torch.autograd.Function):
+    """The map and its gradients; see `fp32_linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, gather: Collective | None, reduce: Collective | None
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.gather, ctx.reduce = gather, reduce
+        whole = hidden if gather is None else gather(hidden)
+        return product(whole.flatten(0, -2), weight.t()).view(*whole.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight = ctx.saved_tensors
+        of_hidden: Tensor | None = None
+        of_weight: Tensor | None = None
+        whole = hidden if ctx.gather is None or not ctx.needs_input_grad[1] else ctx.gather(hidden)
+        rows = whole.flatten(0, -2)
+        for part in parts(grad.flatten(0, -2), split=grad.is_cuda):
+            if ctx.needs_input_grad[0]:
+                of_hidden = _plus(of_hidden, product(part, weight))
+            if ctx.needs_input_grad[1]:
+                of_weight = _plus(of_weight, product(part.t(), rows))
+        if of_hidden is not None:
+            of_hidden = of_hidden.view(*grad.shape[:-1], weight.shape[1])
+            of_hidden = (of_hidden if ctx.reduce is None else ctx.reduce(of_hidden)).to(hidden.dtype)
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
+
+
+def parts(grad: Tensor, *, split: bool) -> Iterator[Tensor]:
+    """Yield tensors of bfloat16 whose sum is the float32 `grad` to 2^-17 of each element, or `grad` itself.
+
+    Both parts use the same memory: the second takes the place of the first.
+    """
+    if not split:
+        yield grad
+        return
+    part = grad.bfloat16()
+    yield part
+    yield torch.sub(grad, part, out=part)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right in float32, of matrices [M, K] and [K, N] of bfloat16 or float32."""
+    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _plus(total: Tensor | None, term: Tensor) -> Tensor:
+    """Return the sum of both, in the memory of `total` where there is one."""
+    return term if total is None else total.add_(term)

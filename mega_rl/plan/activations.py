@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from mega_rl.config.needs import requested_attention
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.architecture import HFConfig, is_moe
 from mega_rl.converters.plan.sharding import Head, Spec, padded_vocab_size
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.setup import PlannedModel, RunSetup
@@ -363,8 +363,8 @@ def _layers_of(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[Layer
     """Return the layers of all chunks of a pipeline rank."""
     layout, hf = setup.layout, model.hf
     numbers = [i for stage in range(layout.vpp) for i in layout.layers_of(pp_rank, hf.num_layers, stage)]
-    shapes = {moe: shape_of(setup, model, moe=moe) for moe in {hf.is_moe(i) for i in numbers}}
-    return [shapes[hf.is_moe(i)] for i in numbers]
+    shapes = {moe: shape_of(setup, model, moe=moe) for moe in {is_moe(hf, i) for i in numbers}}
+    return [shapes[is_moe(hf, i)] for i in numbers]
 
 
 def _kinds(layers: list[LayerShape]) -> list[LayerShape]:

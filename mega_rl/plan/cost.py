@@ -16,7 +16,7 @@ from math import ceil
 from typing import NamedTuple
 
 from mega_rl.config.needs import has_pass_for_old_logprobs, updates_of_a_batch
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.architecture import HFConfig, is_moe
 from mega_rl.converters.plan.sharding import padded_vocab_size
 from mega_rl.plan.activations import num_microbatches, recompute_of, tokens_of_longest
 from mega_rl.plan.memory import (
@@ -259,7 +259,7 @@ def _share_read(hf: HFConfig, tokens: int) -> float:
     """Return the share of the weights that so many tokens read: of experts only the chosen ones."""
     if hf.moe is None:
         return 1.0
-    layers = sum(hf.is_moe(i) for i in range(hf.num_layers))
+    layers = sum(is_moe(hf, i) for i in range(hf.num_layers))
     experts = 3 * hf.hidden_size * hf.moe.ffn_hidden_size * hf.moe.num_experts * layers / weight_bytes(hf, 1)
     unread = (1 - hf.moe.top_k / hf.moe.num_experts) ** tokens
     return 1 - experts * unread
@@ -440,7 +440,7 @@ def _stage_messages(setup: RunSetup, model: PlannedModel, pp_rank: int) -> Itera
     for chunk in range(layout.vpp):
         for place, number in enumerate(layout.layers_of(pp_rank, model.hf.num_layers, chunk)):
             full = recompute.mode == "full" and (not recompute.layers or place < recompute.layers)
-            for part, messages in stage.layer(moe=model.hf.is_moe(number)).items():
+            for part, messages in stage.layer(moe=is_moe(model.hf, number)).items():
                 repeats = full or recompute.selects(part)
                 yield from (each._replace(repeats=repeats) for each in messages)
     if pp_rank == layout.pp - 1:

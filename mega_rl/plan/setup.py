@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mega_rl.config.choices import has_reference, needs_critic
 from mega_rl.config.loader import load
-from mega_rl.config.needs import Role, models_take_turns
+from mega_rl.config.needs import Role, models_take_turns, shares_devices
 from mega_rl.config.rules import check
 from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
@@ -19,7 +19,6 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.hub.resolve import checkpoint_folder, checkpoint_paths
-from mega_rl.environment import shares_devices
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 

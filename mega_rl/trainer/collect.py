@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.data.order import StepOrder, SuccessRates
-from mega_rl.parallel.boxes import whole
+from mega_rl.parallel.boxes import EngineState, Piece, whole
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.rows import (
@@ -25,7 +25,7 @@ from mega_rl.trainer.rows import (
 )
 from mega_rl.trainer.step_metrics import part_metrics, rollout_metrics
 from mega_rl.trainer.validation import judged_values
-from mega_rl.types import EngineState, Metrics, Piece, Prompt, Rewards, Rollout
+from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 
 @dataclass(frozen=True)

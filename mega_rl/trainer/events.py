@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.losses import Correction, SampledTokens
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.schema import CheckpointConfig
-from mega_rl.protocols import CheckpointStore, MetricsSink, Ranks
+from mega_rl.protocols import MetricsSink, Ranks
 from mega_rl.tracking.metrics.records import to_json_value
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.policy_gradient import Evaluated
@@ -23,6 +23,9 @@ from mega_rl.trainer.rows import ReadResponse, Samples
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 from mega_rl.trainer.validation import Evaluation, SetOutcome, named
 from mega_rl.types import Experience, JsonObject, Rewards, Rollout, TokenOutputs, row_numbers
+
+if TYPE_CHECKING:
+    from mega_rl.checkpoint.store import RunCheckpoints
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ class Validate(Event):
 class SaveAndExport(Event):
     """Save and export when due; on a request to stop, save and end the run."""
 
-    checkpoints: CheckpointStore
+    checkpoints: RunCheckpoints
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
     state: Callable[[int], JsonObject]  # state of the loop's parts, given the steps done
     stop_requested: Callable[[], bool]  # collective

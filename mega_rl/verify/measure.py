@@ -27,14 +27,14 @@ from mega_rl.config.schema import (
     OptimConfig,
     RolloutConfig,
 )
-from mega_rl.ddp.frozen import named_parameters
+from mega_rl.ddp.access import named_parameters
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.build import build_engine, resolve_model
-from mega_rl.engines.fsdp.engine import FSDPEngine, local
-from mega_rl.engines.megatron.engine import MegatronEngine
+from mega_rl.engines.fsdp import FSDPEngine, local
+from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.parallel.accelerator.norms import distance, norm
+from mega_rl.parallel.accelerator.base import distance, norm
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.types import Experience, response_mask
 from mega_rl.untrusted import read_record

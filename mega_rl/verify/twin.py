@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig
-from mega_rl.converters.architecture import HFConfig, Moe
+from mega_rl.converters.architecture import HFConfig, Moe, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import DISK_LAYER
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
@@ -225,7 +225,7 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
 
 def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool]:
     """Return whether a layer has experts, and whether its attention has a window."""
-    return hf.is_moe(layer), hf.window is not None and hf.window.layers[layer]
+    return is_moe(hf, layer), hf.window is not None and hf.window.layers[layer]
 
 
 @dataclass(frozen=True)
@@ -306,13 +306,15 @@ def load_model(
     mtp: Literal["drop", "load"] = "drop",
 ) -> tuple[list[GPTModel], Sharding]:
     """Load a checkpoint into this rank's part of a Megatron-Core model; dtype: fp32, bf16."""
-    from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+    from mega_rl.engines.models.build import build_chunks, transformer_config
 
     hf = replace(read_hf_config(path), mtp=mtp)
     config = transformer_config(
         hf,
         layout=groups.layout,
-        settings=ModelSettings(ModelConfig(dtype=dtype), MegatronConfig(), deterministic=False),
+        model=ModelConfig(dtype=dtype),
+        megatron=MegatronConfig(),
+        deterministic=False,
         attention="sdpa",
         device_overrides=accelerator.transformer_config_overrides(),
     )

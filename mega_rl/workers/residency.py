@@ -23,8 +23,9 @@ import torch
 
 from mega_rl.config.needs import Role
 from mega_rl.parallel.accelerator import Accelerator
+from mega_rl.parallel.boxes import EngineState
 from mega_rl.protocols import Engine, Ranks, WeightSync
-from mega_rl.types import EngineState, Metrics
+from mega_rl.types import Metrics
 
 if TYPE_CHECKING:
     from mega_rl.rollout.sglang.server.memory import ServersMemory

@@ -81,7 +81,8 @@ class Run:
 @contextlib.contextmanager
 def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
     """Yield the engine of a case on the fake device; weights are as memory leaves them."""
-    from mega_rl.engines.megatron import build, engine
+    from mega_rl.engines import build
+    from mega_rl.engines import megatron as engine
     from mega_rl.parallel import groups as process_groups
     from mega_rl.parallel.accelerator import prepare
     from mega_rl.trainer.assemble import build_actor

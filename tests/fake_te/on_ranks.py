@@ -160,7 +160,7 @@ def _watched(function: Any, arguments: set[str]) -> Any:
 
 def _swapped_gate_and_up() -> Any:
     """Load the two halves of every MLP's first weight the wrong way round."""
-    from mega_rl.engines.megatron import build
+    from mega_rl.engines import build
 
     load = build.load_hf
 
@@ -194,7 +194,7 @@ def _other_scale() -> Any:
 
 def _one_sequence() -> Any:
     """Take a packed micro-batch for a single sequence."""
-    from mega_rl.engines.megatron import schedule
+    from mega_rl.engines import schedule
 
     make = schedule.te_sequences
 

@@ -21,7 +21,7 @@ def release() -> str:
 
 def missing() -> str | None:
     """Return why the tests of Transformer Engine cannot run here, or None."""
-    series = megatron_core.installed_release().series
+    series = megatron_core.installed_series()
     if series != MEGATRON:
         return f"transformer-engine {release()} is what Megatron-Core {MEGATRON} asks for, and this is {series}"
     if (FOLDER / f"transformer_engine-{release()}.dist-info").is_dir():

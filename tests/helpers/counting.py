@@ -74,11 +74,6 @@ class CollectiveRecorder(TorchDispatchMode):
         self.collectives.append(Collective(op, group.group_name, group.size(), sent[0].dtype, nbytes))
 
 
-def total_bytes(collectives: Sequence[Collective]) -> int:
-    """Bytes that leave the rank."""
-    return sum(collective.nbytes for collective in collectives if collective.sends)
-
-
 def _bytes(sent: Sequence[Tensor], group: ProcessGroup) -> int:
     return sum(tensor.nbytes for tensor in sent)
 

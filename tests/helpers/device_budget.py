@@ -16,7 +16,6 @@ import torch
 from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.server.process import ServerSettings
-from mega_rl.types import EngineState
 from tests.helpers.update_server import UpdateServer
 
 GIB = 1 << 30
@@ -54,38 +53,12 @@ class DeviceMemory:
 
 
 class BudgetEngine:
-    """An engine of which each device holds the same bytes; `offload` and `onload` move them.
-
-    `seen` lists its work, with the bytes by owner that the first device held then.
-    """
+    """An engine of which each device holds the same bytes; `offload` and `onload` move them."""
 
     def __init__(self, name: str, devices: Sequence[DeviceMemory], **parts: int) -> None:
         self.name, self.devices, self.sizes = name, devices, {part: parts.get(part, 0) for part in PARTS}
         self.here: set[str] = set()
-        self.seen: list[tuple[str, dict[str, int]]] = []
         self.onload()
-
-    def forward(self, batch: Any) -> Any:
-        assert "parameters" in self.here, f"{self.name} evaluates without its parameters"
-        self.note("evaluates")
-
-    def train_minibatch(self, minibatch: Any, loss: Any, *, lr: float, inspect: Any = None, lesson: Any = None) -> Any:
-        assert self.here == set(PARTS), f"{self.name} trains with no more than {self.here}"
-        self.note("trains")
-        return {}
-
-    def state(self) -> EngineState:
-        assert {"parameters", "optimizer"} <= self.here, f"{self.name} has no state here"
-        self.note("lists its state")
-        return EngineState([], {})
-
-    def on_host(self, state: EngineState) -> EngineState:
-        assert not self.here, f"{self.name} is not on the host"
-        return state
-
-    def note(self, event: str) -> None:
-        held = {owner: size for owner, size in self.devices[0].held.items() if size}
-        self.seen.append((f"{self.name} {event}", held))
 
     def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         chosen = dict(zip(PARTS, (parameters, gradients, optimizer), strict=True))
@@ -121,7 +94,6 @@ class BudgetServer(UpdateServer):
             raise RunError(f"{self.name}: Loaded weights leave no GPU memory for the KV cache")
         self.sizes = {"weights": [weights] * len(devices), "kv_cache": caches, "idle": [idle] * len(devices)}
         self.holds: set[str] = set()
-        self.deaths: list[str] = []
         for tag in self.sizes:
             self.take(tag)
 
@@ -151,7 +123,6 @@ class BudgetServer(UpdateServer):
                 for tag in body["tags"]:
                     self.take(tag)
             except OvercommitError as error:
-                self.deaths.append(str(error))
                 return 500, str(error)
         elif path.startswith("/update_weights_from"):
             assert "weights" in self.holds, "weights came to a server without memory for them"

@@ -21,7 +21,7 @@ prepare("cpu")
 for name in (
     "mega_rl.trainer.assemble",
     "mega_rl.engines.build",
-    "mega_rl.engines.megatron.engine",
+    "mega_rl.engines.megatron",
     "mega_rl.verify",
     "transformers.models.qwen3.modeling_qwen3",  # which transformers imports with the first model
 ):

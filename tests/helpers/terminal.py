@@ -13,7 +13,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\r")
@@ -70,19 +70,8 @@ class Recording:
         return "\n".join(lines)
 
 
-def record(
-    command: Sequence[str],
-    *,
-    columns: int = 100,
-    timeout_s: float = 600.0,
-    environment: Mapping[str, str] | None = None,
-    cwd: str | None = None,
-    react: Callable[[Recording, int], None] | None = None,
-) -> Recording:
-    """Run a command under a terminal of so many columns and record it; at the deadline it is ended.
-
-    react: called after each output with the recording so far and the terminal's descriptor, to which keys are written.
-    """
+def record(command: Sequence[str], *, columns: int, timeout_s: float) -> Recording:
+    """Run a command under a terminal of so many columns and record it; at the deadline it is ended."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     recording = Recording()
@@ -91,8 +80,7 @@ def record(
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        cwd=cwd,
-        env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
+        env={**os.environ, "TERM": "xterm-256color"},
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
@@ -106,8 +94,6 @@ def record(
                 break
             if data:
                 recording.chunks.append((time.monotonic() - recording.began, data))
-                if react is not None:
-                    react(recording, master)
             elif process.poll() is not None:
                 break
         else:

@@ -185,14 +185,16 @@ def differing_fields() -> dict[str, dict[str, Any]]:
     from mega_rl.parallel.accelerator import prepare
 
     prepare("cpu")
-    from mega_rl.engines.models.build import ModelSettings, transformer_config
+    from mega_rl.engines.models.build import transformer_config
 
     actual = {}
     for name, raw in TINY.items():
         config = transformer_config(
             parse_hf_config(raw),
             layout=LAYOUT,
-            settings=ModelSettings(ModelConfig(), MegatronConfig(), deterministic=False),
+            model=ModelConfig(),
+            megatron=MegatronConfig(),
+            deterministic=False,
             attention="sdpa",
             device_overrides={},
         )

@@ -104,14 +104,6 @@ def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
     assert (outside / "file").exists()
 
 
-def test_one_holder_at_a_time(tmp_path: Path) -> None:
-    first = disk.lock_file(tmp_path / "lock")
-    with pytest.raises(BlockingIOError):
-        disk.lock_file(tmp_path / "lock")
-    os.close(first)
-    os.close(disk.lock_file(tmp_path / "lock"))
-
-
 def test_removed_lock_file_is_taken_anew(tmp_path: Path) -> None:
     first = disk.lock_file(tmp_path / "lock")
     (tmp_path / "lock").unlink()
@@ -119,3 +111,11 @@ def test_removed_lock_file_is_taken_anew(tmp_path: Path) -> None:
     assert os.fstat(second).st_ino == (tmp_path / "lock").stat().st_ino != os.fstat(first).st_ino
     os.close(first)
     os.close(second)
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    first = disk.lock_file(tmp_path / "lock")
+    with pytest.raises(BlockingIOError):
+        disk.lock_file(tmp_path / "lock")
+    os.close(first)
+    os.close(disk.lock_file(tmp_path / "lock"))

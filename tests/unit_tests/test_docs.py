@@ -111,14 +111,6 @@ def test_every_document_is_linked() -> None:
     assert set(DOCUMENTS) - seen == set()
 
 
-def test_every_engine_has_a_page_and_a_column() -> None:
-    workers = ROOT / "docs" / "workers"
-    header = re.compile(r"^\| feature \| (.*?) \| \|$", flags=re.MULTILINE)
-    columns = set(header.findall((workers / "model_engine.md").read_text(encoding="utf-8")))
-    assert columns == {" | ".join(engines := FIELDS["engine.backend"].metadata["choices"])}
-    assert [engine for engine in engines if not (workers / f"{engine}_workers.md").is_file()] == []
-
-
 @documents
 def test_modules_and_files_exist(document: Path) -> None:
     text = EXECUTED.sub("", document.read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ BESIDE_SERVERS = {"NCCL_CUMEM_ENABLE": "0"}
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The process's environment, to be changed, in which the user has set nothing."""
-    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *environment.DETERMINISTIC)
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *accelerator.DETERMINISTIC)
     variables = {name: value for name, value in os.environ.items() if name not in names}
     monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(environment, "_set_by_run", set())
@@ -31,7 +31,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def variables_of(settings: list[str]) -> dict[str, str]:
     config = load(None, settings)
-    return environment.variables_of(config.engine, config.rollout, config.trainer)
+    return accelerator.variables_of(config.engine, config.rollout, config.trainer)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def variables_of(settings: list[str]) -> dict[str, str]:
         ([SERVERS, "rollout.sglang.placement=separate"], BESIDE_SERVERS),
         ([SERVERS, "trainer.async_steps=1"], BESIDE_SERVERS),
         ([SERVERS, "rollout.sglang.urls=[http://h:1]"], BESIDE_SERVERS),
-        (["trainer.deterministic=true"], environment.DETERMINISTIC),
+        (["trainer.deterministic=true"], accelerator.DETERMINISTIC),
     ],
 )
 def test_what_a_rank_on_a_gpu_is_given(settings: list[str], variables: dict[str, str]) -> None:
@@ -59,7 +59,7 @@ def test_servers_get_neither_what_the_run_has_set_nor_the_trainers_allocator(
     shell |= {"NCCL_ALGO": "Tree", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "MINE": "1"}
     shell |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert environment.use({"NCCL_ALGO": "Ring"}) == [], "what the user has set stays"
-    environment.use({**ORDERED, **environment.DETERMINISTIC})
+    environment.use({**ORDERED, **accelerator.DETERMINISTIC})
     given = server.environment(server.ServerSettings(tmp_path, device="cuda"), scratch=tmp_path, packages=None)
     assert given["MINE"] == "1"
     assert given["NCCL_ALGO"] == "Tree", "the user's own reaches servers, too"

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from tests.fault_campaign.faults import EarlyExit
 from tests.fault_campaign.judge import Judge
 from tests.fault_campaign.plan import cases
 from tests.fault_campaign.workers import Campaign, failed, in_order, read_verdicts
@@ -32,13 +31,6 @@ def test_a_line_that_was_cut_is_no_verdict(tmp_path: Path) -> None:
     lines = [json.dumps(failed(case, "it was stopped", 1.0).as_json()) for case in cases(0, 2)]
     results.write_text(lines[0] + "\n" + lines[1][:40])
     assert [verdict.number for verdict in read_verdicts(results)] == [0]
-
-
-def test_early_exits_are_drawn_with_every_code_on_one_rank_and_on_all() -> None:
-    drawn = [case.fault for case in cases(0, 30, kinds=("early exit",))]
-    assert {(fault.code == 0, fault.everywhere) for fault in drawn if isinstance(fault, EarlyExit)} == {
-        (zero, everywhere) for zero in (False, True) for everywhere in (False, True)
-    }
 
 
 def test_every_case_has_a_worker_and_those_of_a_cluster_have_one() -> None:

@@ -19,7 +19,6 @@ from mega_rl.cli import doctor
 from mega_rl.environment import TRANSFORMER_ENGINE
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
-from tests.release import cpu_image
 from tests.release.sources import ROOT
 
 DOCKER = ROOT / "docker"
@@ -87,7 +86,7 @@ def test_versions_of_the_cuda_image_are_those_of_the_package(project: dict[str, 
     (engine,) = [one for one in project["gpu"] if one.name == "transformer-engine"]
     assert argument("TE_VERSION") in TRANSFORMER_ENGINE.specifier
     assert argument("TE_VERSION") in engine.specifier
-    assert megatron_core.release_of(constraints["megatron-core"]) is not None
+    assert megatron_core.series_of(constraints["megatron-core"]) is not None
     of_megatron = [Requirement(text) for text in importlib.metadata.requires("megatron-core") or ()]
     if constraints["megatron-core"] == importlib.metadata.version("megatron-core"):
         bounds = [one.specifier for one in of_megatron if canonicalize_name(one.name) == "transformer-engine"]
@@ -202,38 +201,3 @@ def test_linters_find_nothing(linter: str, files: list[str]) -> None:
         pytest.skip(f"{linter} is not installed: make linters")
     done = subprocess.run([program, *files], cwd=DOCKER, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-def test_an_image_is_built_with_this_machines_index_and_none_of_its_folders() -> None:
-    settings = cpu_image.pip_settings(
-        ":env:.cert='/etc/ca.crt'\n"
-        ":env:.timeout='60'\n"
-        "global.index-url='https://reader:token@index.example/simple'\n"
-        "global.timeout='15'\n"
-        "global.extra-index-url='file:///srv/wheels https://more.example/simple'\n"
-        "global.find-links='/srv/wheels'\n"
-        "freeze.timeout='1'\n"
-    )
-    assert cpu_image.pip_conf(settings).splitlines() == [
-        "[global]",
-        "index-url = https://reader:token@index.example/simple",
-        "extra-index-url = https://more.example/simple",
-        "timeout = 60",
-        f"cert = {cpu_image.CA}",
-    ]
-    sources = cpu_image.package_sources(
-        "http://mirror.example/debian/ bookworm main Debian\n"
-        "http://mirror.example/debian/ bookworm main Debian\n"
-        "http://deb.debian.org/debian-security/ bookworm-security main Debian\n"
-        "https://tools.example/ stable main Somebody\n"
-        "https://nobody.example/ stable main\n"
-    )
-    assert sources == [
-        "deb http://deb.debian.org/debian-security/ bookworm-security main",
-        "deb http://mirror.example/debian/ bookworm main",
-    ]
-    assert cpu_image.sensitive(settings, sources) == {
-        "https://reader:token@index.example/simple", "file:///srv/wheels", "https://more.example/simple",
-        "/srv/wheels", "http://mirror.example/debian/",
-    }  # fmt: skip
-    assert cpu_image.sensitive({"index-url": "https://pypi.org/simple"}, []) == set(), "tells nothing"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fault import Fault
 from tests.fault_table import FAULTS
-from tests.planted_faults import PROJECT, locate, outcome, planted, run_tests, try_fault
+from tests.planted_faults import PROJECT, locate, planted, run_tests, try_fault
 
 FAULT = Fault("area", "one is two", "ONE = 1", "ONE = 2", ("tests/test_one.py",))
 
@@ -35,29 +35,6 @@ def test_a_fault_is_planted_and_removed(tree: Path) -> None:
     with planted(FAULT, tree) as place:
         assert (place, path.read_text()) == (path, "ONE = 2\n")
     assert path.read_text() == "ONE = 1\n"
-
-
-@pytest.mark.parametrize(("old", "times"), [("THREE", "0 times"), (" = ", "2 times")])
-def test_a_text_that_does_not_stand_once_is_an_error(tree: Path, old: str, times: str) -> None:
-    with pytest.raises(ValueError, match=f"one is two: its text must stand once, stands {times}"):
-        locate(Fault("area", "one is two", old, "", ()), tree)
-
-
-@pytest.mark.parametrize(
-    ("code", "output", "test", "reason"),
-    [
-        (0, "3 passed", "", ""),
-        (1, "FAILED tests/a.py::test_b[c d] - assert 1 == 2\n", "tests/a.py::test_b[c d]", ""),
-        (1, "ERROR tests/a.py::test_b - RankFailure\n", "tests/a.py::test_b", ""),
-        (1, "ERROR tests/a.py - ImportError\n", "", "no test failed, exit code 1"),
-        (2, "ERROR tests/a.py - ImportError\n", "", "interrupted"),
-        (4, "ERROR: file or directory not found: tests/a.py\n", "", "usage error"),
-    ],
-)
-def test_ends_of_pytest(code: int, output: str, test: str, reason: str) -> None:
-    result = outcome(code, output, 1.0)
-    assert (result.test, result.reason) == (test, reason)
-    assert result.passed == (code == 0)
 
 
 def test_a_fault_is_found_or_missed(tree: Path) -> None:

@@ -45,14 +45,6 @@ def test_a_workflow_calls_what_exists(workflow: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@workflows
-def test_every_python_of_a_workflow_is_one_that_is_supported(workflow: Path) -> None:
-    supported = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    versions = re.findall(r'"(3\.\d+)"', workflow.read_text(encoding="utf-8"))
-    assert versions
-    assert set(versions) <= set(supported)
-
-
 def test_every_supported_python_is_checked() -> None:
     supported = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     checked = re.findall(r'"(3\.\d+)"', (GITHUB / "workflows" / "wheel.yml").read_text(encoding="utf-8"))

@@ -12,14 +12,9 @@ from mega_rl.config.rules import advice, check
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.errors import UserErrors
 from mega_rl.plan.memory import judge
 from mega_rl.plan.preflight import host, preflight
 from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.rollout.sglang.build import _server_settings, colocated_bytes
-from mega_rl.rollout.sglang.server.memory import memory_fraction
-from mega_rl.rollout.sglang.server.process import arguments
-from mega_rl.trainer.assemble.plan import engine_settings
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 DEVICE = 80 * 10**9
@@ -77,34 +72,6 @@ def test_recipe_passes_its_own_advice_and_plan(name: str, world_size: int) -> No
     machine = Machine(world_size, ranks_per_host, gpu_memory=DEVICE, has_te=True)
     verdict = judge(RunSetup(config, models_of(config), machine))
     assert verdict.fits is True, verdict.sentence
-
-
-@real_models
-def test_servers_hold_eight_whole_sequences(name: str, world_size: int) -> None:
-    config = load(RECIPES / f"{name}.yaml", [])
-    hf = models_of(config)["model.path"]
-    settings = engine_settings(config)
-    policy, weights = colocated_bytes(config.rollout, settings, hf, world_size=world_size)
-    tp = config.rollout.sglang.server.tp
-    cache = memory_fraction(0.0, total=DEVICE, policy=policy, weights=weights, tp=tp) * DEVICE - weights
-    assert cache * tp > 8 * sequence_bytes(config, hf)
-    server = _server_settings(config.rollout, config.trainer, settings)
-    assert ("--enable-fp32-lm-head" in arguments(server, 1)) == config.model.fp32_head, "one key for both sides"
-
-
-def sequence_bytes(config: Config, hf: HFConfig) -> int:
-    """Bytes of the bf16 keys and values of one sequence at full length."""
-    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return 2 * 2 * hf.num_layers * hf.dims["kv"] * tokens
-
-
-def test_the_64_gpu_recipe_needs_its_layout() -> None:
-    """The rules bite: the same recipe on the wrong model or world is refused."""
-    recipe = RECIPES / "gsm8k_qwen3_32b_64gpu.yaml"
-    write_checkpoint(Path("Qwen/Qwen3-32B"), qwen3_config("8b"))
-    with pytest.raises(UserErrors) as caught:
-        preflight(recipe, world_size=24)
-    assert [line.split(" ")[0] for line in caught.value.problems] == ["world", "engine.megatron.pp*vpp=4*2=8"]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)

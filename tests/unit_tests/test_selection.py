@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 
 from tests.helpers import selection
-from tests.helpers.selection import covering, without
+from tests.helpers.selection import covering
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +32,3 @@ def test_every_pair_of_values() -> None:
     pairs = {pair for case in cases for pair in combinations(enumerate(case), 2)}
     assert {pair for case in chosen for pair in combinations(enumerate(case), 2)} == pairs
     assert len(chosen) <= 14 < len(cases) == 45
-
-
-def test_without_leaves_out_what_the_full_target_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = {"a": 1, "b": 2, "c": 3}
-    monkeypatch.setattr(selection, "FULL", False)
-    assert without(cases, "b", "c") == {"a": 1}
-    monkeypatch.setattr(selection, "FULL", True)
-    assert without(cases, "b", "c") == cases

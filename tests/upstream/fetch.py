@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mega_rl.parallel.accelerator.megatron_core import RELEASES, release_of
+from mega_rl.parallel.accelerator.megatron_core import RELEASES
 
 FOLDER = Path(__file__).parents[2] / ".megatron"
 
@@ -24,8 +24,7 @@ def fetch(version: str) -> Path:
     folder = FOLDER / version
     if folder.is_dir():
         return folder
-    release = release_of(version) or RELEASES[-1]
-    python = max(release.python, sys.version_info[:2])
+    python = max((3, 12), sys.version_info[:2])
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     options = ["--quiet", "--no-deps", "--target", str(partial), "--python-version", ".".join(map(str, python))]
@@ -42,7 +41,7 @@ def fetch(version: str) -> Path:
 def main() -> None:
     """Print the folders of the versions given: "newest" is the newest release."""
     for version in sys.argv[1:]:
-        print(fetch(RELEASES[-1].compared[-1] if version == "newest" else version))
+        print(fetch(list(RELEASES.values())[-1][-1] if version == "newest" else version))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from mega_rl.checkpoint.format.shards import (
 from mega_rl.converters.safetensors.header import MAX_HEADER_BYTES, METADATA, HeaderEntry, parse_entries
 from mega_rl.converters.safetensors.reader import DTYPES, CheckpointReader, TensorInfo
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.types import Box
+from mega_rl.parallel.boxes import Box
 from mega_rl.untrusted import decode_json, fault, is_checksum, limited, open_regular, read_at, shorten, shown
 
 MAX_THREADS = 8

@@ -30,7 +30,7 @@ SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
 class PieceSpec(NamedTuple):
     """A box of elements of a tensor, as it is stored.
 
-    Offset and shape are those of a `mega_rl.types.Box`, which needs torch; `list` runs without it.
+    Offset and shape are those of a `mega_rl.parallel.boxes.Box`, which needs torch; `list` runs without it.
     """
 
     name: str  # name of the whole tensor

@@ -33,9 +33,10 @@ from mega_rl.checkpoint.run_state import RunState
 from mega_rl.disk import SaveError
 from mega_rl.errors import RunError, UserError, UserErrors, in_units
 from mega_rl.parallel.agreement import all_succeed, failure_of, run_on_all, run_on_one
+from mega_rl.parallel.boxes import Piece
 from mega_rl.parallel.comm import FilePart, cut
 from mega_rl.protocols import Ranks
-from mega_rl.types import JsonObject, Piece
+from mega_rl.types import JsonObject
 from mega_rl.untrusted import read_file
 
 log = logging.getLogger(__name__)

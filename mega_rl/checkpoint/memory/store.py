@@ -23,8 +23,9 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.errors import RunError, in_units
 from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, run_on_all
+from mega_rl.parallel.boxes import Piece
 from mega_rl.parallel.comm import FilePart, cut
-from mega_rl.types import JsonObject, Metrics, Piece
+from mega_rl.types import JsonObject, Metrics
 
 log = logging.getLogger(__name__)
 

@@ -108,7 +108,8 @@ def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
     moe = softmax_moe(fields, after_dense(fields, num_layers), normalised=False, ffn="moe_intermediate_size")
     if moe is None:
         return None
-    return replace(moe.with_shared(shared_width(fields)), scaling=fields.number("routed_scaling_factor", default=1.0))
+    scaling = fields.number("routed_scaling_factor", default=1.0)
+    return replace(moe, shared_ffn_hidden_size=shared_width(fields), scaling=scaling)
 
 
 def sigmoid_moe(fields: Fields, num_layers: int) -> Moe | None:

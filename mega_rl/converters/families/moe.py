@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mega_rl.converters.architecture import Moe
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, ExpertNames, Family
@@ -108,7 +110,7 @@ def qwen2_moe(fields: Fields, num_layers: int) -> Moe | None:
     """Return the mixture of Qwen2-MoE: beside the routed experts, one that every token passes, with a gate."""
     moe = qwen_moe(fields, num_layers)
     shared = fields.size("shared_expert_intermediate_size")
-    return None if moe is None else moe.with_shared(shared, gate=True)
+    return None if moe is None else replace(moe, shared_ffn_hidden_size=shared, shared_gate=True)
 
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.architecture import HFConfig, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import Rule, Source
 from mega_rl.converters.plan.blocks import source_shape
@@ -131,7 +131,7 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
 
 def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
     """Yield the parameters of one layer: the common ones (`experts` None), or these experts, one after the other."""
-    other_kind = "dense" if hf.is_moe(layer) else "moe"
+    other_kind = "dense" if is_moe(hf, layer) else "moe"
     held = [rule for rule in rules if rule.per_expert == (experts is not None) and other_kind not in rule.when]
     if experts is None:
         yield from (Part(rule, layer) for rule in held)

@@ -28,7 +28,7 @@ from mega_rl.engines.models.attention_kernels import (
 from mega_rl.engines.models.context_parallel import SharedSequences, attend_shared, shared_sequences
 from mega_rl.engines.models.layer import CutOverTensors
 from mega_rl.engines.models.rope import ONE_ROW, TokenPositions
-from mega_rl.parallel.accelerator.transfer import send
+from mega_rl.parallel.accelerator.base import send
 
 HOST = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mega_rl.parallel.accelerator.transfer import send
+from mega_rl.parallel.accelerator.base import send
 
 
 class Kernel(Protocol):

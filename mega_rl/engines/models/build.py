@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from mega_rl.config.schema import MegatronConfig, ModelConfig
+from mega_rl.config.schema import MegatronConfig, ModelConfig, MoeConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.live.model_config import (
     extra_config_attributes,
@@ -28,12 +27,11 @@ from mega_rl.converters.live.model_config import (
     unfused,
 )
 from mega_rl.converters.plan.sharding import Head, Spec
-from mega_rl.engines.models.attention_choice import TE, Attention
 from mega_rl.engines.models.heads import ValueHead
 from mega_rl.engines.models.layer import LatentAttention
 from mega_rl.engines.models.moe import ExpertRowParallelLinear, use_own_dispatchers
 from mega_rl.engines.models.rope import PackedRotary, set_llama3_frequencies
-from mega_rl.engines.models.specs import decoder_spec, mtp_spec
+from mega_rl.engines.models.specs import TE, Attention, decoder_spec, mtp_spec
 from mega_rl.errors import UserError
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
@@ -43,20 +41,13 @@ FUSED = "fuse_wgrad_accumulation"  # attribute of Transformer Engine's layers
 DISPATCHERS = {"alltoall": "alltoall", "allgather": "allgather", "deepep": "flex"}  # by Megatron-Core's names
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """The settings by which Megatron-Core's model is built."""
-
-    model: ModelConfig
-    megatron: MegatronConfig
-    deterministic: bool
-
-
 def transformer_config(
     hf: HFConfig,
     *,
     layout: ParallelLayout,
-    settings: ModelSettings,
+    model: ModelConfig,
+    megatron: MegatronConfig,
+    deterministic: bool,
     attention: Attention,
     device_overrides: Mapping[str, Any],
 ) -> TransformerConfig:
@@ -73,26 +64,26 @@ def transformer_config(
     biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
     """
     _check(hf, layout)
-    kind = DTYPES[settings.model.dtype]
+    kind = DTYPES[model.dtype]
     kwargs: dict[str, Any] = {
         **transformer_config_kwargs(hf),
-        **_parallelism(layout, mtp_layers=_mtp_layers(hf), overlap_p2p=settings.megatron.overlap_p2p),
+        **_parallelism(layout, mtp_layers=_mtp_layers(hf), overlap_p2p=megatron.overlap_p2p),
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
-        **_mixture(hf, settings, te=attention.startswith(TE)),
+        **_mixture(hf, megatron.moe, te=attention.startswith(TE), deterministic=deterministic),
         "pipeline_dtype": kind,
         "params_dtype": kind,
         "bf16": kind is torch.bfloat16,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "calculate_per_token_loss": not settings.megatron.ddp.average_in_collective,
+        "calculate_per_token_loss": not megatron.ddp.average_in_collective,
         "attention_backend": AttnBackend[attention.removeprefix(TE)] if attention.startswith(TE) else AttnBackend.auto,
-        "deterministic_mode": settings.deterministic,
+        "deterministic_mode": deterministic,
         "perform_initialization": False,  # every parameter is loaded, or set by its own module
-        **_recompute(settings.model),
+        **_recompute(model),
         **device_overrides,
         **unfused(hf),
     }
-    if settings.megatron.ddp.name == "torch_fsdp2":
+    if megatron.ddp.name == "torch_fsdp2":
         kwargs["gradient_accumulation_fusion"] = False  # its kernels add into main_grad, which FSDP2 does not have
     config = (MLATransformerConfig if hf.mla is not None else TransformerConfig)(**kwargs)
     for name, value in extra_config_attributes(hf).items():
@@ -101,21 +92,20 @@ def transformer_config(
         config.core_attention = attention  # what our core attention reads
     if hf.moe is not None:
         # Not an argument: Megatron-Core's own gathering refuses variable lengths, and ours takes its place.
-        config.moe_token_dispatcher_type = DISPATCHERS[settings.megatron.moe.dispatcher]
+        config.moe_token_dispatcher_type = DISPATCHERS[megatron.moe.dispatcher]
     return config
 
 
-def _mixture(hf: HFConfig, settings: ModelSettings, *, te: bool) -> dict[str, bool]:
+def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> dict[str, bool]:
     """Return the settings of a mixture of experts in Megatron-Core's words; `te`: the layers are Transformer Engine's.
 
     None without experts. The kernel that rearranges tokens is not known to repeat its bits.
     """
     if hf.moe is None:
         return {}
-    moe = settings.megatron.moe
     return {
         "moe_grouped_gemm": moe.grouped_experts,
-        "moe_permute_fusion": te and moe.permute_fusion and not settings.deterministic,
+        "moe_permute_fusion": te and moe.permute_fusion and not deterministic,
         "moe_router_fusion": moe.router_fusion,
         "moe_shared_expert_overlap": moe.shared_expert_overlap and hf.moe.shared_ffn_hidden_size > 0,
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from mega_rl.data.packing import held_positions
 from mega_rl.engines.models.rope import ONE_ROW, TokenPositions
-from mega_rl.parallel.accelerator.transfer import send
+from mega_rl.parallel.accelerator.base import send
 
 # (query [n, heads, c, D], key [n, groups, m, D], value [n, groups, m, E]) -> [n, heads, c, E]: the queries are the last
 # c of m tokens.
@@ -105,7 +105,7 @@ def attend_shared(
     """
     widths = [key.size(-1), value.size(-1)]
     joined = torch.cat([key, value], dim=-1)
-    chunks = Chunks(attend, rank=group.rank(), size=group.size(), window=window)
+    chunks = partial(attend_chunks, attend, rank=group.rank(), size=group.size(), window=window)
     if sequences is None:
         order, inverse = _row_order(query.size(0), group.size(), query.device)
         whole = _GatherTokens.apply(joined, order, inverse, group).permute(1, 2, 0, 3)
@@ -123,24 +123,20 @@ def attend_shared(
     return _Permute.apply(torch.cat(contexts), sequences.from_sorted_queries, sequences.sorted_queries)
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Attention of one rank's two chunks of sequences of one length."""
+def attend_chunks(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, *, rank: int, size: int, window: int | None
+) -> Tensor:
+    """[n, heads, 2c, E] of a rank's query [n, heads, 2c, D], its two chunks of sequences of one length.
 
-    attend: Attend
-    rank: int
-    size: int
-    window: int | None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[n, heads, 2c, E] of the rank's query [n, heads, 2c, D]; key and value are whole, [n, groups, 2c * cp, .]."""
-        length = query.size(2) // 2
-        contexts = []
-        for number, chunk in zip((self.rank, 2 * self.size - 1 - self.rank), query.chunk(2, dim=2), strict=True):
-            end = (number + 1) * length
-            begin = 0 if self.window is None else max(0, end - length - self.window + 1)
-            contexts.append(self.attend(chunk, key[:, :, begin:end], value[:, :, begin:end]))
-        return torch.cat(contexts, dim=2)
+    key and value are whole, [n, groups, 2c * size, .].
+    """
+    length = query.size(2) // 2
+    contexts = []
+    for number, chunk in zip((rank, 2 * size - 1 - rank), query.chunk(2, dim=2), strict=True):
+        end = (number + 1) * length
+        begin = 0 if window is None else max(0, end - length - window + 1)
+        contexts.append(attend(chunk, key[:, :, begin:end], value[:, :, begin:end]))
+    return torch.cat(contexts, dim=2)
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.parallel.fp32_linear import fp32_linear
+from mega_rl.parallel.vocab import fp32_linear
 
 
 class ValueHead(MegatronModule):

@@ -13,7 +13,7 @@ from mega_rl.converters.architecture import Moe
 from mega_rl.data.packing import MicroBatch, token_places
 from mega_rl.engines.models.moe import RoutedTokens, Router
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.accelerator.transfer import send
+from mega_rl.parallel.accelerator.base import send
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.types import Metrics

@@ -25,7 +25,7 @@ from mega_rl.operations.diagnosis.stacks import collect, read_stacks, write_stac
 from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES, UNSAID
 from mega_rl.tracking.health.guard import in_phase
 from mega_rl.tracking.health.heartbeat import RankFacts
-from mega_rl.tracking.health.records import STATES, STOPPED, RankRecord, health_folder, read_records
+from mega_rl.tracking.health.records import STATES, STOPPED, RankRecord, health_folder, read_records, silent_s
 
 SIGKILL, SIGTERM = 9, 15
 SAID_CODES = (0, UserError.exit_code, 130, 138, 143)  # exit codes of ranks that said why they ended, or were stopped
@@ -139,7 +139,7 @@ def _hang(seen: Observations) -> str | None:
     """Return the rank that others wait for."""
     calls = by_call(seen)
     gave_up = any(seen.is_innocent(rank) for rank in seen.records)
-    silent = any(record.silent_s(seen.now) for record in seen.records.values())
+    silent = any(silent_s(record, seen.now) for record in seen.records.values())
     if not (calls or gave_up or silent or any(state in STOPPED for state in seen.states.values())):
         return None
     missing = seen.missing()
@@ -181,7 +181,7 @@ def _likelihood(seen: Observations, rank: int) -> tuple[int, int]:
     state, record = seen.states.get(rank), seen.records.get(rank)
     if state in ("", *STOPPED):
         return 0, rank
-    return 1 if record is None or record.silent_s(seen.now) else 2, rank
+    return 1 if record is None or silent_s(record, seen.now) else 2, rank
 
 
 def _state_of(seen: Observations, rank: int) -> str:
@@ -196,10 +196,10 @@ def _state_of(seen: Observations, rank: int) -> str:
         return f"has ended ({record.ended.kind}){_when(record)}"
     if state == "":
         return f"is gone{_when(record)}"
-    if not (silent_s := record.silent_s(seen.now)):
+    if not (silent := silent_s(record, seen.now)):
         return f"is {_doing(record)}"
     kernel = f", process state {state}: {STATES.get(state)}" if state else ""
-    return f"has given no sign of life for {silent_s:.0f} s{kernel}{at}; last seen {_doing(record)}"
+    return f"has given no sign of life for {silent:.0f} s{kernel}{at}; last seen {_doing(record)}"
 
 
 def _doing(record: RankRecord) -> str:
@@ -251,7 +251,7 @@ def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
             f"--run={run_dir}: {health_folder(run_dir)} holds no records of ranks; give the trainer.run_dir of a run "
             "that has begun"
         )
-    now = {rank: one.process_state() for rank, one in seen.records.items() if one.host == host}
+    now = {rank: one.process_state for rank, one in seen.records.items() if one.host == host}
     seen = replace(seen, states=now, stacks={})
     living = [rank for rank in seen.records if seen.may_live(rank)]
     if living:

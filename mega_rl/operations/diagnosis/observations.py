@@ -23,6 +23,7 @@ from mega_rl.tracking.health.records import (
     health_folder,
     load_record,
     read_records,
+    silent_s,
 )
 from mega_rl.untrusted import read_file
 
@@ -68,7 +69,7 @@ class Observations:
     def may_live(self, rank: int) -> bool:
         """Return whether a rank may still run: its process lives, or its beats come in time."""
         record = self.records[rank]
-        return not self.has_ended(rank) and (rank in self.states or not record.silent_s(self.now))
+        return not self.has_ended(rank) and (rank in self.states or not silent_s(record, self.now))
 
     def missing(self) -> list[int]:
         """Return stopped ranks, and ranks that others wait for but that wait in no collective."""
@@ -100,7 +101,7 @@ def observe(run_dir: Path, *, world_size: int | None = None, exits: Mapping[int,
         if stack is not None:
             stacks[rank], states[rank] = stack, stack.state
         elif record.host == host:
-            now = record.process_state()
+            now = record.process_state
             if not now:  # its last words may be newer than the record read above
                 last = load_record(run_dir, rank)
                 records[rank] = last if last is not None and last.pid == record.pid else record
@@ -206,9 +207,8 @@ def _rank_lines(seen: Observations, rank: int, record: RankRecord) -> Iterator[s
     code = seen.exits.get(rank)
     ended = "" if code is None else f", exit code {code % UNSAID if code > 0 else code}"
     yield f"  rank {rank}: pid {record.pid} on {record.host}{process}{ended}, {steps}"
-    silent_s = record.silent_s(seen.now)
-    if silent_s:
-        yield f"    no sign of life for {silent_s:.0f} s"
+    if silent := silent_s(record, seen.now):
+        yield f"    no sign of life for {silent:.0f} s"
     for phase in record.phases:
         limit = f" of at most {phase.deadline_s:.0f} s" if phase.deadline_s is not None else ""
         note = f" ({phase.note})" if phase.note else ""

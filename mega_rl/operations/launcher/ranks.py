@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from mega_rl.environment import python_module, threads_per_rank
+from mega_rl.environment import own_cores, python_module
 from mega_rl.errors import LAST_WORD, UserError
 from mega_rl.operations.launcher.reaper import STOPPED, Reaper
 from mega_rl.processes import Child, ChildDeadlineError
@@ -68,7 +68,7 @@ def environment(
     """
     names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if assignment.nodes == 1 else [])]
     variables = {name: interface for name in names} if interface else {}
-    variables["OMP_NUM_THREADS"] = str(threads_per_rank(assignment.nproc))
+    variables["OMP_NUM_THREADS"] = str(own_cores(assignment.nproc))
     variables |= {name: value for name, value in base.items() if name != KEY}
     return variables | {
         "RANK": str(assignment.ranks[local_rank]),

@@ -11,6 +11,8 @@ from types import MappingProxyType
 import torch
 
 from mega_rl import environment
+from mega_rl.config.needs import shares_devices
+from mega_rl.config.schema import EngineConfig, RolloutConfig, TrainerConfig
 from mega_rl.environment import own_cores
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
@@ -19,6 +21,31 @@ from mega_rl.parallel.accelerator.base import Accelerator, prepare_cuda
 __all__ = ["Accelerator", "prepare"]
 
 log = logging.getLogger(__name__)
+
+# cuBLAS's split work space adds up in an order of its own; NCCL's choice of algorithm changes with load and topology;
+# Transformer Engine has attention kernels that add atomically.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+
+
+def variables_of(engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> dict[str, str]:
+    """Return the variables of a trainer's rank on a GPU; without effect on a CPU."""
+    parallel = engine.megatron
+    variables: dict[str, str] = dict(DETERMINISTIC) if trainer.deterministic else {}
+    if engine.backend == "megatron" and parallel.tp > 1 and parallel.ddp.name == "ddp":
+        # One hardware queue keeps the order in which kernels are started, on which Megatron-Core relies to have a
+        # tensor-parallel message on its way before the product that hides it. FSDP's gathers want several queues.
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if rollout.backend == "sglang":
+        # Servers run so by default, and both ends of a group have to agree.
+        variables["NCCL_CUMEM_ENABLE"] = "0"
+        if shares_devices(rollout, trainer):
+            # Buffers of NVLink's multicast stay allocated for each group, and a server needs the memory in its turn.
+            variables["NCCL_NVLS_ENABLE"] = "0"
+    return variables
 
 
 def prepare(
@@ -30,7 +57,7 @@ def prepare(
     first import of `megatron`. Calling it again gives the same accelerator. torch gets this rank's share of the host's
     cores (see `use_threads`).
 
-    variables: environment of the run on a GPU (`mega_rl.environment`), which has to be there before CUDA starts.
+    variables: environment of the run on a GPU (`variables_of`), which has to be there before CUDA starts.
     deepep: the run sends tokens to experts by DeepEP (`megatron_core.load`).
 
     Raises UserError: "cuda" without a CUDA device, "cpu" on a machine whose CUDA devices are visible, an unknown name,
@@ -54,7 +81,6 @@ def prepare(
             "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     use_threads()
-    megatron_core.silence_advice()
     if has_cuda:
         problem = megatron_core.problem()
         if problem:
@@ -90,7 +116,7 @@ def deterministic(on: bool) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
-    environment.use(environment.DETERMINISTIC)
+    environment.use(DETERMINISTIC)
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -1,12 +1,17 @@
-"""Interface of a device to the rest of the package; GPUs of NVIDIA, and which rank has which."""
+"""Interface of a device to the rest of the package; GPUs of NVIDIA, which rank has which, copies to them; L2 norms."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
+import math
+import mmap
 import os
 import resource
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -14,10 +19,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from mega_rl.environment import bind_near
 from mega_rl.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,3 +177,99 @@ def prepare_cuda() -> CudaAccelerator:
     address = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(facts)
     bind_near("{:04x}:{:02x}:{:02x}.0".format(*address))
     return CudaAccelerator(device, "cuda", "nccl", facts.name, str(facts.uuid))
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the host tensor `tensor` on `device`; on a GPU the copy is queued behind the kernels that are under way.
+
+    A copy from ordinary memory would make the host wait until the device has done all that is queued. Pinned memory
+    comes from torch's cache, which gives a block out again when its copy is done.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostMemory:
+    """Mapped host memory, page-locked for CUDA; ordinary memory on a machine without it.
+
+    Not from torch's cache of pinned blocks, which rounds sizes up to powers of two. The mapping is to be a shared one:
+    after a fork a private page moves with the first write, away from where the device would copy to.
+    """
+
+    def __init__(self, mapped: mmap.mmap, *, purpose: str) -> None:
+        """
+        purpose: completes "the host memory for" in a warning.
+        """
+        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+        self._unlock: weakref.finalize[[int, torch.UntypedStorage], HostMemory] | None = None
+        if torch.cuda.is_available():
+            self._pin(purpose)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether the pages are locked."""
+        return self._unlock is not None and self._unlock.alive
+
+    def release(self) -> None:
+        """Unlock the pages, which are freed with the last view of them; may be called twice."""
+        if self._unlock is not None:
+            self._unlock()
+
+    def _pin(self, purpose: str) -> None:
+        address = self.bytes.data_ptr()
+        code = int(torch.cuda.cudart().cudaHostRegister(address, self.bytes.nbytes(), 0))
+        if code == 0:
+            self._unlock = weakref.finalize(self, _unlock, address, self.bytes)
+            self._unlock.atexit = False  # the driver may have gone by then
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # CUDA reports the error once more, at the next call
+        log.warning("the host memory for %s is not pinned (CUDA error %d): its copies are slower", purpose, code)
+
+
+def _unlock(address: int, held: torch.UntypedStorage) -> None:
+    """Unlock pages when no copy reads or writes them any more; `held` keeps them mapped until then."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+# Elements whose squares a CPU adds in float32: torch's norm of a long tensor is off by 2 % at 1.5e8 elements.
+BLOCK = 4096
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements, a float64 scalar where the tensors are; the host does not wait.
+
+    tensors: floating, of any shape, on one device, of one dtype; without any, zero on the host.
+    """
+    norms = [torch.zeros(1, dtype=torch.float64)]
+    if tensors:
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        if tensors[0].device.type == "cpu":
+            norms += [_block_norms(tensor.detach().reshape(-1), dtype).double() for tensor in tensors]
+        else:
+            norms = [torch.stack(torch._foreach_norm(list(tensors), dtype=dtype)).double()]
+    return torch.cat(norms).square().sum()
+
+
+def norm(tensor: Tensor) -> float:
+    """Return the L2 norm of one tensor of any shape; the host waits for it."""
+    return math.sqrt(float(squared_norm([tensor])))
+
+
+def distance(actual: Tensor, expected: Tensor, *, floor: float) -> float:
+    """Return |actual - expected| / |expected| of two tensors; infinite for no number.
+
+    floor: size of an element; a smaller `expected` counts as a tensor of this size.
+    """
+    gap = norm(actual.double() - expected.double())
+    relative = gap / max(norm(expected.double()), floor * math.sqrt(expected.numel())) if gap else 0.0
+    return relative if math.isfinite(relative) else math.inf
+
+
+def _block_norms(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the norm of each block of [N], and of the rest, [N // BLOCK + 1] of `dtype`."""
+    end = len(flat) // BLOCK * BLOCK
+    whole = torch.linalg.vector_norm(flat[:end].view(-1, BLOCK), dim=1, dtype=dtype)
+    return torch.cat([whole, torch.linalg.vector_norm(flat[end:], dtype=dtype).view(1)])

@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core, standin
 from mega_rl.parallel.accelerator.base import Accelerator
-from mega_rl.parallel.accelerator.megatron_core import Release
 from mega_rl.parallel.accelerator.patches import patches
 from mega_rl.parallel.accelerator.rewrite import RewritingFinder, stand_in_for_triton
 
@@ -64,19 +63,10 @@ class CpuAccelerator(Accelerator):
         }
 
 
-def _apply_patches(release: Release, module: ModuleType) -> None:
-    for patch in patches(release):
+def _apply_patches(series: str, module: ModuleType) -> None:
+    for patch in patches(series):
         if patch.module == module.__name__:
             patch.apply(module)
-
-
-def _missing() -> list[str]:
-    """Return what keeps Megatron-Core from running here, one message each."""
-    problem = megatron_core.problem()
-    problems = [problem] if problem else []
-    if importlib.util.find_spec("psutil") is None:
-        problems.append("psutil is not installed: saving a checkpoint would hang for ever; pip install psutil")
-    return problems
 
 
 def _show_standin() -> None:
@@ -131,13 +121,11 @@ def _quiet() -> None:
 def prepare() -> CpuAccelerator:
     """Make Megatron-Core importable and runnable on this CPU.
 
-    Raises UserError: a megatron-core that is not supported, or not what the patches were written for; psutil missing;
-    megatron imported already.
+    Raises UserError: a megatron-core that is not supported; megatron imported already.
     """
     assert not torch.cuda.is_available(), "the CPU stand-in must not be installed where CUDA is available"
-    problems = _missing()
-    if problems:
-        raise UserErrors(problems)
+    if problem := megatron_core.problem():
+        raise UserError(problem)
     if "megatron" in sys.modules:
         raise UserError(
             "megatron was imported before mega_rl could make it run without CUDA; "
@@ -146,11 +134,10 @@ def prepare() -> CpuAccelerator:
     _show_standin()
     _quiet()
     extra = {} if importlib.util.find_spec("triton") else stand_in_for_triton()
-    release = megatron_core.installed_release()
-    if megatron_core.installed_version() not in release.compared:
-        version = megatron_core.installed_version()
-        log.warning("megatron-core %s: what changes it for CPUs was written for %s", version, release.compared[-1])
-    apply = partial(_apply_patches, release)
+    series, version = megatron_core.installed_series(), megatron_core.installed_version()
+    if version not in (compared := megatron_core.RELEASES[series]):
+        log.warning("megatron-core %s: what changes it for CPUs was written for %s", version, compared[-1])
+    apply = partial(_apply_patches, series)
     finder = RewritingFinder("megatron", names=NAMES, extra_names=extra, literals=LITERALS, after_exec=apply)
     sys.meta_path.insert(0, finder)
     return CpuAccelerator(standin.CPU, "cpu", "gloo")

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
-import logging
 import re
 import sys
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -25,42 +22,20 @@ from typing import Any, cast
 
 from mega_rl.errors import UserError
 
-
-@dataclass(frozen=True)
-class Release:
-    """One series of releases, such as 0.19."""
-
-    series: str
-    compared: tuple[str, ...]  # versions whose source was compared symbol by symbol; the tests run on the last
-    python: tuple[int, int]  # the oldest that the wheel installs on
-
-
-RELEASES = (
-    Release("0.16", compared=("0.16.1",), python=(3, 10)),
-    Release("0.18", compared=("0.18.0", "0.18.2"), python=(3, 12)),
-    Release("0.19", compared=("0.19.0", "0.19.2"), python=(3, 12)),
-)
-
+# Series -> versions whose source was compared symbol by symbol; the tests run on the last.
+RELEASES = {"0.16": ("0.16.1",), "0.18": ("0.18.0", "0.18.2"), "0.19": ("0.19.0", "0.19.2")}
 REQUIREMENT = "megatron-core>=0.16.1,!=0.17.*,<0.20"  # as in pyproject.toml
 
 
-def supported() -> str:
-    """The supported versions in words."""
-    names = [r.compared[0] if len(r.compared) == 1 else f"{r.series} (from {r.compared[0]})" for r in RELEASES]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def release_of(version: str) -> Release | None:
-    """The supported release that a version such as "0.19.2" or "0.19.3rc1" belongs to; None if there is none."""
+def series_of(version: str) -> str | None:
+    """Return the supported series that a version such as "0.19.2" or "0.19.3rc1" belongs to; None without one."""
     numbers = _numbers(version)
-    for release in RELEASES:
-        if _numbers(release.series)[:2] == numbers[:2] and numbers >= _numbers(release.compared[0]):
-            return release
-    return None
+    own = ".".join(map(str, numbers[:2]))
+    return own if own in RELEASES and numbers >= _numbers(RELEASES[own][0]) else None
 
 
 def megatron_folder() -> Path | None:
-    """The folder "megatron" that an import would take; None where there is none. Nothing is imported."""
+    """Return the folder "megatron" that an import would take; None where there is none. Nothing is imported."""
     spec = PathFinder.find_spec("megatron")
     if spec is None:
         return None
@@ -69,53 +44,36 @@ def megatron_folder() -> Path | None:
 
 
 def installed_version() -> str | None:
-    """Version of the Megatron-Core that an import would take; None where there is none.
+    """Return the version of the Megatron-Core that an import would take; None where there is none.
 
     Reads its source, as a package's metadata may be that of another copy than the first on the path.
     """
     folder = megatron_folder()
     if folder is None:
         return None
-    try:
-        text = (folder / "core" / "package_info.py").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
+    text = (folder / "core" / "package_info.py").read_text(encoding="utf-8")
     numbers = [re.search(rf"^{name} = (\d+)$", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
     suffix = re.search(r"^PRE_RELEASE = ['\"](.*)['\"]$", text, re.MULTILINE)
-    if all(numbers):
-        version = ".".join(number.group(1) for number in numbers if number is not None)
-        return version + (suffix.group(1) if suffix else "")
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+    return ".".join(number[1] for number in numbers if number) + (suffix[1] if suffix else "")
 
 
 def problem() -> str | None:
-    """Return why the installed Megatron-Core cannot be used (version, rule and fix), or None."""
+    """Return why the installed Megatron-Core cannot be used, with the fix, or None."""
     version = installed_version()
-    if version is None:
-        return f"megatron-core is not installed; pip install {advice()}"
-    if release_of(version) is None:
-        return f"megatron-core {version}: mega_rl runs with {supported()}; pip install {advice()}"
-    return None
+    if version is not None and series_of(version) is not None:
+        return None
+    return f"megatron-core {version or 'is not installed'}: mega_rl needs another; run pip install '{REQUIREMENT}'"
 
 
-def installed_release() -> Release:
-    """The release of the installed Megatron-Core, which `problem` has accepted."""
-    release = release_of(installed_version() or "")
-    assert release is not None, "prepare() says so of a Megatron-Core that is not supported"
-    return release
-
-
-def advice() -> str:
-    """Requirement of the newest version that this Python can install."""
-    fitting = [release for release in RELEASES if sys.version_info >= release.python]
-    return f"megatron-core=={fitting[-1].compared[-1]}"
+def installed_series() -> str:
+    """Return the series of the installed Megatron-Core, which `problem` has accepted."""
+    series = series_of(installed_version() or "")
+    assert series is not None, "prepare() says so of a Megatron-Core that is not supported"
+    return series
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(0, 19, 2) of "0.19.2", "0.19.2rc1" or "0.19.2+local"."""
+    """Return (0, 19, 2) of "0.19.2", "0.19.2rc1" or "0.19.2+local"."""
     matched = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in matched.group().split(".")) if matched else ()
 
@@ -129,21 +87,21 @@ def stable_name(tensor: str) -> str:
 
 
 def submodules_of(spec: Any) -> Any:
-    """The submodules that a spec of a module names; from 0.18 upstream's own specs may be partial functions."""
+    """Return the submodules that a spec of a module names; from 0.18 upstream's own specs may be partial functions."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def mtp_layer_field() -> str:
-    """Field of `MultiTokenPredictionLayerSubmodules` that holds the decoder layer inside."""
-    return "transformer_layer" if installed_release().series == "0.16" else "mtp_model_layer"
+    """Return the field of `MultiTokenPredictionLayerSubmodules` that holds the decoder layer inside."""
+    return "transformer_layer" if installed_series() == "0.16" else "mtp_model_layer"
 
 
 def fsdp_gradient_dtypes(*, in_fp32: bool) -> dict[str, Any]:
-    """Fields of `DistributedDataParallelConfig` for the dtype in which Megatron FSDP keeps and sends gradients.
+    """Return fields of `DistributedDataParallelConfig` for the dtype of gradients in Megatron FSDP.
 
     From 0.18 it goes by these and, without a word, no longer by `grad_reduce_in_fp32`.
     """
-    if installed_release().series == "0.16" or not in_fp32:
+    if installed_series() == "0.16" or not in_fp32:
         return {}
     import torch
 
@@ -151,17 +109,10 @@ def fsdp_gradient_dtypes(*, in_fp32: bool) -> dict[str, Any]:
 
 
 def fsdp_instance_buffers(group: Any) -> tuple[Any, Any]:
-    """Buffers of weights and gradients that a group of Megatron FSDP has for several optimizer instances, or None."""
-    if installed_release().series == "0.16":
+    """Return the buffers (or None) that a group of Megatron FSDP has for several optimizer instances."""
+    if installed_series() == "0.16":
         return group.hsdp_wbuf, group.hsdp_gbuf
     return group.hfsdp_helper_wbuf, group.hfsdp_helper_gbuf
-
-
-_ADVICE = {  # logger below megatron.core -> start of a message that asks for nothing here
-    "distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
-    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    "transformer.transformer_layer": "Rewrapping ModuleSpec with module",
-}
 
 
 # Megatron-Core imports these where it can, and no run needs them. Each costs every rank: W&B and flashinfer take
@@ -189,14 +140,3 @@ def load(*, deepep: bool = False) -> None:
     finally:
         for name in hidden:
             del modules[name]
-
-
-@functools.cache
-def silence_advice() -> None:
-    """Filter what newer releases log of every model that is described as 0.16 wants it, and that runs as it should."""
-    for name, start in _ADVICE.items():
-        logging.getLogger(f"megatron.core.{name}").addFilter(functools.partial(_is_other, start))
-
-
-def _is_other(start: str, record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(start)

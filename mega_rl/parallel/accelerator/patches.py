@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mega_rl.parallel.accelerator.megatron_core import RELEASES, Release
-from mega_rl.parallel.accelerator.norms import squared_norm
+from mega_rl.parallel.accelerator.base import squared_norm
+from mega_rl.parallel.accelerator.megatron_core import RELEASES
 
 
 class Patch(NamedTuple):
@@ -20,7 +20,6 @@ class Patch(NamedTuple):
 
     name: str  # the function below that makes it
     symbol: str  # "module:qualified.name"
-    reason: str
     series: tuple[str, ...]  # releases that it is for
     apply: Callable[[ModuleType], None]
 
@@ -33,18 +32,16 @@ class Patch(NamedTuple):
 _PATCHES: list[Patch] = []
 
 
-def patches(release: Release | None = None) -> tuple[Patch, ...]:
-    """The patches of a release, or of all, in the order of this file."""
-    return tuple(patch for patch in _PATCHES if release is None or release.series in patch.series)
+def patches(series: str = "") -> tuple[Patch, ...]:
+    """Return the patches of a series of releases, or of all, in the order of this file."""
+    return tuple(patch for patch in _PATCHES if not series or series in patch.series)
 
 
 def _patch(symbol: str, *series: str) -> Callable[[Callable[[ModuleType], None]], Callable[[ModuleType], None]]:
     """Register a function as the patch of an upstream symbol; its docstring is the reason. series: all without any."""
 
     def register(apply: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-        reason = " ".join((apply.__doc__ or "").split())
-        of = series or tuple(release.series for release in RELEASES)
-        _PATCHES.append(Patch(apply.__name__.strip("_"), symbol, reason, of, apply))
+        _PATCHES.append(Patch(apply.__name__.strip("_"), symbol, series or tuple(RELEASES), apply))
         return apply
 
     return register

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 
 def rewrite_code(code: CodeType, names: Mapping[str, str], literals: Mapping[str, str]) -> CodeType:
-    """A copy of `code` in which attribute and import names and exact string constants are replaced, nested code too.
+    """Return a copy of `code` with attribute and import names and exact string constants replaced, nested code too.
 
     Docstrings and longer strings that merely contain a literal stay as they are.
     """
@@ -34,73 +35,49 @@ def rewrite_code(code: CodeType, names: Mapping[str, str], literals: Mapping[str
     )
 
 
-class RewritingLoader(SourceFileLoader):
-    """Loads a source file, rewrites its code and calls `after_exec` with the finished module."""
-
-    def __init__(
-        self,
-        fullname: str,
-        path: str,
-        *,
-        names: Mapping[str, str],
-        literals: Mapping[str, str],
-        after_exec: Callable[[ModuleType], None],
-    ) -> None:
-        super().__init__(fullname, path)
-        self._names = names
-        self._literals = literals
-        self._after_exec = after_exec
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        """Rewritten code of the module."""
-        code = super().get_code(fullname)
-        return None if code is None else rewrite_code(code, self._names, self._literals)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then whoever waits for it."""
-        super().exec_module(module)
-        self._after_exec(module)
-
-
+@dataclass(frozen=True)
 class RewritingFinder:
-    """sys.meta_path entry that loads `package` and everything below it through `RewritingLoader`.
+    """sys.meta_path entry that loads `package` and everything below it with rewritten code."""
 
-    `extra_names` are further names to replace in single modules, by the module's name.
-    """
+    package: str
+    names: Mapping[str, str]
+    literals: Mapping[str, str]
+    after_exec: Callable[[ModuleType], None]  # called with each finished module
+    # further names to replace in single modules, by the module's name
+    extra_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        package: str,
-        *,
-        names: Mapping[str, str],
-        literals: Mapping[str, str],
-        after_exec: Callable[[ModuleType], None],
-        extra_names: Mapping[str, Mapping[str, str]] | None = None,
-    ) -> None:
-        assert package not in sys.modules, f"{package} is imported already: its code can no longer be rewritten"
-        self._package = package
-        self._names = names
-        self._extra_names = extra_names or {}
-        self._literals = literals
-        self._after_exec = after_exec
+    def __post_init__(self) -> None:
+        assert self.package not in sys.modules, f"{self.package} is imported already: its code can no longer change"
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Spec of a module of the package, None for all others."""
-        if fullname != self._package and not fullname.startswith(f"{self._package}."):
+        """Return the spec of a module of the package, None for all others."""
+        if fullname != self.package and not fullname.startswith(f"{self.package}."):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or type(spec.loader) is not SourceFileLoader:
-            return spec
-        spec.loader = RewritingLoader(
-            fullname,
-            spec.loader.path,
-            names={**self._names, **self._extra_names.get(fullname, {})},
-            literals=self._literals,
-            after_exec=self._after_exec,
-        )
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(fullname, spec.loader.path, self)
         return spec
+
+
+class _Loader(SourceFileLoader):
+    """Loader of a source file, which rewrites its code as a finder says."""
+
+    def __init__(self, fullname: str, path: str, finder: RewritingFinder) -> None:
+        super().__init__(fullname, path)
+        self._finder = finder
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the rewritten code of the module."""
+        code, finder = super().get_code(fullname), self._finder
+        names = {**finder.names, **finder.extra_names.get(fullname, {})}
+        return None if code is None else rewrite_code(code, names, finder.literals)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then whoever waits for it."""
+        super().exec_module(module)
+        self._finder.after_exec(module)
 
 
 NEED_TRITON = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mega_rl import environment
 from mega_rl.config.choices import OWN_CHOICES
 from mega_rl.config.keys import value_of, with_settings
-from mega_rl.config.loader import load
+from mega_rl.config.loader import Overrides, load
 from mega_rl.config.rules import check
 from mega_rl.config.rules.rollout import files_of
-from mega_rl.config.schema import Config, DataConfig, RewardHttpConfig, ValidationConfig
+from mega_rl.config.schema import Config, DataConfig, RewardHttpConfig
 from mega_rl.config.schema.rollout import runs_code
 from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
@@ -62,11 +61,7 @@ _KEPT = (
 
 
 def preflight(
-    recipe: str | Path | None,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
-    *,
-    world_size: int | None = None,
-    launchers: int = 1,
+    recipe: str | Path | None, overrides: Overrides = (), *, world_size: int | None = None, launchers: int = 1
 ) -> Config:
     """Return the config of a run that can start; arguments as of `load` and `check_run`."""
     return check_run(load(recipe, overrides), world_size=world_size, launchers=launchers)
@@ -76,13 +71,13 @@ def check_run(
     config: Config,
     *,
     world_size: int | None = None,
-    reward_given: bool = False,
+    has_reward: bool = False,
     launchers: int = 1,
     trains: bool = True,
 ) -> Config:
     """Return the config to run with, after all checks and downloads of Hub names.
 
-    world_size: the launcher's WORLD_SIZE by default, else 1. reward_given: a function of the calling program scores
+    world_size: the launcher's WORLD_SIZE by default, else 1. has_reward: a function of the calling program scores
     responses. launchers: of the run, on as many nodes. trains: it reads training prompts; an evaluation does not.
 
     Raises UserErrors with every mistake, one line each.
@@ -93,11 +88,10 @@ def check_run(
         config = _downloaded(config, names, world_size)
     checkpoints, unread = read_checkpoints(config)
     problems = [*environment.version_problems(), *_of_models(config, checkpoints, world_size), *unread]
-    problems += [*check_data(config.data, trains=trains), *check_weight_files(config, checkpoints)]
-    problems += check_validation(config.validation, config.data)
+    problems += [*check_data(config, trains=trains), *check_weight_files(config, checkpoints)]
     problems += [problem for choice in OWN_CHOICES for problem in choice.own_problems(config)]
-    problems += [] if reward_given else [*check_rewards(config, checkpoints)]
-    if not problems and not reward_given:
+    problems += [] if has_reward else [*check_rewards(config, checkpoints)]
+    if not problems and not has_reward:
         problems += probe_rewards(config)
     if problems:
         raise UserErrors(problems)
@@ -128,32 +122,26 @@ def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
     return fetch(config, names, admit=admit)
 
 
-def check_data(data: DataConfig, *, trains: bool = True) -> Iterator[str]:
-    """Yield the problems of the files of prompts."""
+def check_data(config: Config, *, trains: bool = True) -> Iterator[str]:
+    """Yield the problems of the files of prompts, and of the function that extracts a response's answer."""
+    data, validation = config.data, config.validation
     if trains and not data.train_files and data.reads_train_files:
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
     for name, source in data.mixture.named().items():
         own = replace(data, prompt_key=source.prompt_key or data.prompt_key)
-        yield from _data_files(f"data.mixture.sources.{name}", _local(source.files, data), own)
-    yield from _data_files("data.train_files", _local(data.train_files, data), data)
+        yield from _data_files(f"data.mixture.sources.{name}", source.files, own)
+    yield from _data_files("data.train_files", data.train_files, data)
     yield from _data_files("data.val_files", data.val_files, data)
-
-
-def check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
-    """Yield the problems of the files of validation sets, and of the function that extracts a response's answer."""
     for name, files in validation.sets.items():
         yield from _data_files(f"validation.sets.{name}", files_of(files), data)
     if validation.answer_of and (problem := missing_function(validation.answer_of, builtin=())):
         yield f"validation.answer_of={validation.answer_of!r}: {problem}"
 
 
-def _local(files: Sequence[str], data: DataConfig) -> list[str]:
-    """Return the files of training prompts without streamed data sets of the Hub."""
-    return [file for file in files if not data.stream.rows or dataset_name(file) is None]
-
-
 def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[str]:
     for path in map(Path, files):
+        if data.stream.rows and dataset_name(str(path)) is not None:  # a data set of the Hub, which is streamed
+            continue
         if path.suffix not in DATA_SUFFIXES:
             legal = ", ".join(DATA_SUFFIXES)
             yield f"{key}: {path}: unknown kind of file; legal: {legal}, or org/name of the Hub"
@@ -225,9 +213,8 @@ def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
     shape = tensor_shape(directory, hf.value_head)
     if shape != [1, hf.hidden_size]:
         yield (
-            f"reward.source.path: {directory}: {hf.value_head} must have the shape {[1, hf.hidden_size]}, "
-            f"{'and is missing' if shape is None else f'not {shape}'}; a reward model is a sequence-classification "
-            "checkpoint with one label"
+            f"reward.source.path: {directory}: {hf.value_head} must have the shape {[1, hf.hidden_size]}, not {shape}; "
+            "a reward model is a sequence-classification checkpoint with one label"
         )
 
 

@@ -89,14 +89,12 @@ def _weight_files(directory: Path) -> Iterator[str]:
         return
     if not single.is_file():
         try:
-            names = sorted(set(read_json_object(index)["weight_map"].values()))
-            files = [
-                directory / name for name in names if not Path(name).is_absolute() and ".." not in Path(name).parts
-            ]
+            files = [directory / name for name in sorted(set(read_json_object(index)["weight_map"].values()))]
         except (UserError, KeyError, TypeError, AttributeError):
-            names, files = [""], []
-        if len(files) < len(names):
+            files = [directory]  # which is no file inside of itself
+        if any(file.parent != directory for file in files):
             yield f"{index}: not an index of shards; it needs a 'weight_map' of tensor to file inside the checkpoint"
+            return
     for file in files:
         if not file.is_file():
             yield f"{file}: missing, though the index names it; download or copy it again"

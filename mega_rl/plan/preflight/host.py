@@ -40,17 +40,14 @@ def launched_world_size() -> int:
 
 
 def refuse_tasks_of_srun(*, launchers: int = 1) -> None:
-    """Raise UserError in one of several Slurm tasks that are not ranks of one run.
-
-    launchers: number of launchers of the run; each may be a task.
-    """
+    """Raise UserError in one of several Slurm tasks that are not ranks of one run; each launcher may be a task."""
     variables = os.environ
     if "RANK" in variables or "SLURM_PROCID" not in variables:
         return
     if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
         return  # the batch script has the variables of task 0, but no step
     tasks = variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1"))
-    if tasks.isascii() and tasks.isdigit() and int(tasks) not in (1, launchers):
+    if int(tasks) not in (1, launchers):
         raise UserError(
             f"srun started {tasks} tasks, which would be {tasks} separate runs; leave out --nproc-per-node to train "
             "with each task as a rank, start one task, or a launcher on each node ('mega-rl launch slurm', or --nnodes)"
@@ -78,8 +75,7 @@ def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> I
     if "model.path" not in checkpoints:
         return
     memory = None if config.trainer.device == "cpu" else smallest_gpu()
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")  # without a launcher hosts have eight GPUs
-    ranks = int(text) if text.isascii() and text.isdigit() and int(text) > 0 else min(world_size, 8)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # without a launcher hosts have eight GPUs
     machine = Machine(world_size, ranks, memory, not is_missing("transformer_engine"))
     setup = RunSetup(config, checkpoints, machine)
     try:
@@ -99,8 +95,6 @@ def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> I
 def check_packages(config: Config) -> Iterator[str]:
     """Yield the packages that the settings need and that are not installed, and settings that a CPU cannot run."""
     par, on_cpu = config.engine.megatron, config.trainer.device == "cpu"
-    if is_missing("psutil"):
-        yield "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'"
     for tracker in filter(is_missing, config.metrics.trackers):
         yield (
             f"metrics.trackers: the client of {tracker} is not installed; pip install 'mega_rl[{tracker}]', or leave "

@@ -118,15 +118,17 @@ class RankRecord:
         """Return the name of the innermost phase; empty without one."""
         return self.phases[-1].name if self.phases else ""
 
+    @property
     def process_state(self) -> str:
         """Return the letter of the state of this rank's process on this host; empty once it has ended."""
         state, started = state_and_start(self.pid)
         return state if started == self.started else ""
 
-    def silent_s(self, now: float) -> float:
-        """Return the seconds without a beat; 0 while in time and after the end."""
-        age = now - self.beat
-        return age if self.ended is None and age > 3 * self.interval_s + 1.0 else 0.0
+
+def silent_s(record: RankRecord, now: float) -> float:
+    """Return the seconds without a beat; 0 while in time and after the end."""
+    age = now - record.beat
+    return age if record.ended is None and age > 3 * record.interval_s + 1.0 else 0.0
 
 
 def state_and_start(pid: int) -> tuple[str, int]:

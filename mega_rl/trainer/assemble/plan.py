@@ -18,13 +18,13 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.build import build_engine, resolve_model
-from mega_rl.engines.models.attention_choice import check_one_backend
 from mega_rl.engines.models.build import DTYPES
+from mega_rl.engines.models.specs import check_one_backend
 from mega_rl.engines.own_layout import OwnLayout
 from mega_rl.engines.weight_average import WeightAverage
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of
-from mega_rl.parallel.groups import Groups, another
+from mega_rl.parallel.groups import Groups, another, current
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, TokenModel
 from mega_rl.rollout.tokens import hidden_tokens
@@ -153,7 +153,7 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         if role == "reference" and has_own_layout(config):
             layout = ParallelLayout.of_engine(config.engine.of_reference, world_size=groups.layout.world_size)
             own = another(layout, groups, timeout_s=config.trainer.timeout_s)
-        with nullcontext() if own is groups else own.current():
+        with nullcontext() if own is groups else current(own):
             engine = build_engine(model, settings=plan.engine, groups=own, accelerator=accelerator)
         engines[role] = models.add(role, engine)
     actor, work, settings = engines["actor"], WorkMeter(), config.algorithm.kl

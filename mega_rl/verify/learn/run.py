@@ -100,7 +100,7 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int) -> Curve:
             "trainer.run_dir": str(folder / "run"),
             "trainer.seed": seed,
         }
-        with api.Trainer.from_config(None, settings, reward=task.reward) as trainer:
+        with api.Trainer(api.load_config(None, settings), reward=task.reward) as trainer:
             loop = trainer.loop
             if variant.noise:
                 assert isinstance(loop.batches, Collector)
@@ -108,7 +108,7 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int) -> Curve:
             assert isinstance(loop.algorithm, PolicyGradient)
             loop.log.sink = recorder = CurveRecorder(loop.log.sink, build_probe(task, loop.algorithm))
             outcome = trainer.fit()
-    if outcome.stopped:
+    if outcome.exit_code:
         raise StoppedBySignal(outcome.exit_code - 128)
     return Curve(seed, tuple(recorder.points), time.perf_counter() - started)
 

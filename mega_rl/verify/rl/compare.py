@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator.norms import distance
+from mega_rl.parallel.accelerator.base import distance
 from mega_rl.verify.layouts import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
 from mega_rl.verify.rl.independent.formulas import Formulas, groups_of, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample

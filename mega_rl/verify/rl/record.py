@@ -14,8 +14,8 @@ from torch import Tensor
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.engines.base import ModelEngine
-from mega_rl.engines.fsdp.engine import FSDPEngine
-from mega_rl.engines.megatron.engine import MegatronEngine
+from mega_rl.engines.fsdp import FSDPEngine
+from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Inspect, Ranks, RolloutSource, Scorer

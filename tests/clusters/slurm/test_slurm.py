@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.slurm.cluster import NODE_TIMEOUT_S, NODES, WAIT_S, SlurmCluster, missing
+from tests.clusters.slurm.cluster import NODE_TIMEOUT_S, NODES, SlurmCluster, missing
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("MEGA_RL_TESTS") != "slurm", reason="ten minutes: make test-slurm"),
@@ -281,28 +281,3 @@ def test_a_mistake_is_not_requeued(cluster: SlurmCluster, inputs: Path, tmp_path
     assert run.end() == "FAILED"
     assert (run.state["ExitCode"], run.state["Restarts"]) == ("2:0", "0")
     assert "error: " in run.log()
-
-
-def test_srun_starts_a_task_for_each_rank(cluster: SlurmCluster, inputs: Path, reference: str, tmp_path: Path) -> None:
-    step = ["srun", "--nodes=2", "--ntasks-per-node=2", "--wait=60", *CLI, "train"]
-    cluster.call(
-        *(*step, "--config=quickstart", *arguments(inputs, tmp_path / "run")),
-        environment={"OMP_NUM_THREADS": "1"},
-        wait_s=RUN_S,
-    )
-    assert weights(tmp_path / "run") == reference
-
-
-def test_a_job_that_sbatch_refuses_is_a_mistake(cluster: SlurmCluster) -> None:
-    launch = ["launch", "slurm", "quickstart", "--submit", "--nodes=2", "--nproc-per-node=2", "--partition=nowhere"]
-    done = subprocess.run(
-        [*CLI, *launch, "checkpoint.resume=auto", "trainer.device=cpu"],
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "error: sbatch has refused the job: " in done.stderr
-    assert "invalid partition" in done.stderr

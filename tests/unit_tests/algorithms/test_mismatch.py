@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.mismatch import SUMMARY_SIZE, LogprobMismatch, combine, logprob_mismatch
+from mega_rl.algorithms.mismatch import LogprobMismatch, combine, logprob_mismatch
 
 
 def batch(num_rows: int = 6, length: int = 5) -> dict[str, Tensor]:
@@ -51,19 +51,6 @@ def test_numbers_and_worst_token() -> None:
     assert f"{float(fields['trainer_logprobs'][3, 4]):.6g}" in text
 
 
-def test_the_share_of_large_differences() -> None:
-    """One nat counts, and what is no number; prompts do not."""
-    fields = {
-        "rollout_logprobs": torch.zeros(1, 5, dtype=torch.float64),
-        "trainer_logprobs": torch.tensor([[5.0, 0.0, 0.999, 1.0, math.nan]], dtype=torch.float64),
-        "loss_mask": torch.arange(5)[None] > 0,
-        "tokens": torch.arange(5)[None],
-        "prompt_index": torch.zeros(1, dtype=torch.int64),
-        "sample_index": torch.zeros(1, dtype=torch.int64),
-    }
-    assert summary(fields).metrics("a")["a_large_fraction"] == 0.5
-
-
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_what_is_no_number_is_the_worst(bad: float) -> None:
     fields = batch()
@@ -76,37 +63,6 @@ def test_what_is_no_number_is_the_worst(bad: float) -> None:
     assert again.position == 4
 
 
-def test_prompt_tokens_that_are_no_number_do_not_count() -> None:
-    fields = batch()
-    fields["trainer_logprobs"][2, 0] = math.nan
-    assert summary(fields).max < 1.0
-
-
-@pytest.mark.parametrize("cuts", [(0, 6), (0, 3, 6), (0, 1, 1, 4, 6), (0, 2, 6)])
-def test_ranks_together_say_what_one_rank_says(cuts: tuple[int, ...]) -> None:
-    """Rank i holds rows cuts[i] .. cuts[i+1]; one of the layouts has a rank without rows."""
-    fields = batch()
-    size = len(cuts) - 1
-    parts = [summary(fields, slice(cuts[rank], cuts[rank + 1])) for rank in range(size)]
-    summed = sum(part.pack(rank=rank, size=size) for rank, part in enumerate(parts))
-    assert isinstance(summed, Tensor)
-    assert summed.shape == (size, SUMMARY_SIZE)
-    together, alone = combine(summed), summary(fields)
-    assert together.sum == pytest.approx(alone.sum, rel=1e-12)
-    for name in (
-        "count",
-        "max",
-        "prompt_index",
-        "sample_index",
-        "position",
-        "token_id",
-        "rollout_logprob",
-        "trainer_logprob",
-        "large",
-    ):
-        assert getattr(together, name) == getattr(alone, name), name
-
-
 def test_equal_differences_name_the_same_token_in_every_layout() -> None:
     fields = batch()
     fields["trainer_logprobs"] = fields["rollout_logprobs"].clone()
@@ -116,9 +72,3 @@ def test_equal_differences_name_the_same_token_in_every_layout() -> None:
     swapped = combine(second.pack(rank=0, size=2) + first.pack(rank=1, size=2))
     assert (swapped.prompt_index, swapped.sample_index) == (10, 1)
     assert swapped == combine(first.pack(rank=0, size=2) + second.pack(rank=1, size=2))
-
-
-def test_no_tokens_are_no_difference() -> None:
-    empty = summary(batch(), slice(0, 0))
-    assert (empty.sum, empty.count, empty.max, empty.mean) == (0.0, 0, 0.0, 0.0)
-    assert combine(empty.pack(rank=0, size=1)) == empty

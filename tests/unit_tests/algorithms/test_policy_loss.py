@@ -16,8 +16,6 @@ from mega_rl.algorithms.policy_losses import CISPO, DPPOKL, DPPOTV, PPO
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.protocols import LossOutput
 
-QUARTER = torch.full((4,), 0.25)
-
 
 def policy_loss(
     logprobs: Tensor,
@@ -143,29 +141,6 @@ def test_gradient_equals_finite_differences() -> None:
     assert torch.autograd.gradcheck(loss, (logprobs, entropy_shift.clone().requires_grad_()))
 
 
-def test_what_is_off_the_mask_touches_nothing() -> None:
-    nan, inf = float("nan"), float("inf")
-    logprobs = torch.tensor([-1.0, nan, -inf, 500.0], requires_grad=True)
-    entropy = torch.tensor([0.5, nan, inf, 1.0], requires_grad=True)
-    weights = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    out = policy_loss(
-        logprobs,
-        entropy,
-        old_logprobs=torch.tensor([-1.0, 0.0, nan, 0.0]),
-        advantages=torch.tensor([2.0, 1.0, nan, inf]),
-        loss_weights=weights,
-        token_weights=weights,
-        objective=PPO(clip_low=0.2, clip_high=0.2, dual_clip=3.0),
-        entropy_coef=0.1,
-        kl=KLTerm(torch.tensor([-1.0, nan, 0.0, -inf]), 0.1, k3),
-    )
-    out.loss.backward()
-    assert out.loss.item() == pytest.approx(-2.05)
-    assert all(math.isfinite(value.item()) for value in [*out.sums.values(), *out.maxima.values()])
-    torch.testing.assert_close(logprobs.grad, torch.tensor([-2.0, 0.0, 0.0, 0.0]))
-    torch.testing.assert_close(entropy.grad, torch.tensor([-0.1, 0.0, 0.0, 0.0]))
-
-
 @pytest.mark.parametrize(("advantage", "sign"), [(2.0, 1), (-2.0, -1)])
 @pytest.mark.parametrize("nats", [-1e4, -20.1, -19.9, -0.3, -0.1, 0.1, 0.3, 1.0, 1.2, 19.9, 20.1, 1e4])
 def test_gradients_at_any_ratio_are_bounded_by_default(nats: float, advantage: float, sign: int) -> None:
@@ -181,36 +156,6 @@ def test_gradients_at_any_ratio_are_bounded_by_default(nats: float, advantage: f
     assert abs(gradient.item()) <= 3.0 * abs(advantage)
     assert math.isfinite(out.loss.item())
     assert abs(out.loss.item()) <= 3.0 * abs(advantage)
-
-
-def test_shares_add_up() -> None:
-    g = torch.Generator().manual_seed(2)
-    old, advantages, entropy = torch.randn(3, 20, generator=g)
-    logprobs = old + 0.4 * torch.randn(20, generator=g)
-    weights = torch.where(torch.rand(20, generator=g) < 0.7, 0.1, 0.0)
-
-    def part(chosen: slice) -> LossOutput:
-        return policy_loss(
-            logprobs[chosen],
-            entropy[chosen],
-            old_logprobs=old[chosen],
-            advantages=advantages[chosen],
-            loss_weights=weights[chosen],
-            token_weights=weights[chosen],
-            objective=PPO(dual_clip=0.0),
-            entropy_coef=0.1,
-            kl=KLTerm(old[chosen] - 0.3, 0.1, k3),
-            rollout_logprobs=old[chosen] + 0.2,
-            drift_coef=0.3,
-        )
-
-    whole = part(slice(0, 20))
-    parts = [part(slice(0, 3)), part(slice(3, 11)), part(slice(11, 20))]
-    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), rel=1e-5)
-    for name, value in whole.sums.items():
-        assert not value.requires_grad
-        assert sum(p.sums[name].item() for p in parts) == pytest.approx(value.item(), rel=1e-5, abs=1e-7)
-    assert max(p.maxima["actor/ratio_max"].item() for p in parts) == whole.maxima["actor/ratio_max"].item()
 
 
 @pytest.mark.parametrize("objective", [CISPO(cap=1.3), DPPOTV(threshold=0.05, cap=1.4), DPPOKL(threshold=0.01)])

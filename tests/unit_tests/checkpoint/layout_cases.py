@@ -15,6 +15,7 @@ from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, OptimConfig
 from tests.helpers.engines import exported, load_state, make_config, own_rows, replaced, running_engine, save_state
 from tests.helpers.models import random_experience
+from tests.helpers.selection import without
 from tests.unit_tests.distributed.engine_cases import losses
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,6 +77,7 @@ LAYOUTS = {
     "tp2-sp-ep2-dp2": _case(tp=2, sequence_parallel=True, ep=2, etp=1),
     "cp2-dp2": _case(cp=2),
 }
+LAYOUTS = without(LAYOUTS, "tp2-sp-dp2", "pp2-dp2")  # the others have their parts
 HALF = ("embedding.*", "decoder.layers.0.*", "decoder.layers.1.*")
 MIXED = {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}
 _MEGATRON: dict[str, Any] = {"name": "megatron_fsdp"}

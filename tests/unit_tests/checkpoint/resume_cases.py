@@ -113,7 +113,7 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 def step_counters(engine: Any) -> list[float]:
     """Adam's number of steps, of each parameter."""
     from mega_rl.ddp.optimizer import torch_optimizers
-    from mega_rl.engines.fsdp.engine import FSDPEngine
+    from mega_rl.engines.fsdp import FSDPEngine
 
     optimizer = engine.optimizer
     inner = [optimizer] if isinstance(engine, FSDPEngine) else torch_optimizers(optimizer)

@@ -10,9 +10,8 @@ import torch
 
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.schema import CheckpointConfig, MemoryCheckpointConfig
-from mega_rl.parallel.boxes import whole
+from mega_rl.parallel.boxes import Box, EngineState, Piece, whole
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.types import Box, EngineState, Piece
 
 
 class SmallEngine:

@@ -14,8 +14,7 @@ import torch
 from mega_rl import disk
 from mega_rl.checkpoint import saving as module
 from mega_rl.errors import RunError
-from mega_rl.parallel.boxes import whole
-from mega_rl.types import Piece
+from mega_rl.parallel.boxes import Piece, whole
 from tests.unit_tests.checkpoint.stores import Kept, names, steps, store, values
 from tests.unit_tests.checkpoint.watching import instrumented
 
@@ -24,14 +23,15 @@ PATIENCE_S = 20.0
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The disk hangs from the fourth operation of a thread on, until the event is set."""
+    """The disk hangs for other threads from their fourth operation on, until the event is set."""
     here, over, left = threading.current_thread(), threading.Event(), 3
 
     def hook(name: str, call: Callable[[], Any]) -> Any:
         nonlocal left
-        left -= threading.current_thread() is not here
-        if left < 0:
-            over.wait(PATIENCE_S)
+        if threading.current_thread() is not here:
+            left -= 1
+            if left < 0:
+                over.wait(PATIENCE_S)
         return call()
 
     monkeypatch.setattr(module, "STOP_S", 0.2)

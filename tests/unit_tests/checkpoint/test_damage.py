@@ -240,27 +240,16 @@ def manifest_mutants() -> Iterator[tuple[str, Change]]:
 
 MANIFEST_TEXTS: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda text: b"",
-    "blank": lambda text: b"  \n",
     "a list": lambda text: b"[" + text + b"]",
-    "a number": lambda text: b"1",
-    "two objects": lambda text: text + text,
     "no end": lambda text: text.rstrip()[:-1],
     "key twice": lambda text: text.replace(b'{"format"', b'{"step":10,"format"', 1),
     "tensor twice": lambda text: text.replace(b'"tensors":{', b'"tensors":{"actor/weights/norm":["BF16",[10]],', 1),
     "NaN": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":NaN', 1),
-    "NaN where all is free": lambda text: text.replace(b'"state":{', b'"state":{"a":NaN,', 1),
     "overflow where all is free": lambda text: text.replace(b'"config":{', b'"config":{"a":[-1e999],', 1),
-    "Infinity": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":-Infinity', 1),
-    "overflow": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":1e999', 1),
     "many digits": lambda text: text.replace(b'"step":10', b'"step":' + b"9" * 10_000, 1),
     "deep lists": lambda text: text.replace(b'"state":{', b'"state":{"a":' + b"[" * 200_000, 1),
-    "deep lists, closed": lambda text: text.replace(b'"state":{', b'"state":{"a":' + b"[" * 90_000 + b"]" * 90_000, 1),
     "deep objects": lambda text: b'{"a":' * 100_000,
     "no text": lambda text: b"\xff\xfe" + text,
-    "UTF-16": lambda text: text.decode().encode("utf-16"),
-    "mark": lambda text: b"\xef\xbb\xbf" + text,
-    "comment": lambda text: text + b"// fine",
-    "zeros": lambda text: bytes(len(text)),
     "1000 strange keys": lambda text: json.dumps({f"k{i}": i for i in range(1000)}).encode(),
     "1000 faults": lambda text: json.dumps(
         {**json.loads(text), "tensors": {f"t{i}": ["F99", [-1]] for i in range(1000)}}
@@ -310,18 +299,11 @@ def header_mutants() -> Iterator[tuple[str, Change]]:
 
 HEADER_TEXTS: dict[str, tuple[Callable[[bytes], bytes], int | None]] = {
     "10 GB": (lambda text: text, 10 << 30),
-    "all ones": (lambda text: text, (1 << 64) - 1),
     "more than the file": (lambda text: text, 1 << 20),
-    "a byte less": (lambda text: text, 100),
-    "nothing": (lambda text: text, 0),
-    "empty": (lambda text: b"", None),
     "a list": (lambda text: b"[]", None),
     "key twice": (lambda text: text[:-1] + b',"__metadata__":{}}', None),
     "deep lists": (lambda text: b'{"a":' + b"[" * 200_000, None),
-    "deep objects": (lambda text: b'{"a":' * 200_000, None),
     "no text": (lambda text: b"\xff" * 64, None),
-    "NaN": (lambda text: text.replace(b'"shape": [', b'"shape": [NaN, ', 1), None),
-    "many digits": (lambda text: text.replace(b'"shape": [', b'"shape": [' + b"9" * 10_000 + b",", 1), None),
     "no end": (lambda text: text[:-2], None),
 }
 

@@ -21,9 +21,8 @@ from mega_rl.checkpoint.format.shards import PieceSpec, order, shard_name, write
 from mega_rl.checkpoint.resume import fill
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES
 from mega_rl.errors import UserErrors
-from mega_rl.parallel.boxes import flat_boxes, whole
+from mega_rl.parallel.boxes import Box, Piece, flat_boxes, whole
 from mega_rl.parallel.comm import GroupRanks, SingleRank
-from mega_rl.types import Box, Piece
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.checkpoint.written import cut, data_of, manifest_of
 

@@ -209,21 +209,6 @@ def test_the_lock_is_refused_to_a_second_process(root: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_a_lock_that_is_no_file(kind: str, root: Path, tmp_path: Path) -> None:
-    root.mkdir(parents=True)
-    if kind == "link":
-        (tmp_path / "target").write_text("mine")
-        (root / ".lock").symlink_to(tmp_path / "target")
-    elif kind == "pipe":
-        os.mkfifo(root / ".lock")
-    else:
-        (root / ".lock").mkdir()
-    with pytest.raises(UserError, match="cannot be locked"):
-        RunLock(root).take()
-    assert kind != "link" or (tmp_path / "target").read_text() == "mine"
-
-
 def test_killed_process_frees_lock_despite_fork(root: Path) -> None:
     code = """
 import os, sys, time
@@ -304,14 +289,6 @@ def test_going_back_keeps_later_checkpoints(earlier: Path) -> None:
     assert (steps(root), steps(earlier / "previous" / "001" / "checkpoints")) == ([8], [9])
     assert (root / "latest").read_text() == "step_000008\n"
     assert (earlier / "metrics.jsonl").exists()
-
-
-def test_run_without_step_is_not_kept(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("x")
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "checkpoints").mkdir()
-    folders.begin_history(tmp_path, None)
-    assert not (tmp_path / "previous").exists()
 
 
 def test_kill_at_any_rename_loses_no_file(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:

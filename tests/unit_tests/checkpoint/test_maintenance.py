@@ -48,20 +48,6 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["loss", "state"]
 
 
-def test_list_as_json_and_with_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "checkpoints" / "step_000020" / "shard_00001.safetensors").unlink()
-    (run / "checkpoints" / "step_000010" / "COMMIT").unlink()
-    assert verbs.list_checkpoints(run, as_json=True) == 1
-    rows = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [(row["step"], row["state"]) for row in rows] == [
-        *((20, "damaged"), (30, "complete"), (None, "torn"), (10, "torn"))
-    ]
-    assert "shard_00001.safetensors: No such file or directory" in rows[0]["reason"]
-    size = sum(path.stat().st_size for path in (run / "checkpoints" / "step_000030").glob("shard_*"))
-    assert rows[1]["bytes"] == size
-    assert rows[1]["metrics"] == {"val/reward_mean": 0.25, "loss": 1.0}
-
-
 def test_verify_takes_run_root_or_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = run / "checkpoints"
     for path, count in ((run, 3), (root, 3), (root / "step_000020", 1)):
@@ -123,23 +109,6 @@ def test_prune_removes_nothing_where_newest_is_damaged(run: Path) -> None:
     with pytest.raises(UserError, match="no complete checkpoint"):
         verbs.prune(run, keep=1)
     assert len(list((run / "checkpoints").glob("step_*"))) == 3
-
-
-def test_a_path_without_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
-    for path in (tmp_path / "empty", tmp_path / "nothing"):
-        for verb in (verbs.list_checkpoints, verbs.verify_checkpoints):
-            with pytest.raises(UserError, match=f"{path}: (holds no checkpoints|no such folder)"):
-                verb(path)
-        with pytest.raises(UserError, match="give a run folder"):
-            verbs.prune(path, keep=1)
-        assert not (path / ".lock").exists()
-    assert verbs.list_checkpoints(tmp_path / "new") == 0
-    with pytest.raises(UserError, match="holds no complete checkpoint"):
-        verbs.verify_checkpoints(tmp_path / "new")
-    with pytest.raises(UserError, match="no such folder"):
-        verbs.verify_checkpoints(tmp_path / "nothing" / "step_000010")
 
 
 OF_A_RUN = "belongs to a run; export its weights by 'mega-rl checkpoint export RUN OUT'"

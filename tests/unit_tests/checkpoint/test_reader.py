@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +23,7 @@ from mega_rl.checkpoint.format.shards import (
     write_shard,
 )
 from mega_rl.converters.safetensors.reader import DTYPES, read_header
-from mega_rl.parallel.boxes import flat_boxes, whole
-from mega_rl.types import Box
+from mega_rl.parallel.boxes import Box, whole
 from tests.unit_tests.checkpoint import written
 
 
@@ -133,28 +131,3 @@ def test_coverage_is_that_of_counting_every_element(seed: int) -> None:
     if seed % 3 == 0:
         assert pair is None
         assert missing_elements([spec_of(box) for box in cuts], shape) == 0
-
-
-def test_pinwheel_without_separating_plane_is_covered() -> None:
-    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
-    assert overlap([spec_of(box) for box in pinwheel]) is None
-    assert missing_elements([spec_of(box) for box in pinwheel], (3, 3)) == 0
-    assert overlap([spec_of(box) for box in (*pinwheel, Box((1, 1), (2, 1)))]) is not None
-
-
-def test_thousands_of_pieces_take_no_time() -> None:
-    """1024 ranks that share 8 cuts of a matrix as flat ranges, in any order."""
-    rows, columns, ways, ranks = 4096, 4096, 8, 1024
-    pieces = []
-    for way in range(ways):
-        size = rows * columns // ways
-        edges = [size * rank // ranks + (rank * 7) % 13 for rank in range(ranks)] + [size]
-        for low, high in itertools.pairwise([0, *edges[1:]]):
-            for box in flat_boxes((rows, columns // ways), low, high):
-                pieces.append(spec_of(Box((box.offset[0], box.offset[1] + way * columns // ways), box.shape)))
-    random.Random(0).shuffle(pieces)
-    assert len(pieces) > 10_000
-    begin = time.process_time()
-    assert overlap(pieces) is None
-    assert missing_elements(pieces, (rows, columns)) == 0
-    assert time.process_time() - begin < 5.0  # takes 0.2 s; comparing all pairs takes minutes

@@ -17,7 +17,7 @@ from mega_rl import disk
 from mega_rl.checkpoint.run_state import RunState
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError, UserError
-from mega_rl.types import Box, EngineState, Piece
+from mega_rl.parallel.boxes import Box, EngineState, Piece
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, names, settings, steps, store, values
 from tests.unit_tests.checkpoint.watching import instrumented
@@ -133,26 +133,6 @@ def test_falling_back_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("FALLING BACK") == 2
     flip(tmp_path / "step_000001" / "shard_00000.safetensors", -3)
     assert "step_000003/shard" in refusal(store(tmp_path, fallback=True))  # the newest is the one to tell of
-
-
-def test_damaged_newest_checkpoint_needs_fallback(tmp_path: Path) -> None:
-    for step in (1, 2):
-        store(tmp_path, actor=step).save(step, {})
-    (tmp_path / "step_000002" / "COMMIT").unlink()
-    message = refusal(store(tmp_path))
-    assert f"{tmp_path}/step_000002: has no COMMIT" in message
-    assert "checkpoint.fallback=true" in message
-    assert store(tmp_path, fallback=True).restore().step == 1  # type: ignore[union-attr]
-
-
-def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
-    with store(tmp_path):
-        with pytest.raises(UserError, match="another run") as caught, store(tmp_path):
-            pass
-        assert str(os.getpid()) in str(caught.value)
-        assert "choose another trainer.run_dir" in str(caught.value)
-    with store(tmp_path):
-        pass
 
 
 class FailingDisk:

@@ -15,7 +15,7 @@ from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, commit_text, now
 from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, checksum, order, shard_name, write_shard
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, as_bytes
-from mega_rl.types import Box
+from mega_rl.parallel.boxes import Box
 
 MATRIX, VECTOR, SCALAR, COUNTER = "actor/main/weight", "actor/weights/norm", "actor/exp_avg/scale", "rank00000/random/n"
 

@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 
 from mega_rl.cli import app as cli
-from mega_rl.cli.output import summary
 from mega_rl.config import packaged
 from mega_rl.config.schema import Config
 from mega_rl.config.user_files import load_from_file
@@ -135,41 +134,6 @@ def test_answers_without_torch() -> None:
     assert done.stderr.splitlines()[-1] == "[0, 2, 2, 0, 0, 0, 0] set()"
 
 
-def test_help_imports_no_command() -> None:
-    code = "import sys; from mega_rl.cli import app; app.main(['--help']); print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    own = [name for name in done.stderr.split() if name.startswith("mega_rl")]
-    assert len(own) <= 13, own
-    assert not {"numpy", "psutil", "rich", "torch", "yaml"} & set(done.stderr.split())
-
-
-def test_help_groups_commands_under_their_own_summaries(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    out = capfd.readouterr().out
-    titles = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and line[0] != " "]
-    assert titles == ["Options", "Start", "Train", "Look", "Check", "Convert", "Cluster"]
-    assert "quickstart-warm-start" not in out
-    commands = {later.name: later.load() for later in cli.app.info.cls.later}
-    assert {later.name: later.summary for later in cli.app.info.cls.later if later.section} == {
-        name: summary(command.help) for name, command in commands.items() if name != "quickstart-warm-start"
-    }
-
-
-def test_print_config_marks_differences(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--print-config", "optim.lr=2e-6", "engine.megatron.tp=7"]) == 0
-    out = capfd.readouterr().out
-    assert "  lr: 2.0e-06  # default: 1.0e-06\n" in out
-    assert "  tp: 7  # default: 1\n" in out
-    assert out.count("#") == 2
-
-
-def test_train_runs_the_config(runs: list[Config]) -> None:
-    Path("r.yaml").write_text("trainer:\n  steps: 3\n")
-    assert cli.main(["train", "--config", "r.yaml", *GOOD, "--nproc-per-node", "1", "trainer.seed=5"]) == 0
-    (config,) = runs
-    assert (config.trainer.steps, config.trainer.seed, config.model.path) == (3, 5, "m")
-
-
 def test_more_ranks_become_a_launcher(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, list[str], dict[str, str]]] = []
 
@@ -248,18 +212,6 @@ def test_error_of_a_users_file_names_its_place(
     run_with("no_problems")  # raised in this package
     with pytest.raises(AssertionError, match="at least one problem"):
         cli.main(["train", *GOOD])
-
-
-@pytest.mark.parametrize(
-    "command", [[], ["train"], ["verify"], ["bench", "learn"], ["convert"], ["convert", "import"], ["checkpoint"]]
-)
-def test_help_cuts_nothing_off(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main([*command, "--help"]) == 0
-    out = capfd.readouterr().out
-    assert ".." not in out.replace("]...", "").replace("}...", "").replace(",...", "")
 
 
 def test_other_ranks_speak_late(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

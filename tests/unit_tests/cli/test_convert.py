@@ -6,8 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,7 @@ import torch
 from mega_rl.cli.app import main
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
-from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.helpers.selection import FULL
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,19 +64,9 @@ def test_inspect(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "inspect", models / "qwen3_moe", "--pp", 2, "--ep", 2, "--pp-layout", "Ettt|tL")
     assert code == 0
     assert "qwen3_moe" in out
-    assert "layers 0-2" in out
-    assert re.search(r"^  moe +layers 4 of 4, num_experts 4, ", out, flags=re.MULTILINE)
-    assert max(map(len, out.splitlines())) < 300
-
-
-def test_inspect_of_a_config_alone(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text((models / "qwen3_moe" / "config.json").read_text())
-    alone, whole = facts(capsys, "inspect", tmp_path), facts(capsys, "inspect", models / "qwen3_moe")
-    for same in ("num_params", "num_tensors", "nbytes", "stages", "architecture"):
-        assert alone[same] == whole[same]
-    code, out, _ = run(capsys, "inspect", tmp_path)
-    assert code == 0
-    assert "(by config.json; no weights are here)" in out
+    assert "layers: [0-2]" in out
+    assert re.search(r"^    num_experts: 4$", out, flags=re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 120
 
 
 def test_inspect_lists_what_does_not_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,23 +96,6 @@ def test_import_export_verify(models: Path, capsys: pytest.CaptureFixture[str], 
         assert (Path("out") / name).read_bytes() == (source / name).read_bytes()
     described = facts(capsys, "inspect", "ckpt")
     assert (described["kind"], described["family"]) == ("torch_dist", family)
-
-
-def test_verify_without_a_second_folder(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Import and export in memory, for a layout; nothing is written."""
-    actual = facts(capsys, "verify", models / "qwen3", "--tp", 2, "--vpp", 2, "--pp", 2)
-    with CheckpointReader(models / "qwen3") as reader:
-        assert actual["returned"] == len(reader.tensors)
-    assert actual["lost"] == []
-    assert list(Path().iterdir()) == []
-
-
-def test_logits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The twin of the second folder against transformers' of the first."""
-    code, out, _ = run(capsys, "verify", models / "qwen3", models / "qwen3", "--logits", 16)
-    assert code == 0
-    assert "logits: max |difference|" in out
-    assert out.endswith("equal\n")
 
 
 def test_8_bit_blocks_become_bfloat16(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,30 +159,6 @@ def test_mistakes(models: Path, capsys: pytest.CaptureFixture[str], arguments: t
     assert all(line.startswith("error: ") for line in err.splitlines()), err
     assert sorted(path.name for path in Path().iterdir()) == ["MODEL", "full"]
     assert [path.name for path in Path("full").iterdir()] == ["precious"]
-
-
-@pytest.mark.skipif(not FULL, reason="make test-full: four starts of two ranks")
-def test_under_torchrun(models: Path) -> None:
-    """Two ranks write what one writes, and say it once; the script is the same command."""
-    script = str(ROOT / "scripts" / "convert_checkpoint.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-    def launch(*arguments: object) -> Any:
-        command = [*launcher, *map(str, arguments), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    source = models / "qwen3_moe"
-    report = launch("import", source, "two")
-    assert main(["convert", "import", str(source), "one"]) == 0
-    assert contents(Path("one")) == contents(Path("two"))
-    assert report["num_files"] == 1
-    assert json.loads(run_ranks(2, verify, [str(source), str(Path("two").absolute())])[0])["equal"]
-    if FULL:
-        with CheckpointReader(source) as reader:
-            assert launch("verify", source, "--tp", 2, "--etp", 1)["returned"] == len(reader.tensors)
 
 
 def verify(rank: int, arguments: list[str]) -> str:

@@ -14,8 +14,6 @@ import pytest
 
 from mega_rl.cli.app import main
 from mega_rl.cli.data import boxed, number_after_hashes
-from mega_rl.config import packaged
-from mega_rl.config.loader import load
 from mega_rl.rewards.builtin import math_verify
 from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes, serve_hub, use_hub
 
@@ -63,14 +61,6 @@ def test_gsm8k_by_name(hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch
     assert main(["data", "gsm8k", "data/gsm8k", "--force", "--instruction", ""]) == 0
     assert lines("data/gsm8k/test.jsonl")[0]["prompt"][0]["content"] == "How many?"
     assert hub.requests == []
-
-
-def test_recipes_name_the_files_that_it_writes() -> None:
-    for name in packaged.names():
-        data = load(packaged.file_of(name), []).data
-        if "gsm8k_" in name:
-            assert (data.train_files, data.val_files) == (["data/gsm8k/train.jsonl"], ["data/gsm8k/test.jsonl"])
-            assert data.chat.template
 
 
 def test_math_from_files_and_nothing_is_written_when_a_row_is_bad(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:

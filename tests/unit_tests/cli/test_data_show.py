@@ -70,21 +70,6 @@ def test_epochs_and_a_temperature_decide_as_in_a_run(capsys: pytest.CaptureFixtu
     assert "9 steps of 4 prompts are 36 draws" in lines
 
 
-def test_streams_are_known_by_their_first_block(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, "data.stream.rows=4", "--prompts", "0")
-    assert lines[2].split() == ["words", "2", "shards", "3", "3", "1", "25.0%", "8"]
-
-
-def test_a_long_prompt_is_shown_with_its_end(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": "1+" * 200 + "2=", "answer": "7" * 500}]
-    Path("long.jsonl").write_text(json.dumps(rows[0]))
-    lines = shown(capsys, "data.mixture.sources={long: {files: [long.jsonl]}}", "data.max_prompt_tokens=500")
-    prompt, last, answer = lines[lines.index("long:") + 1 :][:3]
-    assert prompt == f"  1. {'1+' * 60} [...] {'1+' * 59}2="
-    assert last == f"     last token ids: {ids('1+1+1+1+2=')}"
-    assert len(answer) < 300
-
-
 def test_control_tokens_in_a_message_are_counted(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -58,8 +59,6 @@ def test_a_package_that_is_installed_and_does_not_load_is_missing(
 
     (tmp_path / f"{NO_SUCH}.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\nin a library')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert doctor.is_importable(NO_SUCH), "the report's look from outside"
-    assert not doctor.is_importable(f"{NO_SUCH}.optimizers"), "a parent that does not load"
     (broken,) = doctor.missing(["apex"])
     assert broken.endswith("MISSING: ImportError: undefined symbol: _ZN3c10 in a library")
 
@@ -70,33 +69,26 @@ def test_a_package_that_is_installed_and_does_not_load_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("installation", "tools", "reason", "said"),
+    ("installation", "tools", "reason"),
     [
-        (None, [], "not installed; ", "not found; used instead: the embedded Hugging Face rollout engine ("),
-        (
-            Installation("0.5.9", None),
-            [],
-            "0.5.9 is installed; mega_rl works with 0.5.20 only",
-            "0.5.9, beside the rest",
-        ),
-        (Installation("0.5.20", None), ["no nvcc"], "no nvcc", "0.5.20, beside the rest; LACKS: no nvcc"),
-        (Installation("0.5.20", None), [], "", "0.5.20, beside the rest"),
-        (Installation("0.5.20", Path("/v/sglang")), ["no nvcc"], "", "0.5.20, for CPUs, in /v/sglang"),
+        (None, [], "not installed; "),
+        (Installation("0.5.9", None), [], "0.5.9 is installed; mega_rl works with 0.5.20 only"),
+        (Installation("0.5.20", None), ["no nvcc"], "no nvcc"),
+        (Installation("0.5.20", None), [], ""),
+        (Installation("0.5.20", Path("/v/sglang")), ["no nvcc"], ""),
     ],
 )
 def test_sglang_is_reported_and_required(
-    installation: Installation | None, tools: list[str], reason: str, said: str, monkeypatch: pytest.MonkeyPatch
+    installation: Installation | None, tools: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "find_sglang", lambda: installation)
     monkeypatch.setattr(doctor, "missing_tools", lambda: tools)
-    assert any(line.startswith("sglang ") and said in line for line in doctor.report())
+    monkeypatch.setattr(doctor, "REQUIREMENTS", {"sglang": doctor._no_sglang})
+    line = next(line for line in doctor.report() if re.match("sglang +(works|no:)", line))
+    assert line.endswith("works") == (not reason)
+    assert not reason or f"no: {reason}" in line
     lines = list(doctor.missing(["sglang"]))
     assert [f"MISSING: {reason}" in line for line in lines] == ([True] if reason else [])
-
-
-def test_packages_that_are_not_installed_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
-    assert "psutil is not installed; run " in next(doctor.missing(["core"]))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +109,5 @@ def test_report_lists_everything(capfd: pytest.CaptureFixture[str]) -> None:
     out = capfd.readouterr().out
     for word in ("python ", "torch ", "megatron-core", "cuda", "transformer-engine", "sglang", "wandb"):
         assert word in out
-    assert "MISSING" not in out
+    assert re.search(r"^core +works$", out, flags=re.MULTILINE)
     assert "patches of Megatron-Core" in out.splitlines()[-1]
-
-
-def test_report_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_sglang", lambda: None)
-    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
-    lines = {line.split("  ")[0]: line for line in doctor.report()}
-    assert lines["torch"].endswith('pip install "torch<3,>=2.13"')
-    assert "requirements-cpu.txt' installs it on a CPU" in lines["sglang"]

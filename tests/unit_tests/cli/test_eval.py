@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from mega_rl.algorithms.evaluation import pass_at_k
+from mega_rl.cli.app import main
 from mega_rl.cli.quickstart.sums import write_data, write_model
 from mega_rl.tracking.health.records import read_records
+from tests.helpers.selection import without
 from tests.helpers.sglang import wait_until
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -49,16 +51,18 @@ def run(inputs: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path) -> None:
+def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One rank, two of tensor parallelism, two replicas that take the prompts in parts: every byte of the samples.
 
     Numbers are those of the written samples.
     """
-    one, two = run(inputs, "one"), run(inputs, "two", "--nproc-per-node", "2", "engine.megatron.tp=2")
-    parts = run(inputs, "parts", "--nproc-per-node", "2", "validation.chunk=8", "rollout.max_new_tokens=3")
-    assert (one.returncode, two.returncode, parts.returncode) == (0, 0, 0), one.stderr + two.stderr + parts.stderr
+    layouts = {"parts": ("validation.chunk=8", "rollout.max_new_tokens=3"), "two": ("engine.megatron.tp=2",)}
+    one = run(inputs, "one")
+    assert one.returncode == 0, one.stderr
     written = (inputs / "one" / "samples.jsonl").read_text()
-    for other in ("two", "parts"):
+    for other, settings in without(layouts, "two").items():
+        done = run(inputs, other, "--nproc-per-node", "2", *settings)
+        assert done.returncode == 0, done.stderr
         assert (inputs / other / "samples.jsonl").read_text() == written
         sets = [json.loads((inputs / name / "results.json").read_text())["sets"] for name in ("one", other)]
         assert sets[0] == sets[1]
@@ -72,9 +76,8 @@ def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path) -> None:
     assert estimate["mean"] == pytest.approx(sum(pass_at_k(4, c, 4) for c in right) / 6)
     assert "pass_at_4" in one.stdout
     assert len({row["response"] for row in rows}) > 6
-    again = run(inputs, "one")
-    assert again.returncode == 2
-    assert "one: holds samples.jsonl and results.json of an earlier evaluation" in again.stderr
+    assert main(command(inputs, "one")[3:]) == 2
+    assert "one: holds samples.jsonl and results.json of an earlier evaluation" in capsys.readouterr().err
     assert (inputs / "one" / "samples.jsonl").read_text() == written
 
 
@@ -86,11 +89,13 @@ def wait(response):
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "launcher"),
-    [(signal.SIGTERM, ("--nproc-per-node", "2", "trainer.timeout_s=60")), (signal.SIGINT, ())],
-    ids=["SIGTERM to two ranks", "Ctrl-C"],
-)
+SIGNALS = {
+    "SIGTERM to two ranks": (signal.SIGTERM, ("--nproc-per-node", "2", "trainer.timeout_s=60")),
+    "Ctrl-C": (signal.SIGINT, ()),
+}
+
+
+@pytest.mark.parametrize(("number", "launcher"), without(SIGNALS, "Ctrl-C").values(), ids=without(SIGNALS, "Ctrl-C"))
 def test_a_signal_ends_it_at_once_and_leaves_nothing_running(
     inputs: Path, tmp_path: Path, number: signal.Signals, launcher: tuple[str, ...]
 ) -> None:
@@ -125,8 +130,9 @@ def test_a_signal_ends_it_at_once_and_leaves_nothing_running(
         (("validation.answer_of=none.py:f",), "validation.answer_of='none.py:f': "),
     ],
 )
-def test_mistakes_end_with_2_and_a_line(inputs: Path, more: tuple[str, ...], line: str) -> None:
-    outcome = run(inputs, "never", *more)
-    assert outcome.returncode == 2
-    assert line in outcome.stderr
+def test_mistakes_end_with_2_and_a_line(
+    inputs: Path, more: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(inputs, "never", *more)[3:]) == 2
+    assert line in capsys.readouterr().err
     assert not (inputs / "never").exists()

@@ -6,8 +6,6 @@ import pytest
 
 from mega_rl.cli.train import LaunchOptions
 from mega_rl.errors import UserError
-from mega_rl.operations.launcher.launch import Launch
-from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 
 KEY = {"MEGA_RL_LAUNCH_KEY": "k" * 32}
 SEVERAL = LaunchOptions(nproc_per_node=8, nnodes=2, node_rank=1, master_addr="h", master_port=1234)
@@ -32,12 +30,6 @@ def test_options_that_do_not_fit_are_refused(options: LaunchOptions, environment
         options.check(environment)
 
 
-def test_a_key_that_is_too_short_is_not_shown() -> None:
-    with pytest.raises(UserError) as refused:
-        SEVERAL.check({"MEGA_RL_LAUNCH_KEY": "hush-hush"})
-    assert "hush" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("options", "world_size", "needs_launcher"),
     [
@@ -54,21 +46,6 @@ def test_ranks_and_whether_a_launcher_starts_them(
 ) -> None:
     options.check(KEY)
     assert (options.world_size, options.needs_launcher) == (world_size, needs_launcher)
-
-
-def test_one_node_needs_neither_address_nor_key() -> None:
-    """Schedulers give them all the same."""
-    options = LaunchOptions(nproc_per_node=4, node_rank=0, master_addr="10.0.0.1", master_port=4711)
-    options.check({})
-    launch = options.launch(["m"], run_dir="r", resume="never")
-    assert launch == Launch(("m",), 4, max_restarts=DEFAULT_RESTARTS, run_dir="r", resume="never")
-    assert launch.master_addr == "127.0.0.1"
-
-
-def test_several_nodes_are_told_of_one_another() -> None:
-    launch = SEVERAL.launch(["m"], run_dir="r", resume="auto")
-    assert (launch.nnodes, launch.node_rank) == (2, 1)
-    assert (launch.master_addr, launch.master_port) == ("h", 1234)
 
 
 def test_launches_of_all_nodes_have_one_digest() -> None:

@@ -165,16 +165,6 @@ def test_a_config_without_weights_needs_twin(tmp_path: Path, capsys: pytest.Capt
     assert "no such directory" in err
 
 
-def test_not_under_a_launcher(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for verb in ("layouts", "engines"):
-        code, _, err = run(capsys, "--model", model, verb=verb)
-        assert code == 2
-        assert "without torchrun" in err
-    assert main(["verify", "rl"]) == main(["replay", "nowhere"]) == 2
-
-
 def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the deadline, and what they started with them."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -13,13 +13,11 @@ import pytest
 
 from mega_rl.cli.app import main
 from mega_rl.config.keys import value_of
-from mega_rl.errors import UserError
 from mega_rl.verify.layouts import TOLERANCES, UPDATES
 from mega_rl.verify.rl import run as lockstep
 from mega_rl.verify.rl.compare import UpdateErrors
 from mega_rl.verify.rl.faults import FAULTS
-from mega_rl.verify.rl.inputs import PARTS, SIZES, read_run, reward_of
-from mega_rl.verify.rl.model import read_architecture
+from mega_rl.verify.rl.inputs import SIZES, read_run
 
 RIGHT = UpdateErrors(
     "actor", 0, 1, {phase: min(1e-7, tolerance) for phase, tolerance in TOLERANCES.items()}, "lm_head.weight"
@@ -128,22 +126,3 @@ def test_a_recipe_gives_its_algorithm_and_optimizer_and_the_command_the_rest() -
     assert all(value_of(recipe, key) == value for key, value in SIZES.items())
     short = read_run("quickstart", settings[:1], steps=3).config
     assert (short.optim.warmup_steps, short.optim.lr) == (1, 1e-4)
-
-
-def test_weights_of_rewards_and_a_single_generation_are_kept() -> None:
-    """One generation is of more prompts than a step trains on; a reward has the parts that have weights."""
-    sampling = ["rollout.dynamic_sampling.max_generations=1", "rollout.n=2", "algorithm.advantage=gdpo"]
-    config = read_run(None, [*sampling, "reward.weights.brief=0.2", "reward.weights.right=1"], steps=3).config
-    assert config.rollout.dynamic_sampling.prompts == 16
-    assert config.reward.weights == {"brief": 0.2, "right": 1}
-    assert set(reward_of(config)("1", "23", "")) == {"brief", "right"}
-    assert set(reward_of(read_run(None, sampling, steps=3).config)("1", "23", "")) == set(PARTS)
-    assert isinstance(reward_of(read_run(None, [], steps=3).config)("1", "23", ""), float)
-
-
-def test_a_model_of_a_recipe_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "runs/quickstart/model is not there" in read_run("quickstart", [], steps=3).description
-    given = read_run("quickstart", [f"model.path={tmp_path / 'none'}"], steps=3)
-    with pytest.raises(UserError, match="org/name"):
-        read_architecture(given)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
 
 import mega_rl
 from mega_rl.algorithms.advantages import GAE
@@ -17,13 +16,12 @@ from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, OWN_CHOICES, chosen, needs_critic, reads_reference
 from mega_rl.config.loader import load
 from mega_rl.config.needs import has_several_models, is_on_policy
-from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.setup import models_of
-from mega_rl.trainer.assemble.algorithms import build_correction, build_estimator, build_objective
+from mega_rl.trainer.assemble.algorithms import build_correction, build_estimator
 from mega_rl.trainer.assemble.plan import roles_of
 from tests.helpers.inputs import qwen3_config
 
@@ -99,12 +97,6 @@ def test_a_config_has_every_setting_of_its_choices() -> None:
 def test_a_setting_of_another_name_is_unknown(overrides: str, line: str) -> None:
     (actual,) = problems(*overrides.split())
     assert line in actual
-
-
-def test_a_written_config_is_read_back(tmp_path: Path) -> None:
-    config = load(None, ["algorithm.advantage=grpo", "rollout.n=2", "algorithm.correction=tis"])
-    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
-    assert load(tmp_path / "config.yaml") == config
 
 
 def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp_path: Path) -> None:
@@ -267,15 +259,6 @@ def test_a_users_class_may_need_no_reward(tmp_path: Path) -> None:
     assert line.startswith(
         f"reward.source=none with algorithm.advantage={tmp_path}/greedy.py:Blind: it makes advantages"
     )
-
-
-def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
-    chosen = f"algorithm.advantage={mine}/mine.py:Estimator"
-    estimator = build_estimator(load(None, [chosen, "algorithm.advantage={alpha: 2.0}"]))
-    assert (estimator.alpha, estimator.beta) == (2.0, 1.0)  # type: ignore[attr-defined]
-    objective = build_objective(load(None, [f"algorithm.loss={mine}/mine.py:plain"]))
-    assert objective(torch.ones(1)) == 1  # type: ignore[arg-type, comparison-overlap]
-    assert build_correction(load(None)) is None
 
 
 @pytest.mark.parametrize(

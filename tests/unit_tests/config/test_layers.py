@@ -82,28 +82,6 @@ def test_an_argument_may_switch_off_what_the_recipe_sets(
     assert all(key in line for key in named)
 
 
-def test_another_kind_drops_the_settings_of_the_recipes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = recipe(tmp_path, "algorithm.correction={name: tis, cap: 3.0}")
-    with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
-        assert load(path, ["algorithm.correction=none"]) == load(None, ["algorithm.correction=none"])
-    assert caplog.messages == [
-        "the arguments leave these settings of the recipe without effect, which take their defaults: "
-        "algorithm.correction.cap=3.0 (need algorithm.correction=tis)"
-    ]
-
-
-def test_the_line_names_each_setting_and_its_condition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
-        load(
-            recipe(tmp_path, "engine.megatron.tp=2", "optim.warmup_steps=2"), ["engine.backend=fsdp", "trainer.steps=1"]
-        )
-    assert caplog.messages == [
-        "the arguments leave these settings of the recipe without effect, which take their defaults: "
-        "engine.megatron.tp=2 (needs engine.backend=megatron), optim.warmup_steps=2 (needs trainer.steps above its "
-        "sum with algorithm.critic_warmup_steps, or it does not end within the run)"
-    ]
-
-
 def test_an_argument_without_effect_is_an_error(tmp_path: Path) -> None:
     path = recipe(tmp_path, "optim.critic_lr=1e-3")
     config = load(path, ["algorithm.advantage=grpo", "rollout.n=2", "optim.critic_lr=1e-4"])
@@ -122,12 +100,6 @@ def test_a_recipe_that_never_had_an_effect_stays_an_error(tmp_path: Path) -> Non
         assert config.optim.min_lr_ratio == 0.5
         assert any("optim.min_lr_ratio=0.5 has no effect" in line for line in check(config, world_size=2))
     assert config.engine.megatron.tp == 1
-
-
-def test_nothing_is_dropped_without_arguments(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "optim.warmup_steps=5", "trainer.steps=5")
-    assert load(path).optim.warmup_steps == 5
-    assert any("does not end within the run" in line for line in check(load(path), world_size=1))
 
 
 @pytest.mark.parametrize("spelling", ["optim.lr=null", "~optim.lr"])

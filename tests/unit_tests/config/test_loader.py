@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -232,11 +230,3 @@ def test_any_override_gives_a_config_or_one_line_errors(key: str, text: str, typ
         lines = error.problems
     assert all(line and line.isprintable() for line in lines)
     assert lines or not typo
-
-
-def test_importing_and_loading_brings_in_no_torch() -> None:
-    code = (
-        "import sys; from mega_rl.config import loader, rules, render; loader.load(None); print('torch' in sys.modules)"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "False"

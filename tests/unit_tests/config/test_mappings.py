@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mega_rl.config.loader import load
-from mega_rl.config.render import resolved_yaml
 from mega_rl.errors import UserError
 
 KEY = "data.chat.template_kwargs"
@@ -38,20 +37,6 @@ def test_a_recipe_and_arguments_make_one_mapping() -> None:
     assert mapping(f"{KEY}=null", recipe=True) == {}
     assert mapping(f"{KEY}={{a: 1}}", recipe=True) == {"a": 1}
     assert mapping(f'{KEY}={{"a": null, "b": "${{x}}"}}', f"{KEY}.c=1e-3") == {"a": None, "b": "${x}", "c": 0.001}
-
-
-def test_entries_by_dotted_names_of_a_program_and_of_a_recipe() -> None:
-    assert load(None, {f"{KEY}.depth": 3, f"{KEY}.a": None}).data.chat.template_kwargs == {"depth": 3}
-    Path("dotted.yaml").write_text(f"{KEY}.depth: 3\n{KEY}.a: [1]\n")
-    assert load("dotted.yaml", [f"{KEY}.b=2"]).data.chat.template_kwargs == {"depth": 3, "a": [1], "b": 2}
-
-
-def test_the_recorded_config_reads_back() -> None:
-    config = load(
-        None, ["data.chat.template=true", f"{KEY}={{a: [1, {{b: 'no'}}], c: 1.5}}", "data.chat.system_prompt=a: b"]
-    )
-    Path("resolved.yaml").write_text(resolved_yaml(config))
-    assert load(Path("resolved.yaml")) == config
 
 
 @pytest.mark.parametrize(

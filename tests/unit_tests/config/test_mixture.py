@@ -74,14 +74,6 @@ def test_files_beside_a_mixture_have_no_effect() -> None:
     assert load(Path("recipe.yaml"), TWO).data.train_files == []
 
 
-def test_a_name_stands_for_one_source() -> None:
-    text = "data:\n  mixture:\n    sources:\n      math: {files: a}\n      math: {files: b}\n"
-    Path("twice.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(UserErrors) as caught:
-        load(Path("twice.yaml"))
-    assert "math" in str(caught.value)
-
-
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -11,14 +11,6 @@ from mega_rl.config.loader import load
 from mega_rl.errors import UserError, UserErrors
 
 
-@pytest.mark.parametrize("name", packaged.names())
-def test_every_packaged_recipe_loads_by_name_from_any_directory(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert load(Path(name)) == load(Path(f"{name}.yaml")) == load(packaged.file_of(name))
-
-
 def test_a_file_of_the_user_comes_before_a_packaged_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("quickstart.yaml").write_text("trainer:\n  steps: 7\n")

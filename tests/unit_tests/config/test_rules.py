@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.keys import FIELDS, flat
 from mega_rl.config.loader import load
 from mega_rl.config.needs import is_on_policy, models_take_turns
 from mega_rl.config.rules import check
-from mega_rl.config.schema import Config
 from mega_rl.config.values import ModelFacts
 
 FACTS = ModelFacts(
@@ -377,25 +375,10 @@ def test_a_loss_of_ones_own_says_what_it_needs(tmp_path: Path) -> None:
     ]
 
 
-def test_rules_without_a_model_and_all_at_once() -> None:
-    config = load(
-        None,
-        ["engine.megatron.tp=3", "algorithm.loss.dual_clip=0.5", "optim.warmup_steps=200", "data.val_size=1"],
-    )
-    assert len(check(config, world_size=4)) == 4
-
-
 def test_the_largest_batch_is_answered_at_once() -> None:
     assert (
         "legal: 1, 2, 4, 5, 8, 10" in broken("trainer.prompts_per_step=1000000000000000", "trainer.minibatch_size=7")[0]
     )
-
-
-def test_flat_lists_every_key_once() -> None:
-    values = flat(Config())
-    assert values["optim.lr"] == 1e-6
-    assert values["engine.backend"] == "megatron"
-    assert set(values) == set(FIELDS)
 
 
 def test_off_policy_samples_need_old_logprobs() -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.converters.offline import compare as compare_module
-from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, describe, round_trip
+from mega_rl.converters.offline.compare import Comparison, compare, round_trip
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
-from mega_rl.parallel.comm import ranks_of
-from tests.helpers.distributed import run_ranks
-from tests.unit_tests.converters.fakes import LAYOUTS, hf_state, small_config
+from tests.unit_tests.converters.fakes import hf_state, small_config
 
 State = dict[str, Tensor]
 
@@ -89,40 +85,6 @@ def test_names_types_and_shapes(tmp_path: Path) -> None:
     assert allowed.allowed == ("b.bias", "extra.weight")
 
 
-def compare_share(rank: int, folder: str) -> dict[str, object]:
-    """Compare two folders as one of several ranks."""
-    dist.init_process_group("gloo")
-    with CheckpointReader(Path(folder) / "first") as a, CheckpointReader(Path(folder) / "second") as b:
-        return asdict(compare(a, b, world=ranks_of(dist.group.WORLD)))  # type: ignore[arg-type]
-
-
-def test_ranks_find_what_one_process_finds(tmp_path: Path) -> None:
-    other = state()
-    other["a.weight"][7, 3] += 1
-    whole = asdict(compared(tmp_path, state(), other))
-    assert run_ranks(2, compare_share, str(tmp_path)) == [whole, whole]
-
-
-def test_configs(tmp_path: Path) -> None:
-    """Keys by name; equal values in other bytes are said to be so; intended keys may differ."""
-    texts = {
-        "a": '{"x": 1, "y": 2}',
-        "same": '{"x": 1, "y": 2}',
-        "spaced": '{"y":2,"x":1}',
-        "other": '{"x": 3, "z": 0}',
-    }
-    for name, text in texts.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
-    (tmp_path / "none").mkdir()
-    assert compare_configs(tmp_path / "a", tmp_path / "same") == ()
-    assert compare_configs(tmp_path / "a", tmp_path / "spaced") == ("same values, other bytes",)
-    lines = compare_configs(tmp_path / "a", tmp_path / "other")
-    assert lines == ("x: 1 against 3", "y: 2 against absent", "z: absent against 0")
-    assert compare_configs(tmp_path / "a", tmp_path / "other", intended=["[xyz]"]) == ()
-    assert "no config.json" in compare_configs(tmp_path / "a", tmp_path / "none")[0]
-
-
 def test_round_trip_names_what_a_wrong_plan_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two rows of the plan's copies exchanged the tensors they belong to are named."""
     hf = small_config()
@@ -142,23 +104,3 @@ def test_round_trip_names_what_a_wrong_plan_loses(tmp_path: Path, monkeypatch: p
     with CheckpointReader(tmp_path / "hf") as reader:
         _, lost = round_trip(reader, Sharding(hf))
     assert lost == ("model.layers.2.self_attn.q_proj.weight",)
-
-
-def test_description_counts_every_element_once_per_rank(tmp_path: Path) -> None:
-    """Elements of all stages at TP1 are those of the model; what does not belong is listed."""
-    hf = small_config()
-    tensors = hf_state(hf)
-    tensors["stray.weight"] = torch.zeros(3)
-    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)
-    tensors["model.norm.weight"] = torch.zeros(11)
-    del tensors["model.layers.3.mlp.up_proj.weight"]
-    write_checkpoint(tmp_path / "hf", tensors.items())
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    with CheckpointReader(tmp_path / "hf") as reader:
-        _, actual = describe(reader, Sharding(hf, LAYOUTS["pp2"]))
-    assert actual.missing == ("model.layers.3.mlp.up_proj.weight",)
-    assert actual.unexpected == ("stray.weight",)
-    assert actual.ignored == ("model.layers.1.self_attn.rotary_emb.inv_freq",)
-    assert actual.mis_shaped == ("model.norm.weight: [11], config.json asks for [10]",)
-    assert [stage.layers for stage in actual.stages] == [("0-1",), ("2-3",)]
-    assert sum(stage.params for stage in actual.stages) == sum(t.numel() for t in hf_state(hf).values())

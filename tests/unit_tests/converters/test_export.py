@@ -60,21 +60,6 @@ def test_what_is_gathered_at_once_does_not_grow_with_the_ranks_that_gather(ep: i
         assert {unit.holders for unit in fused if unit.of_experts} == {range(2)}
 
 
-def test_tensors_that_an_engine_fuses_are_in_one_bucket() -> None:
-    """SGLang fuses q_a and kv_a of latent attention as they arrive: in two buckets they would never meet."""
-    hf = parse_hf_config(TINY["deepseek_v3"])
-    for layout in (LAYOUTS["one"], LAYOUTS["tp2-pp2"]):
-        actual = list(buckets(export_plan(Sharding(hf, layout)), bucket_bytes=1, itemsize=2))
-        for layer in range(hf.num_layers):
-            together = {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
-            holding = [
-                {name for unit in bucket for name, _, _ in unit.tensors} & together
-                for bucket in actual
-                if any(name in together for unit in bucket for name, _, _ in unit.tensors)
-            ]
-            assert holding == [together]
-
-
 def one_rank(hf: HFConfig, state: State, *, head: Head = "lm") -> tuple[list[nn.Module], State]:
     chunks = chunks_of_rank(hf, state, LAYOUTS["one"], FIRST, fill=None)
     return chunks, dict(export_hf(chunks, ModelPlace(Sharding(hf, head=head))))
@@ -125,15 +110,6 @@ def test_round_trip_of_a_real_checkpoint(tmp_path: Path, family: str, tied: bool
 
 def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
-
-
-def test_only_the_first_replica_writes(tmp_path: Path) -> None:
-    layout = ParallelLayout(world_size=2)
-    hf = small_config()
-    chunks = chunks_of_rank(hf, hf_state(hf), layout, FIRST)
-    place = ModelPlace(Sharding(hf, layout), layout.coordinates(1))
-    save_hf(chunks, tmp_path / "out", source=tmp_path, place=place)
-    assert not (tmp_path / "out").exists()
 
 
 def test_companions(tmp_path: Path) -> None:

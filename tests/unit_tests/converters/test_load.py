@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -96,14 +95,6 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(tmp_path: Path) 
 
 
 # Heads.
-
-
-def test_tied_checkpoint_that_ships_a_head(tmp_path: Path) -> None:
-    hf = small_config(tied=True)
-    state = hf_state(hf)
-    write(tmp_path, state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()})
-    assert load_one(tmp_path, hf, state).ignored == ("lm_head.weight",)
-    assert load_one(tmp_path, hf, hf_state(hf, value_head=True), head="value").ignored == ("lm_head.weight",)
 
 
 @pytest.mark.parametrize("row", [0, 12])
@@ -275,20 +266,3 @@ def test_plan_and_model_must_agree(tmp_path: Path) -> None:
         layer.layer_number = number  # type: ignore[assignment]
     with pytest.raises(AssertionError, match=r"numbered \[3, 4\]"):
         load("pp2")
-
-
-def test_names_do_not_depend_on_the_release_of_megatron_core() -> None:
-    """From 0.18 the layer inside multi-token prediction has another name, for parameters and buffers alike."""
-
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-            self.register_buffer("expert_bias", torch.zeros(1))
-            self.register_buffer("local_tokens", torch.zeros(1))
-
-    names = set()
-    for field in ("transformer_layer", "mtp_model_layer"):
-        layer = nn.ModuleDict({field: nn.ModuleDict({"router": Router()})})
-        names.add(tuple(weights_of(nn.ModuleDict({"mtp": layer}))))
-    assert names == {("mtp.transformer_layer.router.weight", "mtp.transformer_layer.router.expert_bias")}

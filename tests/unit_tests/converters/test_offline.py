@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -231,15 +229,6 @@ def test_missing_tensors_need_permission_and_are_named(tmp_path: Path) -> None:
         import_hf(half, tmp_path / "never", options=ImportOptions(allow_missing=["*"]))
 
 
-def test_parts_of_one_parameter_must_agree_in_dtype(tmp_path: Path) -> None:
-    source, name = write_random(tmp_path / "hf", "qwen2"), "model.layers.3.self_attn.v_proj.bias"
-    with CheckpointReader(source) as reader:
-        mixed = rewritten(source, tmp_path / "mixed", **{name: reader.read(name).float()})
-    with pytest.raises(UserError, match=r"v_proj\.bias is float32; give the dtype"):
-        import_hf(mixed, tmp_path / "dist")
-    import_hf(mixed, tmp_path / "dist", options=ImportOptions(dtype="bfloat16"))
-
-
 def test_interrupted_run_leaves_nothing_and_overwriting_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,30 +306,6 @@ def test_mutants_of_the_manifest_are_user_errors(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw | {"version": True}))
     with pytest.raises(UserError, match="version=True"):
         read_manifest(folder)
-
-
-def test_threads_wait_for_room_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never more than the buffer, or one larger tensor by itself; tensors that fit are there at the same time."""
-    monkeypatch.setattr(writing, "BUFFER_BYTES", 10)
-    meter, inside, seen = writing._Meter(lambda num_bytes: None), [], []
-
-    def work(num_bytes: int) -> None:
-        with meter.room(num_bytes):
-            inside.append(num_bytes)
-            seen.append(tuple(inside))
-            time.sleep(0.002)
-            inside.remove(num_bytes)
-
-    copying.in_threads([3, 4, 25, 9, 1, 2, 6, 12, 5, 5] * 3, work, threads=4)
-    assert len(seen) == 30
-    assert all(sum(sizes) <= 10 or len(sizes) == 1 for sizes in seen), seen
-    both_inside = threading.Barrier(2)
-
-    def meet(num_bytes: int) -> None:
-        with meter.room(num_bytes):
-            both_inside.wait(timeout=30)
-
-    copying.in_threads([4, 6], meet, threads=2)
 
 
 def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:

@@ -22,14 +22,6 @@ def loads(lengths: list[int], parts: list[list[int]]) -> list[int]:
     return [sum(lengths[row] for row in part) for part in parts]
 
 
-def test_by_hand() -> None:
-    # Longest first: 8 | 7, 5 to the lightest (7+5=12), 4 to the 8 (12), 3 and 1: 15 | 13.
-    assert partition_balanced([8, 7, 5, 4, 3, 1], 2, equal_counts=False) == [[0, 3, 4], [1, 2, 5]]
-    # One long row: without a limit it stays alone, with equal counts it gets the shortest rows as company.
-    assert partition_balanced([90, 5, 4, 3, 2, 1], 2, equal_counts=False) == [[0], [1, 2, 3, 4, 5]]
-    assert partition_balanced([90, 5, 4, 3, 2, 1], 2, equal_counts=True) == [[0, 4, 5], [1, 2, 3]]
-
-
 @given(lengths=st.lists(st.integers(1, 100), max_size=60), parts=st.integers(1, 9), equal=st.booleans())
 def test_every_row_is_in_one_part(lengths: list[int], parts: int, equal: bool) -> None:
     result = partition_balanced(lengths, parts, equal_counts=equal)
@@ -55,15 +47,6 @@ def test_loads_are_near_equal(rows: int, parts: int, sigma: float, equal_counts:
         company = sum(sorted(lengths)[: rows // parts - 1]) if equal_counts else 0
         mean = sum(lengths) / parts
         assert max(load) <= max(1.05 * mean, max(lengths) + company)
-
-
-def test_plan_by_hand() -> None:
-    # 23 tokens need three micro-batches of 10; heaviest first, rows ascending.
-    lengths = [3, 7, 6, 4, 3]
-    plan = plan_microbatches(lengths, max_tokens=10)
-    assert minimum_microbatches(lengths, 10) == 3
-    assert loads(lengths, plan) == [9, 7, 7]
-    assert plan == [[2, 4], [0, 3], [1]]
 
 
 def test_plan_falls_back_where_balancing_overfills() -> None:

@@ -25,7 +25,6 @@ from mega_rl.data.order import (
     shares_of,
     weights_by_size,
 )
-from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 
 SIZE, BATCH = 40, 5
@@ -168,23 +167,6 @@ def test_each_source_has_epochs_of_its_own(shuffle: bool) -> None:
     assert metrics["data/code/prompts"] == 120.0
 
 
-def test_a_step_depends_on_its_number_alone() -> None:
-    once = mixed()
-    onwards = [once.batch(step) for step in range(12)]
-    for step in range(12):
-        assert mixed().batch(step) == onwards[step]
-    assert mixed(batch_size=1).take(9, 7) == [*onwards[2], *onwards[3], *onwards[4]][1:8]
-    assert mixed(seed=1).batch(0) != onwards[0]
-
-
-def test_a_resumed_mixture_keeps_its_shares() -> None:
-    resumed = mixed()
-    resumed.restore(mixed().numbers())
-    other, _ = mixture_of(by_source(), {"math": 1.0, "code": 1.0, "chat": 6.0}, batch_size=4)
-    with pytest.raises(UserError, match=r"checkpoint has shares of draws .*'math': 6.*, this run .*'math': 1"):
-        other.restore(mixed().numbers())
-
-
 def plain_prompts(count: int = 12, *, first: int = 0, source: str = "") -> list[Prompt]:
     return [Prompt(3 * index + first, (1,), str(index), "", source=source) for index in range(count)]
 
@@ -217,13 +199,6 @@ def test_earlier_visits_count_less(memory: float, rate: float) -> None:
     assert rates.right[1] / rates.samples[1] == pytest.approx(rate)
     rates.record([own[1]], right=[0], samples=[0])  # all of its samples failed: no visit
     assert rates.right[1] / rates.samples[1] == pytest.approx(rate)
-
-
-def test_a_prompt_twice_in_a_step_is_one_visit() -> None:
-    own = plain_prompts(2)
-    rates = rates_of(own, {0: 4})
-    rates.record([own[0], own[1], own[0]], right=[1, 0, 2], samples=[8, 8, 8])
-    assert (rates.right.tolist(), rates.samples.tolist()) == ([2 + 3, 0], [4 + 16, 8])
 
 
 def test_later_draws_follow_the_weights_that_are_left() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.columns import RowColumns
 from mega_rl.data.order import MixtureSampler
 from mega_rl.data.prompts import PromptReading, load_prompts
 from mega_rl.data.stream import FileShard, Position, StreamPlan, StreamReader, StreamSampler
-from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.errors import RunError, UserErrors
 from mega_rl.types import Prompt
 
 COLUMNS = RowColumns("prompt", "answer")
@@ -118,17 +118,6 @@ def test_rows_that_cannot_be_used_are_named_or_dropped(tmp_path: Path) -> None:
     order.close()
 
 
-def test_rows_of_every_block_are_checked(files: list[Path]) -> None:
-    def check(prompts: Sequence[Prompt]) -> None:
-        if bad := [prompt.index for prompt in prompts if prompt.text == "question 20"]:
-            raise UserError(f"row {bad[0]} is of no use")
-
-    blocks = replace(reader_of(files, replace(PLAN, shuffle=False)), check=check).blocks(Position())
-    assert [len(next(blocks).prompts) for _ in range(2)] == [8, 8]
-    with pytest.raises(UserError, match="row 20 is of no use"):
-        next(blocks)
-
-
 @dataclass(frozen=True)
 class Stalled:
     """A shard that gives ten rows, and then nothing until it is let go."""
@@ -155,20 +144,6 @@ def test_a_stream_that_stalls_ends_the_run_by_name() -> None:
         "data.train_files: the stream has given no block for data.stream.timeout_s=0.3 s, after 8 rows of epoch 0, in "
         "shard 1 of 1; the same command goes on from the last checkpoint"
     )
-
-
-def test_columns_travel_as_json(files: list[Path], tmp_path: Path) -> None:
-    every = RowColumns("prompt", "answer", RewardColumns(every=True))
-    order = order_of(reader_of(files, columns=every))
-    (prompt,) = order.take(0, 1)
-    assert prompt.row == {"prompt": prompt.text, "answer": prompt.answer, "extra": [int(str(prompt.answer))]}
-    order.close()
-    dated = tmp_path / "dated.parquet"
-    pq.write_table(pa.table({"prompt": ["p"], "answer": ["1"], "day": pa.array([0], pa.date32())}), dated)
-    with pytest.raises(
-        UserError, match=r"data\.train_files: the column 'day' holds a date, which a stream cannot send"
-    ):
-        order_of(reader_of([dated], columns=every)).take(0, 1)
 
 
 def test_a_file_is_known_by_its_content(files: list[Path]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from mega_rl.data.tokenizer_identity import TokenizerIdentity, read_tokenizer
-from mega_rl.errors import UserError
 from tests.helpers.models import write_digit_tokenizer
 
 BPE: dict[str, Any] = {
@@ -35,9 +32,6 @@ BPE: dict[str, Any] = {
         "vocab": {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4},
         "merges": [["a", "b"], ["ab", "c"]],
     },
-}
-UNIGRAM: dict[str, Any] = {
-    "model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["x", -1.5], ["y", -2.0]]}
 }
 
 
@@ -178,27 +172,3 @@ def test_folders_without_tokenizer_json(tmp_path: Path) -> None:
     assert with_more.digest == model.digest
     assert model.largest_id == -1  # a SentencePiece model is not opened
     assert words.tokens == {0: "a", 1: "b"}
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("[", "not JSON; download or copy it again"),
-        ('{"model": 3}', "not a tokenizer as the tokenizers library writes it"),
-        ('{"model": {"vocab": {"a": "b"}}}', "not a tokenizer"),
-        ('{"added_tokens": [{"content": "a"}]}', "not a tokenizer"),
-        ('{"post_processor": {"type": "Sequence"}}', "not a tokenizer"),
-    ],
-)
-def test_damaged_files(tmp_path: Path, content: str, why: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=why) as caught:
-        read_tokenizer(tmp_path)
-    assert str(caught.value).startswith(str(tmp_path / "tokenizer.json"))
-
-
-def test_it_needs_neither_torch_nor_a_tokenizer_library() -> None:
-    code = (
-        "import sys, mega_rl.data.tokenizer_identity as _; sys.exit(bool({'torch', 'tokenizers'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

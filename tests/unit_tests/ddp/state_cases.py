@@ -177,7 +177,7 @@ def multi_token_prediction(path: Path) -> list[tuple[str, int, int, bool]]:
     from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.ddp.regions import find_regions
-    from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+    from mega_rl.engines.models.build import build_chunks, transformer_config
     from mega_rl.trainer.assemble import session
 
     config = replaced(make_config(path / "mtp"), "engine.megatron", pp=2)
@@ -186,7 +186,9 @@ def multi_token_prediction(path: Path) -> list[tuple[str, int, int, bool]]:
         model_config = transformer_config(
             hf,
             layout=groups.layout,
-            settings=ModelSettings(config.model, config.engine.megatron, deterministic=False),
+            model=config.model,
+            megatron=config.engine.megatron,
+            deterministic=False,
             attention="sdpa",
             device_overrides=accelerator.transformer_config_overrides(),
         )

@@ -19,6 +19,7 @@ from tests.helpers.engines import (
     worst_difference,
 )
 from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.helpers.selection import without
 from tests.unit_tests.distributed.engine_cases import losses
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
@@ -37,6 +38,7 @@ UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4, 1 + 1 + 1 + 1": (4, {"pp": 4, "pipeline": "Et|t|t|tL"}),
     "pp4 vpp2, empty stages": (4, {"pp": 4, "vpp": 2, "overlap_p2p": True, "pipeline": "E|t||t|t||t|L"}),
 }
+UNEVEN = without(UNEVEN, "pp2, 3 + 1", "pp2, all layers last", "pp2 vpp2, 0 + 2 + 1 + 1", "pp4, 1 + 1 + 1 + 1")
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute": "selective"},
     "selective, MLP": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},

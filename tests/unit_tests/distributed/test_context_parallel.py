@@ -132,40 +132,6 @@ def _spread(x: Tensor, lengths: Sequence[int], rounded: Sequence[int], padding: 
     return torch.cat(parts)
 
 
-def leaks(collection: Any, variant: Variant, *, poison: float) -> list[str]:
-    """What of the others changes, by a single bit, when one packed sequence's q, k, v and gradient become `poison`."""
-    from mega_rl.data.packing import held_positions
-    from mega_rl.engines.models.attention import packed_sequences
-
-    group = collection.cp
-    module = core_attention(variant, collection=collection)
-    lengths = [8 * n for n in (1, 3, 2, 3, 9)]
-    held = held_positions(lengths, cp_rank=group.rank(), cp_size=group.size())
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    sequences = packed_sequences(bounds.to(torch.int32), max(lengths), cp_rank=group.rank(), cp_size=group.size())
-
-    def everything(tensors: Sequence[Tensor]) -> list[Tensor]:
-        *local, grad = (x.detach()[held].requires_grad_(i < 3) for i, x in enumerate(tensors))
-        context = module(*local, None, packed_seq_params=sequences).squeeze(1)
-        return [context.detach(), *torch.autograd.grad(context, local, grad)]
-
-    before = everything(inputs(lengths, variant))
-    changed = []
-    for victim in range(len(lengths)):
-        spoiled = inputs(lengths, variant)
-        for tensor in spoiled:
-            tensor.data[bounds[victim] : bounds[victim + 1]] = poison
-        others = (held < bounds[victim]) | (held >= bounds[victim + 1])
-        after = everything(spoiled)
-        changed += [
-            f"{name} of the others of sequence {victim}"
-            for name, one, other in zip("oqkv", before, after, strict=True)
-            if not torch.equal(one[others], other[others])
-        ]
-        assert not torch.equal(before[0], after[0])
-    return changed
-
-
 def added_in_float32(group: Any) -> float:
     """Gradient of a bfloat16 key that gets 256 from rank 0 and 1 from each other rank.
 
@@ -188,7 +154,7 @@ def chunk_differences(rank: int) -> dict[str, float]:
 
     device = prepare("auto").device
     from mega_rl.data.packing import held_positions
-    from mega_rl.engines.models.context_parallel import Chunks
+    from mega_rl.engines.models.context_parallel import attend_chunks
 
     rows, length, worst = 3, 256, {}
     for groups in (1, HEADS // 2, HEADS):
@@ -199,8 +165,7 @@ def chunk_differences(rank: int) -> dict[str, float]:
         for size in (1, 2, 4):
             for number in range(size):
                 held = held_positions([length], cp_rank=number, cp_size=size).to(device)
-                chunks = Chunks(module._attend, rank=number, size=size, window=None)
-                context = chunks(q[:, :, held], k, v)
+                context = attend_chunks(module._attend, q[:, :, held], k, v, rank=number, size=size, window=None)
                 actual = [context, *torch.autograd.grad(context, [q, k, v], grad[:, :, held])]
                 exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
                 rows_of_all = module._attend(*exact)[:, :, held]
@@ -225,11 +190,6 @@ def shared_attention(collection: Any) -> dict[str, Any]:
         "dtypes": {
             str(dtype): differences(collection, MIXES_HERE["several of some lengths"], PLAIN, dtype=dtype)
             for dtype in (torch.float32, torch.bfloat16)
-        },
-        "leaks": {
-            name: leaks(collection, variant, poison=poison)
-            for poison in (0.5, float("nan"))
-            for name, variant in ((f"{poison} plain", PLAIN), (f"{poison} everything", VARIANTS["everything"]))
         },
         "bf16 sum": added_in_float32(collection.cp),
     }
@@ -413,14 +373,6 @@ def test_training_dtypes(ranks: dict[int, list[dict[str, Any]]], size: int, dtyp
     for actual in ranks[size]:
         differences = actual["attention"]["dtypes"][str(dtype)]
         assert max(differences.values()) <= DTYPES[dtype], differences
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_packed_sequences_never_see_each_other(ranks: dict[int, list[dict[str, Any]]], size: int) -> None:
-    """One sequence overwritten, with NaN too: context and gradients of all others keep every bit on every rank."""
-    for actual in ranks[size]:
-        assert actual["attention"]["leaks"] == {name: [] for name in actual["attention"]["leaks"]}
-        assert len(actual["attention"]["leaks"]) == 4
 
 
 def test_gradients_of_keys_are_added_in_float32(ranks: dict[int, list[dict[str, Any]]]) -> None:

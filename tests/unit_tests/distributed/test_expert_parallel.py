@@ -72,7 +72,9 @@ CASES = without(
     "tp2-sp-ep2 deepseek_v2", "ep4 mixtral", "ep2-dp4 qwen3_moe", "ep2-pp2 gpt_oss", "tp2-sp-ep2-dp2 deepseek_v2",
     "pp2 glm4_moe allgather", "ep2-pp2 gpt_oss sharded", "ep2-etp2 kimi_k2 sharded", "ep2 deepseek_v2",
     "ep2 qwen3_moe", "ep2 gpt_oss", "tp2-sp-etp1 gpt_oss", "cp2-ep2 deepseek_v3", "tp2-sp-ep2 deepseek_v3",
-    "tp2-sp-ep2 gpt_oss sharded", "ep2-etp2 kimi_k2",
+    "tp2-sp-ep2 gpt_oss sharded", "ep2-etp2 kimi_k2", "pp2 deepseek_v3", "pp2 gpt_oss", "pp2 glm4", "tp2-sp qwen2_moe",
+    "tp2-sp gemma3_text", "tp2-sp-ep2 gpt_oss", "tp2-sp-ep2-dp2 gpt_oss sharded", "ep2 gpt_oss sharded",
+    "tp2-sp-ep2 deepseek_v2 shared experts overlap", "ep2 mixtral allgather",
 )  # fmt: skip
 
 

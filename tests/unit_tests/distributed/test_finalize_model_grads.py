@@ -55,7 +55,7 @@ def wrapped_engine(
     config = replaced(make_config(checkpoint), "engine.megatron.optimizer", distributed=False)
     config = replaced(config, "engine.megatron", **PARALLEL[layout])
     with running_engine(config, head=head, trainable=False) as engine:
-        from mega_rl.ddp.frozen import freeze
+        from mega_rl.ddp.access import freeze, named_parameters
         from mega_rl.ddp.wrap import wrap_chunks
 
         if prepare is not None:
@@ -64,7 +64,7 @@ def wrapped_engine(
             for model in engine.models:
                 model.requires_grad_(False)
         else:
-            freeze(engine.chunks, frozen or [], everyone=engine.replica)
+            freeze(named_parameters(engine.chunks), frozen or [], everyone=engine.replica)
         engine.chunks = wrap_chunks(
             engine.chunks,
             config=engine.config,

@@ -54,7 +54,10 @@ LAYOUTS: dict[str, tuple[int, MegatronConfig, bool]] = {  # world size, layout, 
     "pp2-dp2": (4, MegatronConfig(pp=2), True),
 }
 # What the layout has with another name, and the name on another layout: in `make test-full`.
-FULL_ONLY = (("dp2", "embedding, recomputed"), ("pp2", "first stage"), ("pp2-dp2", "tied embedding"))
+FULL_ONLY = (
+    *(("dp2", "embedding, recomputed"), ("dp2", "tied embedding"), ("pp2", "first stage"), ("pp2", "two layers")),
+    *(("pp2-vpp2", "tied embedding"), ("pp2-dp2", "tied embedding")),
+)
 MISTAKES = {
     "no such weight": ["embedding.*", "decoder.layers.9.*"],
     "the last stage has it": ["output_layer.*"],
@@ -134,7 +137,7 @@ def expert_names(root: Path) -> list[str]:
     """Names of a layer's expert weights on this rank of EP2."""
     config = make_config(root / "routed", megatron=MegatronConfig(ep=2))
     with running_engine(config, trainable=False) as engine:
-        from mega_rl.ddp.frozen import named_parameters
+        from mega_rl.ddp.access import named_parameters
 
         return [name for name, _ in named_parameters(engine.models) if "layers.2.mlp.experts" in name]
 

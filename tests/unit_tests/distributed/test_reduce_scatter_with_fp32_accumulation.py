@@ -68,9 +68,7 @@ def function_cases(rank: int, size: int, device: torch.device) -> list[str]:
             wrong.append(f"{what}: reduce-scatter")
         odd = numel - (size - 1) if shard > 1 else 1  # the last rank's part is shorter, or only the first has one
         whole = contribution(rank, trial, odd, dtype).to(device)
-        handle = module.all_reduce_fp32(whole, group=group, op=op, async_op=is_async, scratch=scratch)
-        if handle is not None:
-            handle.wait()
+        module.all_reduce_fp32(whole, group=group, op=op, scratch=scratch).wait()
         if not torch.equal(whole.cpu(), sequential_sum(list(range(size)), trial, odd, dtype, mean=mean)):
             wrong.append(f"{what}: all-reduce of {odd}")
     module.PIECE_BYTES = 256 << 20

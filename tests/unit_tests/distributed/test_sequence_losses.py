@@ -168,7 +168,7 @@ def test_the_cases_are_different(results: dict[str, Any]) -> None:
 
 def test_a_copied_number_of_a_row_is_our_own_bug() -> None:
     """Rows that come from several ranks and keep their numbers would be one sequence."""
-    from mega_rl.engines.outcome import microbatch_loss
+    from mega_rl.engines.microbatches import microbatch_loss
 
     batch = random_experience()
     batch.rows[3] = batch.rows[0]

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator.megatron_core import installed_release
+from mega_rl.parallel.accelerator.megatron_core import installed_series
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.verify.layouts import FP32, Layout, Plan, resolve
 from mega_rl.verify.measure import LONGEST
@@ -167,7 +167,7 @@ def without_overlap() -> Iterator[None]:
 @contextmanager
 def without_sequence_parallelism() -> Iterator[None]:
     """Latent attention under tensor parallelism alone, past the refusal."""
-    from mega_rl.engines.megatron import build
+    from mega_rl.engines import build
 
     settings, make = Layout.settings.fget, build.transformer_config  # type: ignore[attr-defined]
 
@@ -263,12 +263,13 @@ def expert_norm_names(root: str) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from mega_rl.converters.architecture import is_moe
     from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.engines.models.specs import decoder_spec
 
     hf = read_hf_config(Path(root) / "qwen3_moe" / "twin")
     upstream = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
-    layer = next(i for i in range(hf.num_layers) if hf.is_moe(i))
+    layer = next(i for i in range(hf.num_layers) if is_moe(hf, i))
     ours = decoder_spec("local", hf, layers=range(layer, layer + 1), pg_collection=ProcessGroupCollection())
     return {
         "upstream": upstream.submodules.sharded_state_dict_keys_map.get("pre_mlp_layernorm."),
@@ -421,13 +422,15 @@ def test_latent_attention_without_sequence_parallelism_is_refused(root: str) -> 
     accelerator = prepare("auto")
     from mega_rl.config.schema import MegatronConfig, ModelConfig
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.engines.models.build import ModelSettings, transformer_config
+    from mega_rl.engines.models.build import transformer_config
 
     with pytest.raises(UserError, match="sequence_parallel=true"):
         transformer_config(
             read_hf_config(Path(root) / "latent" / "twin"),
             layout=ParallelLayout(world_size=2, tp=2, etp=2),
-            settings=ModelSettings(ModelConfig(), MegatronConfig(), deterministic=False),
+            model=ModelConfig(),
+            megatron=MegatronConfig(),
+            deterministic=False,
             device_overrides=accelerator.transformer_config_overrides(),
             attention="sdpa",
         )
@@ -435,7 +438,7 @@ def test_latent_attention_without_sequence_parallelism_is_refused(root: str) -> 
 
 def mended_in(series: str) -> bool:
     """Whether the release under test is the one in which a fault was mended, or a later one."""
-    return installed_release().series >= series
+    return installed_series() >= series
 
 
 def test_shards_that_are_not_initialised(ranks: list[dict[str, Any]]) -> None:

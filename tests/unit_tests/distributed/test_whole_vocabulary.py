@@ -151,13 +151,13 @@ def on_own_layout(config: Any, groups: Any, accelerator: Any, student: Any) -> A
     from megatron.core import parallel_state
 
     from mega_rl.engines.own_layout import OwnLayout
-    from mega_rl.parallel.groups import another
+    from mega_rl.parallel.groups import another, current
     from mega_rl.parallel.layout import ParallelLayout
     from mega_rl.trainer.assemble import build_actor
 
     layout = ParallelLayout.of_engine(config.engine.of_reference, world_size=groups.world.size())
     its_groups = another(layout, groups, timeout_s=60.0)
-    with its_groups.current():
+    with current(its_groups):
         frozen = build_actor(config, its_groups, accelerator, trainable=False)
 
     def watched(run: Any) -> Any:

@@ -167,8 +167,8 @@ def has_families(engine: str, root: Path) -> bool:
     from mega_rl.converters.plan.parameters import hf_tensors
     from mega_rl.converters.plan.proof import prove_complete
     from mega_rl.converters.plan.sharding import Sharding
-    from mega_rl.engines.fsdp.model import skeleton
-    from mega_rl.engines.fsdp.weights import disk_buffers
+    from mega_rl.engines.fsdp_model import skeleton
+    from mega_rl.engines.fsdp_weights import disk_buffers
     from mega_rl.parallel.layout import ParallelLayout
 
     for family in TRAINED:

@@ -146,9 +146,7 @@ def run_all(rank: int, folder: str, families: list[str]) -> dict[str, Any]:
         "spoiled": spoiled_case(tiny, undisturbed),
         "inspected": inspected_case(tiny),
         "offload": {"trains": offload_case(tiny, undisturbed), "frozen": offload_case(tiny, None)},
-        "saved": saved_case(paths["mixtral"], Path(folder) / "saved"),
         "shares": shares_case(tiny),
-        "mistakes": mistakes_case(tiny),
         "waits": waits_case(tiny),
     }
     return actual
@@ -237,33 +235,21 @@ def offload_case(checkpoint: Path, undisturbed: dict[str, Any] | None) -> dict[s
     return result
 
 
-def saved_case(checkpoint: Path, target: Path) -> dict[str, Any]:
-    """A Hugging Face checkpoint of a trained engine, read by the other engine."""
-    with engine_of(checkpoint) as engine:
-        weights = exported(engine)
-        engine.save_hf(target, source=checkpoint)
-    with running_engine(config_of(target, engine="megatron"), trainable=False) as engine:
-        return {
-            "read back": same(exported(engine), weights),
-            "on disk": same(load_file(target / "model.safetensors"), weights),
-        }
-
-
 def shares_case(checkpoint: Path) -> dict[str, Any]:
     """Elements of this rank's weights and moments, and of the whole model; bytes read of the checkpoint."""
-    from mega_rl.engines.fsdp.weights import load
+    from mega_rl.engines.fsdp_weights import load_rows
 
     with engine_of(checkpoint) as engine:
         held = {piece.name: piece.data.numel() for piece in engine.state().pieces}
         whole_model = sum(weight.numel() for weight in exported(engine).values())
-        report = load(engine.model, checkpoint, sharding=engine.sharding)
+        report = load_rows(engine.model, checkpoint, sharding=engine.sharding)
     weights = sum(count for name, count in held.items() if name.startswith("weights/"))
     return {"weights": weights, "all": sum(held.values()), "model": whole_model, "bytes read": report.bytes_read}
 
 
 def waits_case(checkpoint: Path) -> dict[str, int]:
     """How often a step asks the device, for which the CPU stands, for positions of the loss and for norms."""
-    from mega_rl.engines.fsdp import engine as module
+    from mega_rl.engines import fsdp as module
 
     counts = {"positions": 0, "norms": 0, "micro-batches": 0}
     to_device, gradient_norm, cpu = module.to_device, module.gradient_norm, torch.Tensor.cpu
@@ -290,21 +276,3 @@ def waits_case(checkpoint: Path) -> dict[str, int]:
     with engine_of(checkpoint) as engine, patches[0], patches[1]:
         train(engine, seed=1)
     return counts
-
-
-def mistakes_case(checkpoint: Path) -> dict[str, str]:
-    """What is said of settings that cannot be."""
-    from mega_rl.errors import UserError
-
-    said = {}
-    for name, areas in {
-        "pattern": {"model": {"frozen": ["decoder.*"]}},
-        "everything": {"model": {"frozen": ["*"]}},
-        "kernel": {"model": {"attn_implementation": "flash_attention_2"}},
-    }.items():
-        try:
-            with running_engine(config_of(checkpoint, **areas)):
-                said[name] = ""
-        except UserError as error:
-            said[name] = str(error)
-    return said

@@ -16,7 +16,7 @@ from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.values import ModelFacts
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.engines.models import attention_choice
+from mega_rl.engines.models import specs
 from mega_rl.errors import UserError
 from mega_rl.verify.layouts import ALL, REFERENCE, fsdp, resolve_all
 from tests.helpers.distributed import run_ranks
@@ -60,9 +60,9 @@ def shown(name: str) -> Check:
 def flash_attention(engine: str, measured: Measured) -> bool:
     """Where there are a GPU and the package, in the engine's best layers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_choice, "_has_flash_attn", lambda: True)
+        patch.setattr(specs, "_has_flash_attn", lambda: True)
         try:
-            chosen = attention_choice.choose_attention(
+            chosen = specs.choose_attention(
                 "flash_attention_2",
                 key="model.attn_implementation",
                 hf=parse_hf_config(TINY["qwen3"]),

@@ -42,7 +42,7 @@ CHANGED = [(family, settings) for family in TRAINED for settings in ({}, SETTING
 def attention() -> Any:
     """The module under test: Megatron-Core, which it imports, needs the accelerator to be prepared first."""
     prepare("cpu")
-    from mega_rl.engines.fsdp import attention
+    from mega_rl.engines import fsdp_model as attention
 
     return attention
 
@@ -185,13 +185,6 @@ def test_a_mask_and_attention_both_ways_are_errors(attention: Any) -> None:
         function(SimpleNamespace(is_causal=True), *heads(4, 2, 2), torch.zeros(1, 1, 4, 4), sequences=None)
     with pytest.raises(RunError, match="is_causal=False"):
         call(SimpleNamespace(is_causal=False))
-
-
-def test_a_model_that_loses_the_sequences_is_an_error(tmp_path: Path, attention: Any) -> None:
-    """Never a forward in which packed sequences see each other."""
-    actual = model(write_tiny_checkpoint(tmp_path / "model"), attention.attention_name("sdpa"))
-    with pytest.raises(TypeError, match="sequences"):
-        actual(torch.full((1, 8), 3), use_cache=False)
 
 
 def test_flash_attention_is_told_of_packed_sequences(attention: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.data.packing import pad
-from mega_rl.engines.microbatches import Batching, to_device, token_fields
+from mega_rl.engines.microbatches import Batching
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Experience
 from tests.helpers.models import random_experience
@@ -143,15 +143,3 @@ def test_context_parallel_ranks_share_every_micro_batch(packing: bool) -> None:
                 assert not (share.cu_seqlens % 8).any()
         inside = torch.cat([batch.tokens[row, : batch.lengths[row]] for row in shares[0].rows])
         assert sorted(whole[whole > 0].tolist()) == sorted(inside[inside > 0].tolist())
-
-
-def test_fields() -> None:
-    """Every per-token tensor travels, the tokens apart; a rollout's and an experience's."""
-    batch = random_experience()
-    names = token_fields(batch)
-    assert {"advantages", "old_logprobs", "values", "returns", "loss_weights", "loss_mask"} <= set(names)
-    assert not {"tokens", "lengths", "prompt_index"} & set(names)
-    (micro,) = to_device(batching(max_tokens=999).split(batch, data_parallel=SingleRank()), torch.device("cpu"))
-    assert set(micro.fields) == set(names)
-    # The shift moves what is said of token i + 1 to position i and loses nothing: no first token is ever in the mask.
-    assert micro.fields["advantages"].double().sum() == pytest.approx(float(batch.advantages.double().sum()))

@@ -191,10 +191,6 @@ def test_parts_that_share_memory() -> None:
     assert tensors["b"][0].tolist() == [2.0, 3.0]
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
 def test_what_never_changes_travels_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what does, each time: into the host's memory go the bytes that it has not got."""
     copied: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.statistics import QUANTILES, histogram_where
-from mega_rl.engines.outcome import Finished, check_norm, reduce_losses
+from mega_rl.engines.microbatches import Finished, check_norm, reduce_losses
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import LossOutput, TokenOutputs

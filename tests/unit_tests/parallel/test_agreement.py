@@ -50,28 +50,6 @@ def test_all_ranks_get_what_one_worked_out_though_it_took_longer_than_a_collecti
     assert run_ranks(2, _long_work, device="cpu") == [{"port": 31000}] * 2
 
 
-def _uneven_work(rank: int) -> list[object]:
-    """The last rank works longer than a collective may take; then one of them fails."""
-    ranks = _world(timeout_s=2.0)
-    results: list[object] = [run_on_all(lambda: time.sleep(3.5 * rank) or rank, ranks, beat_s=0.5)]
-    for kind in (UserError, RunError):
-
-        def work(kind: type[Exception] = kind) -> None:
-            if rank == 1:
-                raise kind("prompt 7 is empty")
-
-        try:
-            run_on_all(work, ranks, beat_s=0.5)
-        except Exception as error:
-            results.append(f"{type(error).__name__}: {error}")
-    return results
-
-
-def test_ranks_whose_work_ends_early_meet_until_all_have_ended() -> None:
-    errors = ["UserError: prompt 7 is empty", "RunError: prompt 7 is empty"]
-    assert run_ranks(2, _uneven_work, device="cpu") == [[0, *errors], [1, *errors]]
-
-
 def _cancelled_work(rank: int) -> tuple[str, float]:
     """Rank 1 fails at once; rank 0 would work for a minute, and fails when it is cancelled."""
     ranks = _world(timeout_s=30.0)

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.parallel.boxes import flat_boxes, intersection, moved, whole, within
-from mega_rl.types import Box
+from mega_rl.parallel.boxes import Box, flat_boxes, intersection, moved, whole, within
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

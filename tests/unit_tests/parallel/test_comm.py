@@ -194,43 +194,6 @@ def test_ranks_equal_one_process(size: int) -> None:
     run_ranks(size, ranks_compare)
 
 
-def one_rank_compares(rank: int) -> None:
-    """Every collective of a group of one, with torch.distributed and without: equal to the bit, in layout and graph."""
-    built, _ = initialized()
-    real = GroupRanks(built.dp)
-    reductions(real)
-    with CollectiveRecorder() as recorder:
-        ranks = ranks_of(built.dp)
-        assert (ranks.rank, ranks.size) == (real.rank, real.size)
-        reductions(ranks)
-        ranks.gather_json([rank])
-    assert not recorder.collectives
-    learned = torch.randn(3, 4, 5).transpose(1, 2).requires_grad_()
-    rows = Answers(tokens=learned, texts=NonTensorStack("a", "b", "c"), source="here", batch_size=[3])
-    numbers = rollout(0, 2, strided=True)
-    numbers.rollout_logprobs.requires_grad_()
-    stay = torch.zeros(3, dtype=torch.int64)
-    calls: list[Callable[[SingleRank | GroupRanks], Tensor]] = [
-        lambda by: by.sum(learned),
-        lambda by: by.max(learned),
-        lambda by: by.broadcast(learned),
-        lambda by: by.gather_rows(rows).tokens,
-        lambda by: by.gather_rows(numbers).rollout_logprobs,
-        lambda by: by.exchange_rows(numbers, stay).rollout_logprobs,
-        lambda by: by.exchange_rows(numbers, stay).tokens,
-    ]
-    for number, call in enumerate(calls):
-        expected, actual = call(real), call(ranks)
-        assert torch.equal(actual, expected), number
-        assert actual.dtype == expected.dtype, number
-        assert (actual.is_contiguous(), actual.requires_grad) == (True, False), number
-        assert (expected.is_contiguous(), expected.requires_grad) == (True, False), number
-
-
-def test_a_group_of_one_rank_does_without_torch_distributed() -> None:
-    run_ranks(1, one_rank_compares)
-
-
 @pytest.mark.parametrize("wrong", [torch.tensor([0, 0, 1]), torch.tensor([0, 0, -1]), torch.tensor([0, 0])])
 def test_destinations_outside_the_group_are_refused(wrong: Tensor) -> None:
     with pytest.raises(AssertionError, match="destinations"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.parallel import fp32_linear as module
-from mega_rl.parallel.fp32_linear import fp32_linear, parts
+from mega_rl.parallel import vocab as module
+from mega_rl.parallel.vocab import fp32_linear, parts
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

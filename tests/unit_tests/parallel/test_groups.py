@@ -146,9 +146,11 @@ def two_layouts(rank: int) -> list[tuple[int, int]]:
 
 def fail_inside(first: Any, second: Any) -> None:
     """Compare what globals name inside of both contexts, then raise ValueError."""
-    with second.current():
+    from mega_rl.parallel.groups import current
+
+    with current(second):
         assert named_by_upstream() == names_of(second) != names_of(first)
-        with first.current():
+        with current(first):
             assert named_by_upstream() == names_of(first)
         assert named_by_upstream() == names_of(second)
         raise ValueError("inside")

@@ -96,8 +96,8 @@ def _of_megatron(engine: Any) -> list[Iterable[torch.Tensor]]:
 
 def _of_fsdp(engine: Any, head: str) -> list[Iterable[torch.Tensor]]:
     """Return the tensors after a step: FSDP2's gradients are there from the first backward on."""
-    from mega_rl.engines.fsdp.engine import MOMENTS, local
-    from mega_rl.engines.fsdp.model import sharded_parameters
+    from mega_rl.engines.fsdp import MOMENTS, local
+    from mega_rl.engines.fsdp_model import sharded_parameters
     from tests.unit_tests.distributed.engine_cases import losses
 
     engine.train_minibatch(own_rows(random_experience(), engine), losses(head), lr=1e-3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.architecture import HFConfig, is_moe
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.parallel.layout import ParallelLayout
@@ -72,7 +72,7 @@ def per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any], *, spe
     b = 4 if case.get("dtype") == "fp32" else 2
     recompute = Recompute(case.get("recompute", "none"), case.get("recompute_modules", ["core_attn"]))
     shape = LayerShape(hf, layout, spec, itemsize=b)
-    layers = [sum(kept(replace(shape, moe=hf.is_moe(i)), recompute).values()) for i in range(hf.num_layers)]
+    layers = [sum(kept(replace(shape, moe=is_moe(hf, i)), recompute).values()) for i in range(hf.num_layers)]
     final = hf.hidden_size * (4 if hf.zero_centered_norm else b) * shape.share + hf.hidden_size * b * shape.share
     return [*layers, final, hf.vocab_size / layout.tp * b]
 

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.plan.activations import num_microbatches
-from mega_rl.plan.cost import BUBBLE, COMPUTING, HARDWARE, RATES, StepTime, step_time, sync_traffic
+from mega_rl.plan.cost import BUBBLE, HARDWARE, RATES, StepTime, step_time
 from mega_rl.plan.report import MemoryPlan, as_json, as_text
 from mega_rl.plan.search import changed
-from mega_rl.plan.state import state_of
 from mega_rl.tracking.metrics.flops import ModelWork
 from tests import scale_pages
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
@@ -42,19 +40,6 @@ def test_ideal_training_reaches_the_matmul_share() -> None:
     assert one_stage.mfu == pytest.approx(H100.matmul_share, rel=1e-9)
 
 
-def test_recomputation_is_one_more_forward() -> None:
-    times = [step_time(changed(run("8b"), {"model.recompute": mode}), IDEAL) for mode in ("none", "full")]
-    plain, again = (phase(time, "training the actor")[COMPUTING] for time in times)
-    assert again / plain == pytest.approx(4 / 3)
-
-
-def test_stages_wait_for_each_other() -> None:
-    """(pp - 1) / vpp micro-batches of each optimizer step, as long as the slowest stage's."""
-    setup = run("32b")
-    parts = phase(step_time(setup, IDEAL), "training the actor")
-    assert parts[BUBBLE] == pytest.approx(3 / 2 / num_microbatches(setup) * parts[COMPUTING])
-
-
 def test_layers_and_output_make_the_whole_model() -> None:
     for hf in (QWEN3_0_6B, QWEN3_8B, QWEN3_235B, parse_hf_config(DEEPSEEK_V3)):
         layers = [range(3), range(3, hf.num_layers)]
@@ -69,16 +54,6 @@ def test_messages_take_the_slowest_link() -> None:
     hosts_of_four = replace(setup, machine=replace(setup.machine, gpus_per_node=4))
     two_hosts = phase(step_time(hosts_of_four, H100), "training the actor")["tensor parallelism"]
     assert two_hosts / one_host == pytest.approx(H100.nvlink / (4 * H100.network))
-
-
-def test_experts_use_the_adapter_of_each_gpu() -> None:
-    setup = scale_pages.RUNS["235b"].setup
-    hardware = HARDWARE["h200"]
-    parts = phase(step_time(setup, hardware), "training the actor")
-    faster = phase(step_time(setup, replace(hardware, network=2 * hardware.network)), "training the actor")
-    assert faster["experts"] == pytest.approx(parts["experts"] / 2, rel=0.06)  # another stage may be the slowest
-    more_links = phase(step_time(setup, replace(hardware, nvlink=2 * hardware.nvlink)), "training the actor")
-    assert more_links["experts"] == pytest.approx(parts["experts"], rel=0.06)
 
 
 @pytest.mark.parametrize("rate", [rate for rate in RATES if rate not in ("memory", "embedded_layer_s")])
@@ -98,14 +73,6 @@ def test_every_coefficient_has_an_effect(rate: str) -> None:
     assert faster
 
 
-def test_embedded_engine_is_bound_by_launches() -> None:
-    """With few rows weights and cache are read long before the host has launched a layer's kernels."""
-    setup = run("0.6b", rollout__hf__batch_size=8)
-    slow = phase(step_time(setup, H100), "generating")["launches and messages"]
-    fast = phase(step_time(setup, replace(H100, embedded_layer_s=H100.embedded_layer_s / 2)), "generating")
-    assert slow > 1.9 * fast["launches and messages"]
-
-
 def test_generation_ahead_hides_the_shorter_half() -> None:
     scale = scale_pages.RUNS["deepseek-v3"]
     time = step_time(scale.setup, HARDWARE["h200"], server_ranks=16)
@@ -113,31 +80,6 @@ def test_generation_ahead_hides_the_shorter_half() -> None:
     training = sum(value for name, value in seconds.items() if name not in ("generating", "sending weights"))
     assert time.total == pytest.approx(seconds["sending weights"] + max(seconds["generating"], training))
     assert phase(step_time(scale.setup, HARDWARE["h200"]), "generating") == {}
-
-
-def test_weights_are_sent_once_for_all_servers() -> None:
-    setup = scale_pages.RUNS["deepseek-v3"].setup
-    hardware = HARDWARE["h200"]
-    parts = phase(step_time(setup, hardware), "sending weights")
-    assert parts["weights to the servers"] == pytest.approx(
-        sync_traffic(setup)["model"] / (hardware.network * hardware.link_share)
-    )
-
-
-def test_turns_move_trained_models_twice() -> None:
-    """Gradients return as zeros, and the reference's weights are on the host already."""
-    setup = run(
-        "8b",
-        rollout__backend="sglang",
-        algorithm__advantage="grpo",
-        algorithm__kl="loss",
-        engine__resident_roles="one",
-    )
-    states = {role: state_of(setup, model, 0) for role, model in setup.models.items()}
-    assert states.keys() == {"actor", "reference"}
-    moved = 2 * (states["actor"].weights + states["actor"].optimizer) + states["reference"].weights
-    parts = phase(step_time(setup, H100), "sending weights")
-    assert parts["models to the host and back"] == pytest.approx(8 * moved / H100.host_copy)
 
 
 def test_plan_tells_the_time_for_a_gpu() -> None:
@@ -149,17 +91,6 @@ def test_plan_tells_the_time_for_a_gpu() -> None:
     silent = MemoryPlan(setup)
     assert as_json(silent)["time"] is None
     assert not any("Expected time" in line for line in as_text(silent))
-
-
-def test_fp8_weights_are_planned_in_bf16() -> None:
-    """The published DeepSeek-V3: the plan says that a run wants it converted, and counts what is converted."""
-    scale = scale_pages.RUNS["deepseek-v3"]
-    setup = scale.setup
-    plain = {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"}
-    converted = replace(setup, checkpoints={"model.path": parse_hf_config(plain)})
-    lines = list(as_text(MemoryPlan(setup)))
-    assert lines[1] == "Weights on disk are fp8: a run takes a checkpoint converted to bf16"
-    assert [lines[0], *lines[2:]] == list(as_text(MemoryPlan(converted)))
 
 
 def test_page_equals_the_plans() -> None:

@@ -16,13 +16,12 @@ from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.activations import forward_pass, num_microbatches, shape_of, tokens_of_a_pass, training_pass
-from mega_rl.plan.cost import num_servers, step_traffic
-from mega_rl.plan.memory import embedded, host_bytes, judge, kv_bytes_per_token, memory_of_stages, server_of
-from mega_rl.plan.report import MemoryPlan, as_json, as_text
+from mega_rl.plan.activations import forward_pass, shape_of, tokens_of_a_pass, training_pass
+from mega_rl.plan.cost import step_traffic
+from mega_rl.plan.memory import host_bytes, judge, memory_of_stages
+from mega_rl.plan.report import MemoryPlan, as_text
 from mega_rl.plan.search import advice, changed, cheapest, is_legal, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup, smallest_world
-from mega_rl.plan.state import weight_bytes
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, QWEN3_32B
 
@@ -89,15 +88,6 @@ def test_proposed_change_makes_the_run_fit(name: str) -> None:
     assert ("rollout.backend=sglang (now hf)" in words) or name != "32b"
 
 
-def test_impossible_and_turn_taking_runs_get_advice() -> None:
-    """PPO of 32B on 16 devices of 80 GB: its models fit one at a time."""
-    hopeless, ppo = run("0.6b", memory=2 * GB), ppo_of_32b()
-    assert cheapest(hopeless) is None
-    assert "none of the changes" in advice(hopeless, None)
-    assert judge(ppo).fits is False
-    assert "engine.resident_roles=one (now auto)" in advice(ppo, cheapest(ppo))
-
-
 def test_bucket_holds_the_largest_tensor() -> None:
     """The embedding of 8B, 1.24 GB in bf16, travels whole: beside a buffer for its parts, and as servers get it."""
     embedding = 2 * 151936 * 4096
@@ -145,14 +135,6 @@ def test_float32_logits_take_twice_the_memory() -> None:
     assert forwards[1].logits == 2 * forwards[0].logits > 0
 
 
-def test_frozen_weights_have_only_weights() -> None:
-    setup = run("8b")
-    state = memory_of_stages(setup)[0].states["actor"]
-    frozen = memory_of_stages(changed(setup, {"model.frozen": ["decoder.layers.0.*"]}))[0].states["actor"]
-    assert (frozen.gradients, frozen.optimizer) < (state.gradients, state.optimizer)
-    assert state.weights - frozen.weights < state.weights / 1000  # padding alone
-
-
 def test_colocated_servers_take_turns_with_the_trainer() -> None:
     """While servers generate the trainer's state is on the host; while it trains servers keep what they cannot free."""
     setup = run("8b", rollout__backend="sglang", rollout__sglang__placement="colocated")
@@ -164,16 +146,6 @@ def test_colocated_servers_take_turns_with_the_trainer() -> None:
     states = memory_of_stages(setup)[0].states.values()
     kept = sum(state.weights + state.optimizer for state in states)  # gradients are zero when they come back
     assert host_bytes(setup, memory_of_stages(setup))["models that leave their devices, pinned"] == 8 * kept
-
-
-def test_servers_share_weights_over_all_ranks() -> None:
-    """Eight hosts of eight GPUs have four servers of sixteen; a host of a server has half of its ranks."""
-    given = {"backend": "sglang", "sglang__server__tp": 16, "sglang__server__nodes": 2, "sglang__server__host": "eth0"}
-    setup = run("32b", **{f"rollout__{name}": value for name, value in given.items()})
-    assert is_legal(setup)
-    assert num_servers(setup) == 4
-    assert server_of(setup)[0] == weight_bytes(setup.actor.hf, 2) // 16
-    assert num_servers(changed(setup, {"rollout.sglang.server.tp": 8})) == 8  # two of four ranks on each host
 
 
 def test_servers_over_several_hosts_are_proposed() -> None:
@@ -215,35 +187,6 @@ def test_turns_count_one_model_at_a_time() -> None:
     assert "models that leave their devices, pinned" not in host_bytes(together, memory_of_stages(together))
 
 
-def test_models_next_to_servers_take_turns() -> None:
-    """Unless there is no second model, or the user wants all of them."""
-    colocated = ppo_of_32b(rollout__sglang__placement="colocated")
-    assert colocated.takes_turns
-    assert not changed(colocated, {"engine.resident_roles": "all"}).takes_turns
-    assert not run("32b", rollout__backend="sglang").takes_turns
-    saving = {phase.name: phase.entries for phase in memory_of_stages(colocated)[0].phases}["saving a checkpoint"]
-    states = memory_of_stages(colocated)[0].states
-    assert saving["optimizer"] == max(states["actor"].optimizer, states["critic"].optimizer)
-    assert "gradients" not in saving
-
-
-def test_embedded_cache_holds_longest_sequences() -> None:
-    setup = run("8b")
-    rows, nbytes = embedded(setup)
-    assert nbytes == rows * (setup.longest * 36 * 2 * 8 * 128 * 2 + 151936 * (2 + 3 * 4))
-    assert kv_bytes_per_token(QWEN3_8B, 2, tp=4) == 36 * 2 * 2 * 128 * 2
-
-
-def test_stages_hold_activations_in_flight() -> None:
-    """Of four stages the first has four micro-batches in flight, the last one; it alone has logits."""
-    settings = {f"{MEGATRON}.pp": 4, f"{MEGATRON}.tp": 1, f"{MEGATRON}.sequence_parallel": False}
-    setup = changed(run("8b"), settings)
-    assert num_microbatches(setup) > 4
-    passes = [training_pass(setup, setup.actor, stage) for stage in range(4)]
-    assert passes[0].activations == pytest.approx(4 / 3 * passes[1].activations)
-    assert [each.logits > 0 for each in passes] == [False, False, False, True]
-
-
 @pytest.mark.parametrize(
     ("settings", "kernel"),
     [
@@ -263,12 +206,6 @@ def test_attention_follows_the_kernel_of_a_gpu(settings: dict[str, Any], kernel:
     shape = shape_of(setup, setup.actor, moe=False)
     assert shape.core == kernel
     assert (shape.padding > 1) == (kernel in ("classes", "eager") and setup.config.trainer.microbatch.packing)
-
-
-@pytest.mark.parametrize("change", [{"sinks": True}, {"head_dim": 260}, {"head_dim": 512}], ids=str)
-def test_sinks_and_wide_heads_use_length_classes(change: dict[str, Any]) -> None:
-    setup = run("8b")
-    assert shape_of(setup, replace(setup.actor, hf=replace(setup.actor.hf, **change)), moe=False).core == "classes"
 
 
 def test_source_without_engine_counts_no_generation() -> None:
@@ -312,17 +249,6 @@ def test_four_thousand_ranks_in_less_than_a_second() -> None:
     assert time.process_time() - start < 1.0
     assert len(memory) == 16
     assert {each.collective for each in traffic} >= {"all-to-all", "reduce-scatter", "send"}
-
-
-def test_text_and_json_say_the_same() -> None:
-    plan = MemoryPlan(run("8b"))
-    text, record = "\n".join(as_text(plan)), as_json(plan)
-    assert str(record["verdict"]) in text
-    assert record["fits"] is False
-    assert isinstance(record["cheapest_change"], dict)
-    assert "Cheapest change: set " in text
-    for title in ("Memory of rank 0", "Batches", "Sent by rank 0", "weight sync"):
-        assert title in text
 
 
 @pytest.mark.parametrize(

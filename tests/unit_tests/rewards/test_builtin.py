@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.errors import UserError
 from mega_rl.rewards.builtin import (
     final_answer,
     has_final_answer,
@@ -16,7 +15,6 @@ from mega_rl.rewards.builtin import (
     number_match,
     resolve,
 )
-from mega_rl.rewards.call import load_functions
 
 GSM8K = "She sells 16 - 3 = <<16-3=13>>13 eggs.\nShe earns 13 * 100 = $<<13*100=1300>>1300.\n#### 1,300"
 
@@ -171,63 +169,6 @@ def test_sympy_is_imported_only_where_it_is_used() -> None:
 
     code = "import sys, mega_rl.rewards.builtin; sys.exit('sympy' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-USER_FILE = """
-from dataclasses import dataclass
-
-@dataclass
-class Length:
-    scale: float
-    def __call__(self, prompt, response, answer):
-        return self.scale * len(response)
-
-half = Length(0.5)
-number = 3
-
-def score(prompt, response, answer):
-    return len(prompt) + len(response) + len(answer)
-
-def score_with_more(prompt, response, answer, scale=2.0, **rest):
-    return scale
-
-def two(completion, answer):
-    return 0.0
-
-async def later(prompt, response, answer):
-    yield 0.0
-
-def several(prompt, response, answer):
-    yield 0.0
-"""
-
-
-@pytest.fixture
-def user_file(tmp_path: Path) -> Path:
-    file = tmp_path / "my_reward.py"
-    file.write_text(USER_FILE)
-    return file
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("exact_mach", r"exact_mach.*exact_match, has_final_answer, math_verify, number_match; or give path"),
-        ("zzz", r"or give path/to/file\.py:function"),
-        ("", r"reward\.function=''"),
-        ("FILE", r"add the function: .*my_reward\.py:name"),
-        ("FILE:", r"name the function too, as .*my_reward\.py"),
-        ("math:sqrt", r"legal: path/to/file\.py:function"),
-        ("/no/such/file.py:score", r"/no/such/file\.py: no such file"),
-        ("FILE:scores", r"defines no 'scores'; it has .*later, "),
-        ("FILE:number", r"is of type int, not a function"),
-        ("FILE:two", r"signature \(completion, answer\); it takes one response, by the names prompt, response, "),
-    ],
-)
-def test_specs_that_name_nothing(user_file: Path, spec: str, expected: str) -> None:
-    with pytest.raises(UserError, match=expected) as error:
-        load_functions(spec.replace("FILE", str(user_file)))
-    assert "\n" not in str(error.value)
 
 
 def test_a_file_imports_its_neighbours_and_leaves_no_trace(tmp_path: Path) -> None:

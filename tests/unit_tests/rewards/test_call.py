@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from mega_rl.data.columns import RewardColumns
 from mega_rl.rewards.build import source_problems
 from mega_rl.rewards.call import plan
 from mega_rl.rewards.score import Response, RewardFailure
@@ -53,30 +52,6 @@ def test_arguments_go_by_the_signature(function: Callable[..., object], value: o
     assert returned(function, PROMPT, "8") == value
 
 
-def of_strings(responses: list[str], answers: list[str] = []) -> list[float]:  # noqa: B006
-    return [0.0] * len(responses) * len(answers)
-
-
-def of_a_list(response: str, answer: list[str]) -> float:
-    return 0.0
-
-
-@pytest.mark.parametrize(
-    ("function", "columns"),
-    [
-        (everything, RewardColumns(answer=True, structured=True, every=True)),
-        (correct, RewardColumns(answer=True, structured=False)),
-        (of_a_list, RewardColumns(answer=True, structured=True)),
-        (lambda *, response, row: 0.0, RewardColumns(answer=False, structured=True, every=True)),
-        (lambda response, answer="": 0.0, RewardColumns(answer=False, structured=True)),
-        (of_strings, RewardColumns(answer=False, structured=False)),
-        (lambda responses, turns, transcripts: responses, RewardColumns(answer=False, structured=True)),
-    ],
-)
-def test_columns_go_by_the_signature(function: Callable[..., object], columns: RewardColumns) -> None:
-    assert plan(function).columns == columns
-
-
 def test_answer_is_passed_as_it_is_and_a_row_as_a_copy() -> None:
     prompt = Prompt(index=0, token_ids=(1,), text="a", answer={"tests": ["f(1) == 2"]}, row=ROW)
     assert returned(lambda response, answer: answer, prompt, "") == {"tests": ["f(1) == 2"]}
@@ -86,19 +61,6 @@ def test_answer_is_passed_as_it_is_and_a_row_as_a_copy() -> None:
 
 def several(responses, answers, rows=None, num_tokens=(), limit=2):  # type: ignore[no-untyped-def]
     return [(response, answers, rows, num_tokens, limit) for response in responses]
-
-
-def test_function_of_several_gets_lists() -> None:
-    planned = plan(several)
-    others = Prompt(index=6, token_ids=(1,), text="a", answer=None, row={"b": 1})
-    batch = [
-        planned.arguments(prompt, Response(text, num_tokens=3, finish="stop"))
-        for prompt, text in ((PROMPT, "8"), (others, "9"))
-    ]
-    assert batch[0] == {"response": "8", "answer": "7", "row": ROW, "num_tokens": 3, "prompt_index": 5}
-    rest = (["7", None], [ROW, {"b": 1}], [3, 3], 2)
-    assert planned(batch) == [("8", *rest), ("9", *rest)]
-    assert planned.columns == RewardColumns(answer=True, structured=True, every=True)
 
 
 @pytest.mark.parametrize(
@@ -176,16 +138,6 @@ def scored(source: Any, prompt: Prompt, text: str) -> Any:
     return outcome
 
 
-def test_each_function_gives_the_component_of_its_name() -> None:
-    """In alphabetical order; a function that names its own gives both names; those of the row's source are called."""
-    components = scored(named(), SUM, "It is 2")
-    assert components == {"correct": 1.0, "form_box": 0.25, "form_short": 1 - 7 / 8, "polite": 1.0}
-    assert list(components) == sorted(components)
-    of_sources = named(SOURCES)
-    assert scored(of_sources, SUM, "2") == {"correct": 1.0, "form_box": 0.25, "form_short": 0.875}
-    assert scored(of_sources, CHAT, "Hello!?") == {"polite": 1.0}
-
-
 def test_one_function_leaves_a_response_out() -> None:
     def unasked(response: str) -> float:
         raise AssertionError("called after a function has left the response out")
@@ -208,14 +160,6 @@ def test_errors_name_the_function(others: dict[str, Callable[..., object]], what
     assert what in outcome.what
 
 
-def test_columns_of_several_functions() -> None:
-    """An answer where the functions of every source need one, all columns where one reads them."""
-    assert named().columns == RewardColumns(answer=True, structured=False)
-    assert named(SOURCES).columns.answer is False
-    assert named(SOURCES | {"chat": ["polite", "form"]}).columns.answer is True
-    assert named(rows=lambda response, row: 0.0).columns.every
-
-
 def test_sources_of_the_rows_are_those_of_the_settings() -> None:
     rewards = named(SOURCES)
 
@@ -234,3 +178,13 @@ def test_sources_of_the_rows_are_those_of_the_settings() -> None:
         "row 3 of the source 'sums/easy' has no answer, which a function of reward.sources takes; add one, or give "
         "that parameter a default"
     ]
+
+
+def test_each_function_gives_the_component_of_its_name() -> None:
+    """In alphabetical order; a function that names its own gives both names; those of the row's source are called."""
+    components = scored(named(), SUM, "It is 2")
+    assert components == {"correct": 1.0, "form_box": 0.25, "form_short": 1 - 7 / 8, "polite": 1.0}
+    assert list(components) == sorted(components)
+    of_sources = named(SOURCES)
+    assert scored(of_sources, SUM, "2") == {"correct": 1.0, "form_box": 0.25, "form_short": 0.875}
+    assert scored(of_sources, CHAT, "Hello!?") == {"polite": 1.0}

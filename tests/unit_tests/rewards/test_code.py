@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from mega_rl.config.schema import LocalSandboxConfig
-from mega_rl.errors import UserError
 from mega_rl.rewards.builtin import resolve
 from mega_rl.rewards.code import (
     CodeTests,
-    check_sandbox,
     code_format,
     last_program,
     read_cases,
@@ -26,7 +24,7 @@ from mega_rl.rewards.sandbox.suites import UnknownTestsError
 from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt
 from tests.helpers.sandboxes import local_sandbox
-from tests.unit_tests.rewards.reward_cases import called, pooled
+from tests.unit_tests.rewards.reward_cases import called
 
 DOUBLE = "n = int(input())\nprint(2 * n)"
 ADD = "def add(a, b):\n    return a + b"
@@ -232,18 +230,6 @@ def score(source: Any, program: str, answer: Any = None) -> Any:
     return outcome
 
 
-def test_workers_run_it_with_the_settings_of_the_run() -> None:
-    local_sandbox()
-    settings = LocalSandboxConfig(memory_mib=128, timeout_s=3.0)
-    with pooled({"tests": specification(settings), "form": "code_format"}, timeout_s=30.0) as pool:
-        assert score(pool, "print(2 * int(input()))") == {"form": 1.0, "tests": 1.0}
-        assert score(pool, "x = bytearray(200 << 20)\nprint(2 * int(input()))") == {"form": 1.0, "tests": 0.0}
-        assert score(pool, "import os\nwhile True: os.fork()", {"inputs": [""], "outputs": [""]})["tests"] == 0.0
-        unknown = score(pool, "x", 5)
-    assert isinstance(unknown, RewardFailure)
-    assert "UnknownTestsError: tests are" in unknown.what
-
-
 def test_a_sandbox_that_fails_gives_no_score() -> None:
     class Broken:
         def run(self, program: str, stdin: bytes, *, timeout_s: float) -> Execution:
@@ -252,9 +238,3 @@ def test_a_sandbox_that_fails_gives_no_score() -> None:
     outcome = score(called(CodeTests(Broken(), 1.0, 2.0, all_or_nothing=False)), "x")
     assert isinstance(outcome, RewardFailure)
     assert "SandboxError: no namespaces" in outcome.what
-
-
-def test_a_machine_without_a_sandbox_is_a_mistake_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match=r"reward.sandbox=local: bubblewrap \(bwrap\) is not installed; install it"):
-        check_sandbox(LocalSandboxConfig())

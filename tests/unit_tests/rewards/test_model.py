@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.rewards.model import ModelScorer, RowLimits, conversation_tokens, own_tokens, token_rows
+from mega_rl.rewards.model import ModelScorer, RowLimits, own_tokens, token_rows
 from mega_rl.rewards.score import ResponseReader, RewardError
-from mega_rl.types import Experience, Prompt, Rollout, TokenOutputs
+from mega_rl.types import Experience, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS
 from tests.helpers.models import write_digit_tokenizer
@@ -149,13 +149,6 @@ def test_rows_without_room_are_named(limits: dict[str, int], what: str) -> None:
     worker_of(engine, **enough).score(rollout_of_rows(), PROMPTS)
 
 
-def test_a_value_that_is_no_number() -> None:
-    rollout = rollout_of_rows()
-    rollout.tokens[1, 2] = 49
-    with pytest.raises(RewardError, match=r"prompt 41 \('4-'\): it gave nan"):
-        worker_of(Readable()).score(rollout, PROMPTS)
-
-
 class Letters:
     """A tokenizer with a token per character, 99 at the beginning of what has no template."""
 
@@ -172,34 +165,6 @@ class Letters:
 
 def text_of(token_ids: Sequence[int]) -> str:
     return "no" if 49 in token_ids else ",".join(map(str, token_ids))
-
-
-def rows_as_text(prompt: Prompt, *, chat: bool) -> bytes:
-    rollout = rollout_of_rows()
-    rollout.tokens[0, :5] = torch.tensor([4, 12, 5, 7, 1])
-    rollout.lengths[0] = 5
-    prompts = [prompt, PROMPTS[1]]
-    reader = ResponseReader(text_of, (1,))
-    (ids,) = conversation_tokens(rollout, [0], prompts, tokenizer=Letters(), reader=reader, chat=chat)
-    return bytes(ids)
-
-
-def test_what_a_converted_row_says() -> None:
-    messages = (("system", "be brief"), ("user", "2+3"), ("assistant", "5"), ("user", "sure?"))
-    plain, chat = PROMPTS[0], Prompt(index=0, token_ids=(1,), text="sure?", answer="", messages=messages)
-    assert rows_as_text(plain, chat=True) == b"<u>2+3<a>7"  # without the stop token
-    assert rows_as_text(chat, chat=True) == b"<s>be brief<u>2+3<a>5<u>sure?<a>7"
-    assert rows_as_text(plain, chat=False) == bytes([99]) + b"2+37"
-    assert rows_as_text(chat, chat=False) == bytes([99]) + b"sure?7"
-
-
-def test_a_conversation_that_the_template_refuses() -> None:
-    rollout = rollout_of_rows()
-    rollout.tokens[2, 5] = 49
-    reader = ResponseReader(text_of, (1,))
-    rows = token_rows(Letters(), template="a", same_tokenizer=False, rollout_template=None, reader=reader)
-    with pytest.raises(RewardError, match=r"chat template refuses the conversation: not no; prompt 40: '2\+3'"):
-        worker_of(Readable(), rows).score(rollout, PROMPTS)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mega_rl.rewards import pool as pool_module
-from mega_rl.rewards.pool import FunctionRewards, WorkerPool
+from mega_rl.rewards.pool import FunctionRewards
 from mega_rl.rewards.score import Outcome, Response, RewardError, RewardFailure
 from mega_rl.types import Prompt
 from tests.helpers.selection import without
@@ -210,47 +210,6 @@ def test_workers_share_what_waits(
     with pooled("several", num_workers=num_workers, batch_size=batch_size) as rewards:
         outcomes(rewards, *GOOD)
     assert [int(line) for line in (tmp_path / "sizes").read_text().split()] == sizes
-
-
-FUNCTIONS = """
-def each(response):
-    return None if response == "left out" else len(response)
-
-def together(responses):
-    assert "left out" not in responses, "called for a response that is left out"
-    if "bad" in responses:
-        raise ValueError("no")
-    return [{"length": len(response)} for response in responses]
-
-async def later(response):
-    await __import__("asyncio").sleep(0)
-    return 1.0
-"""
-
-
-def test_functions_are_called_one_after_the_other(tmp_path: Path) -> None:
-    """Of one, of several and asynchronous; a response that the first leaves out does not reach the second."""
-    file = tmp_path / "functions.py"
-    file.write_text(FUNCTIONS)
-    items = some("a", "left out", "abc", "bad")
-    functions = {name: f"{file}:{name}" for name in ("each", "together", "later")}
-    here = own(functions).score(items)
-    assert here[:3] == [
-        {"each": 1.0, "later": 1.0, "together_length": 1.0},
-        None,
-        {"each": 3.0, "later": 1.0, "together_length": 3.0},
-    ]
-    assert isinstance(failure := here[3], RewardFailure)
-    assert failure.what.startswith("the reward function 'together' raised ValueError: no (at ")
-    with pooled(functions) as rewards:
-        assert rewards.score(items) == here
-        file.unlink()
-        assert rewards.score(items) == here
-    pool = WorkerPool(functions, num_workers=2, timeout_s=1.0)  # the rank has loaded it before; the file is gone since
-    with pytest.raises(RewardError, match="could not start: ended with exit code 1"):
-        pool.score(rewards.functions[0], [{"response": "a", "prompt_index": 1}])
-    pool.close()
-    pool.close()
 
 
 OWNER = """

@@ -178,24 +178,6 @@ def test_responses_that_crash_a_worker_are_scored_and_counted(root: Path, runs: 
     assert printed.count("prompt 3: '3+2='") == 2
 
 
-def test_responses_left_out_and_masked_failures_train_alike(root: Path, runs: list[dict[str, Any]]) -> None:
-    """Both samples of prompt 3, whose replica is one of two: every other number of the runs is the same."""
-    silent, masked = metrics(root, "left out"), metrics(root, "masked")
-    assert [record["reward/masked_fraction"] for record in silent.values()] == [0.25, 0.0]
-    assert [record.pop("reward/errors") for record in masked.values()] == [2.0, 0.0]
-    assert not any(record.pop("reward/errors") for record in silent.values())
-    assert silent == masked
-
-
-def test_one_data_source_changes_no_number_of_a_run(root: Path, runs: list[dict[str, Any]]) -> None:
-    """Nor does a worker: that run's functions are called in the ranks."""
-    expected = metrics(root, "no source")
-    assert {"reward/correct", "reward/form_odd", "reward/form_short"} <= expected[1].keys()
-    assert metrics(root, "one source") == expected
-    for rank in runs:
-        assert rank["one source"]["rows"] == rank["no source"]["rows"]
-
-
 def test_each_data_source_has_its_parts(root: Path, runs: list[dict[str, Any]]) -> None:
     """Prompts of even number have all three parts, the others those of their form alone; nothing becomes NaN."""
     records = metrics(root, "two sources")

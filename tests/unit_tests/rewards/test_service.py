@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.errors import UserError
 from mega_rl.rewards.call import plan
 from mega_rl.rewards.pool import FunctionRewards
 from mega_rl.rewards.role import TextScorer
 from mega_rl.rewards.score import Item, Response, RewardError
-from mega_rl.rewards.service import Poster, Service, find_service, service_scores
+from mega_rl.rewards.service import Poster, Service, service_scores
 from mega_rl.types import Prompt
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.rewards.reward_cases import PROMPTS, READER, rollout_of
@@ -318,49 +316,3 @@ def test_ranks_post_their_share_and_all_hear() -> None:
     with serving(lambda number, post: Answer(status=404) if number else lengths(post)) as service:
         actual = play(service.url, ThreadGroup(4), [ThreadGroup(2), ThreadGroup(2)])
     assert all(isinstance(each, RewardError) and "HTTP 404" in str(each) for each in actual)
-
-
-def key_file(path: Path, text: str = KEY + "\n", mode: int = 0o600) -> str:
-    path.write_text(text)
-    path.chmod(mode)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("url", "why"),
-    [
-        ("http://rewards.example/score", "the key would travel unencrypted to rewards.example; use https://"),
-        ("http://10.0.0.1:8000", "unencrypted to 10.0.0.1"),
-        ("http://localhost.example/", "unencrypted to localhost.example"),
-        *(
-            (url, r"reward.source.url: legal: http://host:port/path or https://host/path, without user")
-            for url in (
-                "ftp://x/",
-                "http:///score",
-                "http://h:99999/",
-                "http://h:x/",
-                "http://[::1/",
-                "http://h/a b",
-                "https://me:pass@h/",
-            )
-        ),
-    ],
-)
-def test_where_it_may_not(tmp_path: Path, url: str, why: str) -> None:
-    with pytest.raises(UserError, match=why) as caught:
-        find_service(url, key_file(tmp_path / "key"))
-    assert KEY not in str(caught.value)
-    assert "pass@" not in str(caught.value)
-
-
-def test_files_that_hold_no_key(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    why = r"reward\.source\.key_file: .* must hold one key .* readable by its owner alone: chmod 600"
-    for text, mode in ((KEY, 0o644), (KEY, 0o640), ("", 0o600), ("two\nlines", 0o600), ("kéy", 0o600)):
-        with pytest.raises(UserError, match=why):
-            find_service("https://h/", key_file(path, text, mode))
-        path.unlink()
-    for missing in (path, tmp_path):
-        with pytest.raises(UserError, match=why):
-            find_service("https://h/", str(missing))
-    assert find_service("http://far.example/", "") == Service("http://far.example/")

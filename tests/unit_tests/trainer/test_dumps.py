@@ -51,20 +51,3 @@ def test_a_row_says_what_became_of_a_sample() -> None:
     first, second = sample_rows(Samples(PROMPTS, rollout, Rewards(torch.zeros(2))), read_row, **given)  # type: ignore[arg-type]
     assert (first["newest_weight_version"], second["newest_weight_version"]) == (5, 4)
     assert "advantage_mean" not in first
-
-
-def test_a_tools_answer_is_no_response_token() -> None:
-    """Rows of several turns: what stands between them is part of the text, and of no count of the policy's tokens."""
-    rollout = make_rollout([4], prompt_tokens=2)
-    rollout.loss_mask[0, 3:5] = False
-    advantages = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0, 3.0]])
-    (row,) = sample_rows(
-        Samples(PROMPTS, rollout, Rewards(torch.zeros(1))),
-        read_row,
-        render=str,
-        step=1,
-        count=1,
-        advantages=advantages,
-    )
-    assert row["response_tokens"] == 2
-    assert row["advantage_mean"] == 2.0

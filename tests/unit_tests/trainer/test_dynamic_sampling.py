@@ -11,12 +11,10 @@ import torch
 
 from mega_rl.data.order import PromptSampler
 from mega_rl.trainer.collect import SamplingPlan
-from mega_rl.trainer.rows import Samples, has_spread
-from mega_rl.types import RewardParts, Rewards
+from mega_rl.types import Rewards
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
 from tests.helpers.loops import FakeRun, RunSettings
-from tests.helpers.rollouts import make_rollout
 from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer import dynamic_sampling_on_ranks as cases
@@ -74,18 +72,6 @@ def test_a_step_keeps_the_groups_that_a_loop_keeps(plan: SamplingPlan) -> None:
         assert metrics["rollout/filled_groups"] == sum(not group["spread"] for group in expected)
         assert metrics["rollout/dropped_groups"] == expected[0]["sampled"] - len(expected)
         assert metrics["data/prompts"] == dynamic.drawn_after(step + 1) == drawn
-
-
-def test_a_difference_in_a_part_is_one_where_the_estimator_reads_parts() -> None:
-    """Totals of every third prompt are equal, its lengths are not; nothing is different in a part of no weight."""
-    for by_parts in (False, True):
-        dynamic = cases.collector(FakeRanks(), dataclasses.replace(plan_of(4, 4, 5), by_parts=by_parts))
-        for step in range(6):
-            rewards = dynamic.take(step).samples.rewards
-            assert rewards.parts is not None
-            assert torch.equal(rewards.parts.values[:, 0] + rewards.parts.values[:, 1], rewards.totals)
-            assert dynamic.log.metrics["rollout/filled_groups"] == 0
-        assert (dynamic.drawn == 6 * 4) == by_parts
 
 
 def test_failed_samples_make_no_spread() -> None:
@@ -200,15 +186,13 @@ def test_a_resumed_run_is_bit_equal(folder: Path, runs: dict[str, Any]) -> None:
     assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())
 
 
-def test_joined_rows_keep_the_parts_of_both() -> None:
-    """Rows that lack a part have NaN in it, which makes no spread."""
-    before = RewardParts(("b",), (1.0,), torch.tensor([[1.0], [2.0]]))
-    later = RewardParts(("a", "b"), (3.0, 1.0), torch.tensor([[0.5, torch.nan], [0.5, torch.nan]]))
-    first = Samples([], make_rollout([1, 1]), Rewards(torch.tensor([1.0, 2.0]), before))
-    rewards = first.join(Samples([], make_rollout([1, 1]), Rewards(torch.tensor([1.5, 1.5]), later))).rewards
-    assert rewards.parts is not None
-    assert (rewards.parts.names, rewards.parts.weights) == (("a", "b"), (3.0, 1.0))
-    assert rewards.parts.values.nan_to_num(-9.0).tolist() == [[-9.0, 1.0], [-9.0, 2.0], [0.5, -9.0], [0.5, -9.0]]
-    prompts = torch.tensor([0, 0, 1, 1])
-    assert has_spread(prompts, rewards.parts.values[:, 0], count=2).tolist() == [False, False]
-    assert has_spread(prompts, rewards.parts.values[:, 1], count=2).tolist() == [True, False]
+def test_a_difference_in_a_part_is_one_where_the_estimator_reads_parts() -> None:
+    """Totals of every third prompt are equal, its lengths are not; nothing is different in a part of no weight."""
+    for by_parts in (False, True):
+        dynamic = cases.collector(FakeRanks(), dataclasses.replace(plan_of(4, 4, 5), by_parts=by_parts))
+        for step in range(6):
+            rewards = dynamic.take(step).samples.rewards
+            assert rewards.parts is not None
+            assert torch.equal(rewards.parts.values[:, 0] + rewards.parts.values[:, 1], rewards.totals)
+            assert dynamic.log.metrics["rollout/filled_groups"] == 0
+        assert (dynamic.drawn == 6 * 4) == by_parts

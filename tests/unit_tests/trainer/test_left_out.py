@@ -136,6 +136,3 @@ def test_dumps_show_which_samples_do_not_count() -> None:
     assert "failed" not in unscored[0]
     assert [row["failed"] for row in failed] == LEFT_OUT.tolist()
     assert failed[1]["response"] == ""
-
-
-CASES = {"packed": ("lm", True), "padded": ("lm", False), "values": ("value", True)}

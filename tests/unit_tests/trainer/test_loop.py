@@ -10,18 +10,14 @@ import torch
 
 from mega_rl.algorithms.advantages import ESTIMATORS, Distillation
 from mega_rl.algorithms.kl import KLController
-from mega_rl.algorithms.losses import AGGREGATIONS
-from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
-from mega_rl.trainer.events import _weights
 from mega_rl.trainer.loop import Event, StepLog
 from mega_rl.trainer.mismatch import RolloutMismatchError
-from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
-from mega_rl.types import Rewards, TokenOutputs
+from mega_rl.trainer.policy_gradient import PolicyGradientRules
+from mega_rl.types import TokenOutputs
 from mega_rl.workers.models import reference_updates
 from tests.helpers.fakes import (
     FakePrompts,
-    FakeRanks,
     FakeReward,
     held_out,
 )
@@ -64,34 +60,6 @@ def test_a_student_comes_to_its_teacher_without_a_reward() -> None:
     near = float((student.exp() * (student - teacher.log_softmax(0))).sum())
     assert near < 0.02 * far
     assert trainer.metrics.records[60]["kl/ref"] < 0.1 * trainer.metrics.records[1]["kl/ref"]
-
-
-def test_a_student_without_a_reward_learns_as_with_one_of_zeros() -> None:
-    """Weights to the bit; of rewards there is no number, no column and no call, in validations neither."""
-    runs = {}
-    for name, reward in {"zeros": ZeroReward(), "none": AbsentScorer()}.items():
-        trainer = FakeRun(
-            grpo=True,
-            reference=FakeFrozen(),
-            estimator=Distillation(),
-            reward=reward,
-            validation=held_out(FakePrompts().batch(0)),
-            settings=RunSettings(steps=8, val_interval=1, rollout_interval=1, rollout_samples=2),
-        )
-        trainer.fit()
-        runs[name] = trainer
-    assert torch.equal(runs["zeros"].actor.logits, runs["none"].actor.logits)
-    assert runs["none"].actor.logits.any()
-    for step, record in runs["none"].metrics.records.items():
-        beside = runs["zeros"].metrics.records[step]
-        kept = {name: value for name, value in beside.items() if not name.startswith(("reward/", "val/reward_"))}
-        assert len(kept) < len(beside)
-        assert record == kept
-    sink = runs["none"].metrics
-    rows = [row for dump in (sink.dumps, sink.val_dumps) for step in dump.values() for row in step]
-    assert len(rows) == 2 * (8 + 9)
-    assert not {name for row in rows for name in row if name.startswith("reward")}
-    assert {name for name in sink.records[0] if name.startswith("val/")} == {"val/response_tokens_mean"}
 
 
 @pytest.mark.parametrize("interval", [1, 2])
@@ -143,43 +111,6 @@ def test_a_stop_request_ends_after_the_step_and_saves() -> None:
     assert list(trainer.checkpoints.saved) == [2]
     assert trainer.checkpoints.saved[2]["weight_version"] == 3
     assert list(trainer.metrics.records) == [1, 2]
-
-
-class Noting(Event):
-    """Writes down each call; asks for the end after `last` steps, and adds the step to the log."""
-
-    def __init__(self, notes: list[str], log: StepLog | None = None, *, last: int = 99) -> None:
-        self.notes, self.log, self.last = notes, log, last
-
-    def before(self, step: int) -> None:
-        self.notes.append(f"before {step}")
-
-    def evaluated(self, step: int, evaluated: Any) -> None:
-        self.notes.append(f"evaluated {step}")
-
-    def after(self, done: int, evaluated: Any) -> bool:
-        self.notes.append(f"after {done}" + " with nothing" * (evaluated is None))
-        if self.log is not None and done < 2:
-            self.log.add({"own/number": float(done)})
-        return done == self.last
-
-    def finish(self, done: int) -> None:
-        self.notes.append(f"finish {done}")
-
-
-def test_an_event_ends_the_run_after_its_step() -> None:
-    """Events act around each step in their order; those after the one that ends the run act, too."""
-    run = FakeRun(settings=RunSettings(steps=9))
-    run.more_events = [Noting(run.events, last=2), Noting(run.events)]
-    assert run.fit() == 2
-    step = ["generate", "reward", "old_logprobs", "values"]
-    updates = ["update_critic"] * 2 + ["update_actor"] * 2
-    expected = ["publish", *["after 0 with nothing"] * 2]
-    for number in range(2):
-        expected += [*[f"before {number}"] * 2, *step, *[f"evaluated {number}"] * 2, *updates, "publish"]
-        expected += [f"after {number + 1}"] * 2
-    assert run.events == [*expected, *["finish 2"] * 2]
-    assert list(run.metrics.records) == [1, 2]
 
 
 def test_a_record_has_the_metrics_of_its_step() -> None:
@@ -243,21 +174,10 @@ class LateActor:
         return self.actor.update(minibatch, step=step, inspect=inspect) | {"kl/ref": 0.0}
 
 
-class ZeroReward(FakeReward):
-    """A reward that is always 0."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def score(self, rollout: Any, prompts: Any) -> Rewards:
-        return Rewards(torch.zeros(len(rollout.lengths)))
-
-
 class FakeFrozen:
     """A reference policy that prefers token 3."""
 
     def evaluate(self, batch: Any) -> Any:
-        from mega_rl.types import TokenOutputs
 
         logits = torch.zeros(8)
         logits[3] = 1.0
@@ -299,30 +219,38 @@ def test_a_single_update_is_stopped_before_it_changes_a_weight() -> None:
     assert not trainer.actor.logits.any()
 
 
-def test_minibatches_cover_the_batch_once_per_epoch() -> None:
-    trainer = FakeRun()
-    rollout = trainer.rollout.generate(FakePrompts().batch(0), step=0)
-    from mega_rl.trainer.policy_gradient import build_experience
+class Noting(Event):
+    """Writes down each call; asks for the end after `last` steps, and adds the step to the log."""
 
-    experience = build_experience(
-        rollout,
-        trainer.reward.score(rollout, []),
-        outputs=(trainer.actor.evaluate(rollout), TokenOutputs(), trainer.critic.evaluate(rollout)),
-        estimator=trainer.estimator,
-        sum_over_ranks=FakeRanks().sum,
-    )
-    plan = MinibatchPlan(2, 3, AGGREGATIONS["token-mean"], max_response_tokens=4, seed=1, ranks=FakeRanks())
-    cut = list(plan.cut(experience, num_prompts=4, step=0))
-    assert len(cut) == 6
-    for epoch in range(3):
-        pair = cut[2 * epoch : 2 * epoch + 2]
-        assert sorted(torch.cat([m.prompt_index for m in pair]).tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert all(float(m.loss_weights.sum()) == pytest.approx(1.0) for m in pair)
-    orders = {tuple(m.prompt_index.tolist()) for m in cut}
-    assert len(orders) > 2  # epochs differ
-    columns = _weights(rollout, cut, FakeRanks())
-    recorded = columns["epoch_minibatches"]
-    assert torch.equal(columns["minibatch"], recorded[:, 0])
-    for number, minibatch in enumerate(cut):
-        rows = recorded[:, number // 2] == number
-        assert sorted(rollout.prompt_index[rows].tolist()) == sorted(minibatch.prompt_index.tolist())
+    def __init__(self, notes: list[str], log: StepLog | None = None, *, last: int = 99) -> None:
+        self.notes, self.log, self.last = notes, log, last
+
+    def before(self, step: int) -> None:
+        self.notes.append(f"before {step}")
+
+    def evaluated(self, step: int, evaluated: Any) -> None:
+        self.notes.append(f"evaluated {step}")
+
+    def after(self, done: int, evaluated: Any) -> bool:
+        self.notes.append(f"after {done}" + " with nothing" * (evaluated is None))
+        if self.log is not None and done < 2:
+            self.log.add({"own/number": float(done)})
+        return done == self.last
+
+    def finish(self, done: int) -> None:
+        self.notes.append(f"finish {done}")
+
+
+def test_an_event_ends_the_run_after_its_step() -> None:
+    """Events act around each step in their order; those after the one that ends the run act, too."""
+    run = FakeRun(settings=RunSettings(steps=9))
+    run.more_events = [Noting(run.events, last=2), Noting(run.events)]
+    assert run.fit() == 2
+    step = ["generate", "reward", "old_logprobs", "values"]
+    updates = ["update_critic"] * 2 + ["update_actor"] * 2
+    expected = ["publish", *["after 0 with nothing"] * 2]
+    for number in range(2):
+        expected += [*[f"before {number}"] * 2, *step, *[f"evaluated {number}"] * 2, *updates, "publish"]
+        expected += [f"after {number + 1}"] * 2
+    assert run.events == [*expected, *["finish 2"] * 2]
+    assert list(run.metrics.records) == [1, 2]

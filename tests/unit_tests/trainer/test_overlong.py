@@ -69,17 +69,6 @@ def test_rewards_fall_over_the_last_tokens() -> None:
     assert metrics == {"reward/overlong_punishment_mean": pytest.approx(sum(expected) / 7)}
 
 
-def test_rewards_of_parts_get_the_punishment_as_a_part() -> None:
-    """From 0 to -1 with the penalty as its weight, so that the weighted sum is the punished reward."""
-    rollout, rewards = sampled()
-    parts = RewardParts(("a",), (1.0,), rewards.totals[:, None])
-    shaped, _ = Overlong(8, buffer_tokens=4, penalty=2.0).shape(rollout, Rewards(rewards.totals, parts), FakeRanks())
-    assert shaped.parts is not None
-    assert (shaped.parts.names, shaped.parts.weights) == (("a", "overlong"), (1.0, 2.0))
-    torch.testing.assert_close(shaped.parts.values @ torch.tensor(shaped.parts.weights), shaped.totals)
-    assert (shaped.totals < rewards.totals).sum() == 6
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS.values())
 def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation) -> None:
     """The others have the advantages of the whole group, and loss weights as if the filtered rows were not there."""
@@ -100,3 +89,14 @@ def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation)
     for name in ("loss_weights", "token_weights"):
         assert torch.equal(getattr(actual, name)[trains], getattr(expected, name))
         assert not getattr(actual, name)[~trains].any()
+
+
+def test_rewards_of_parts_get_the_punishment_as_a_part() -> None:
+    """From 0 to -1 with the penalty as its weight, so that the weighted sum is the punished reward."""
+    rollout, rewards = sampled()
+    parts = RewardParts(("a",), (1.0,), rewards.totals[:, None])
+    shaped, _ = Overlong(8, buffer_tokens=4, penalty=2.0).shape(rollout, Rewards(rewards.totals, parts), FakeRanks())
+    assert shaped.parts is not None
+    assert (shaped.parts.names, shaped.parts.weights) == (("a", "overlong"), (1.0, 2.0))
+    torch.testing.assert_close(shaped.parts.values @ torch.tensor(shaped.parts.weights), shaped.totals)
+    assert (shaped.totals < rewards.totals).sum() == 6

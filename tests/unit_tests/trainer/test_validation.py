@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.errors import UserError
 from mega_rl.trainer.validation import (
     Evaluation,
     EvaluationPlan,
@@ -42,21 +41,6 @@ def test_each_set_has_its_numbers_and_dumps() -> None:
         assert {f"{area}maj_at_1", f"{area}maj_at_4", f"{area}reward_mean"} <= record.keys()
     assert [row["set"] for row in run.metrics.val_dumps[1]] == [""] * 4 + ["few"] * 4
     assert all("set" not in row for row in run.metrics.dumps[1])
-
-
-def test_each_set_has_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun(settings=RunSettings(steps=1, val_interval=1), validation=sets())
-    streams, generate = [], run.rollout.generate
-
-    def noting(prompts: Sequence[Prompt], *, draws: Draws | None = None, **more: Any) -> Rollout:
-        if draws is not None:
-            streams.append(draws.stream)
-        return generate(prompts, draws=draws, **more)
-
-    monkeypatch.setattr(run.rollout, "generate", noting)
-    run.fit()
-    assert streams[:2] == streams[2:]
-    assert streams[0] != streams[1]
 
 
 class MaskingReward(FakeReward):
@@ -116,18 +100,6 @@ class SeededPolicy(FakePolicy):
         return rows
 
 
-class PartsReward(FakeReward):
-    """One part everywhere, a second one in prompts of even tokens alone; some samples are left out."""
-
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
-        answers = rollout.tokens[:, 2].double()
-        texts = torch.tensor([prompts[index].token_ids[0] for index in rollout.prompt_index.tolist()])
-        values = torch.stack([answers / 7, answers.where(texts % 2 == 0, math.nan)], dim=1).float()
-        totals = values.nan_to_num().sum(dim=1).masked_fill(answers == 5, math.nan)
-        values = values.masked_fill(totals.isnan()[:, None], math.nan)
-        return Rewards(totals, RewardParts(("near", "size"), (1.0, 1.0), values))
-
-
 @pytest.mark.parametrize("chunk", [1, 8, 20, 27])
 def test_parts_of_a_set_change_no_number(chunk: int) -> None:
     """Seven prompts of four samples in parts of two and more: numbers to the last bit, samples in their order."""
@@ -154,13 +126,28 @@ def test_parts_of_a_set_change_no_number(chunk: int) -> None:
     assert numbers <= results[chunk].keys()
 
 
-def test_a_part_may_say_what_is_right() -> None:
-    values = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
-    rewards = Rewards(values.sum(dim=1), RewardParts(("correct", "style"), (1.0, 1.0), values))
-    rows = rows_of(2)
-    assert right_samples(rows, rewards, above=0.5, part="correct") == [True, False]
-    assert right_samples(rows, rewards, above=0.5, part="") == [True, True]
-    with pytest.raises(UserError, match=r"validation.right_part=other has no effect: the reward has the parts correct"):
-        right_samples(rows, rewards, above=0.5, part="other")
-    with pytest.raises(UserError, match="the reward is a number"):
-        right_samples(rows_of(1), Rewards(torch.ones(1)), above=0.5, part="correct")
+def test_each_set_has_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun(settings=RunSettings(steps=1, val_interval=1), validation=sets())
+    streams, generate = [], run.rollout.generate
+
+    def noting(prompts: Sequence[Prompt], *, draws: Draws | None = None, **more: Any) -> Rollout:
+        if draws is not None:
+            streams.append(draws.stream)
+        return generate(prompts, draws=draws, **more)
+
+    monkeypatch.setattr(run.rollout, "generate", noting)
+    run.fit()
+    assert streams[:2] == streams[2:]
+    assert streams[0] != streams[1]
+
+
+class PartsReward(FakeReward):
+    """One part everywhere, a second one in prompts of even tokens alone; some samples are left out."""
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        answers = rollout.tokens[:, 2].double()
+        texts = torch.tensor([prompts[index].token_ids[0] for index in rollout.prompt_index.tolist()])
+        values = torch.stack([answers / 7, answers.where(texts % 2 == 0, math.nan)], dim=1).float()
+        totals = values.nan_to_num().sum(dim=1).masked_fill(answers == 5, math.nan)
+        values = values.masked_fill(totals.isnan()[:, None], math.nan)
+        return Rewards(totals, RewardParts(("near", "size"), (1.0, 1.0), values))

@@ -88,11 +88,11 @@ def engine_faults() -> dict[str, Any]:
     """Things that the FSDP engine could get wrong, by name."""
     import torch
 
-    from mega_rl.engines.fsdp import build
-    from mega_rl.engines.fsdp.engine import FSDPEngine, local
-    from mega_rl.engines.fsdp.model import fsdp_modules, sharded_parameters
+    from mega_rl.engines import build
+    from mega_rl.engines.fsdp import FSDPEngine, local
+    from mega_rl.engines.fsdp_model import fsdp_modules, sharded_parameters
 
-    load, skeleton, build_adam = build.load, build.skeleton, build.build_adam
+    load, skeleton, build_adam = build.load_rows, build.skeleton, build.build_adam
     apply_gradients, token_outputs = FSDPEngine._apply_gradients, FSDPEngine._token_outputs
 
     def one_weight(model: Any, *args: Any, **kwargs: Any) -> int:
@@ -127,9 +127,9 @@ def engine_faults() -> dict[str, Any]:
         return token_outputs(self, micro, replace(there, position_ids=2 * there.position_ids), **more)
 
     return {
-        "one weight": patch.object(build, "load", one_weight),
+        "one weight": patch.object(build, "load_rows", one_weight),
         "one gradient": patch.object(FSDPEngine, "_apply_gradients", one_gradient),
-        "averaged gradients": patch.object(build, "load", averaged),
+        "averaged gradients": patch.object(build, "load_rows", averaged),
         "padding row": patch.object(build, "skeleton", padding_row),
         "optimizer": patch.object(build, "build_adam", other_moment),
         "positions": patch.object(FSDPEngine, "_token_outputs", wide_positions),

@@ -11,8 +11,8 @@ from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.offline.compare import describe
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
-from mega_rl.errors import UserError, UserErrors
-from mega_rl.verify.layouts import ALL, BF16, BF16_EXPERTS, FP32, Layout, resolve, resolve_all, stages, tolerances
+from mega_rl.errors import UserError
+from mega_rl.verify.layouts import BF16, BF16_EXPERTS, FP32, Layout, resolve, tolerances
 from mega_rl.verify.twin import random_tensors, write_random_twin
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import bare_config
@@ -77,30 +77,6 @@ def test_impossible_layouts_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=reason) as caught:
         resolve(name, model(family))
     assert name in str(caught.value)
-
-
-def test_every_mistake_of_a_list_is_named() -> None:
-    with pytest.raises(UserErrors) as caught:
-        resolve_all("tp2,ep2,tp3,nonsense", model("qwen3"))
-    named = [name for name in ("ep2", "tp3", "'nonsense'") for line in caught.value.problems if f": {name} is " in line]
-    assert list(dict.fromkeys(named)) == ["ep2", "tp3", "'nonsense'"]
-    assert not any("tp2" in line.split(" is ")[0] for line in caught.value.problems)
-    with pytest.raises(UserError, match="empty"):
-        resolve_all(" , ", model("qwen3"))
-
-
-def test_a_list_keeps_its_order_and_drops_repetitions() -> None:
-    assert [layout.name for layout in resolve_all("pp2, tp2,pp2", model("qwen3"))] == ["pp2", "tp2"]
-    assert [layout.name for layout in resolve_all(ALL, model("qwen3_moe"))] == ALL.split(",")
-    assert stages("tp2,pp2,vpp2,pp3") == 12  # layers of a twin that all its pipelines split evenly
-
-
-def test_more_ranks_are_data_parallel() -> None:
-    layout = resolve("tp2", model("qwen3"), nproc=8)
-    assert (layout.ranks, layout.dp, layout.title) == (8, 4, "tp2 (dp4)")
-    assert resolve("ep2", model("qwen3_moe"), nproc=4).parallel_layout().dp == 4
-    with pytest.raises(UserError, match="--nproc=3 is not a multiple of the 2 ranks"):
-        resolve("tp2", model("qwen3"), nproc=3)
 
 
 def test_tolerances() -> None:

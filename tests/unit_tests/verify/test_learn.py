@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mega_rl
-from mega_rl.algorithms.inputs import AdvantageInputs
-from mega_rl.algorithms.statistics import identity
-from mega_rl.rollout.embedded import HFRolloutEngine
-from mega_rl.types import Experience, Rollout, TokenOutputs
+from mega_rl.types import Rollout, TokenOutputs
 from mega_rl.verify.learn import run
-from mega_rl.verify.learn.neighbours_advantage import NeighboursAdvantage
-from mega_rl.verify.learn.run import closed_form_distance, enumerate_responses, expected_reward, mix_with_uniform
+from mega_rl.verify.learn.run import closed_form_distance, enumerate_responses, expected_reward
 from mega_rl.verify.learn.tasks import (
     BANDIT,
     CREDIT_STATES,
@@ -36,7 +31,7 @@ from mega_rl.verify.learn.tasks import (
     best_arm,
     judge,
 )
-from mega_rl.workers.rollout import RolloutWorker
+from tests.helpers.selection import FULL
 from tests.unit_tests.verify.tiny_task import TINY
 
 
@@ -99,21 +94,6 @@ def test_distance_to_the_closed_form_by_hand() -> None:
     assert closed_form_distance(models, rows, rewards, beta=beta) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_two_tokens_are_enumerated_with_every_prompt() -> None:
-    rows, rewards = enumerate_responses(TASKS["off_policy"], length=2)
-    assert rows.tokens.shape == (4 * 256, 3)
-    assert rows.loss_mask.sum() == 2 * 4 * 256
-    assert rewards.shape == (4, 256)
-    assert len({tuple(row) for row in rows.tokens.tolist()}) == 1024
-
-
-def test_statements_are_about_variants_that_always_run() -> None:
-    for task in TASKS.values():
-        always = {variant.name for variant in task.variants if not variant.ablation}
-        for statement in task.statements:
-            assert {statement.variant, statement.beats} - {""} <= always, task.name
-
-
 def test_rewards_of_tasks_are_what_their_statements_need() -> None:
     """Held-out pairs are not trained, a noisy precise response pays less than a safe one, arms pay on their share."""
     train, held_out = {prompt for prompt, _ in SORTING.prompts}, {prompt for prompt, _ in SORTING.held_out}
@@ -132,17 +112,6 @@ def test_rewards_of_tasks_are_what_their_statements_need() -> None:
         assert paid.tolist() == [0.9 if arm == best_arm(state) else 0.4 for arm in LETTERS]
 
 
-def test_wrong_estimator_shifts_advantages_by_a_row() -> None:
-    one = torch.ones(4, dtype=torch.int64)
-    index = torch.tensor([0, 0, 1, 1])
-    experience = Experience.from_rows(one.expand(3, 4).T, prompt_lengths=one, lengths=3 * one, prompt_index=index)
-    inputs = AdvantageInputs(experience, torch.tensor([1.0, 0.0, 0.0, 1.0]), None, identity)
-    advantages, _ = NeighboursAdvantage()(inputs)
-    # Two rewards of 0 and 1 are sqrt(1/2) deviations apart from their mean.
-    expected = torch.tensor([-1.0, -1.0, 1.0, 1.0]) * math.sqrt(0.5)
-    torch.testing.assert_close(advantages[:, 1], expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
 def test_settings_of_every_variant_are_legal(task: LearningTask) -> None:
     for variant in task.variants:
@@ -158,22 +127,9 @@ def curves() -> dict[str, Curve]:
     return {name: run.run_variant(few, variant, seed=0) for name, variant in (("right", right), ("wrong", wrong))}
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full trains the bandit twice")
 def test_penalty_leads_the_bandit_to_the_closed_form(curves: dict[str, Curve]) -> None:
     right, wrong = (dict(curves[name].points) for name in ("right", "wrong"))
     assert list(right) == [10, 20, 30]
     assert right[30] < 0.3 * right[10]
     assert right[30] < 0.3 * wrong[30]
-
-
-def test_noisy_sampler_reports_the_mixtures_logprobs() -> None:
-    class Head(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    head = Head()
-    engine = HFRolloutEngine.__new__(HFRolloutEngine)
-    engine._model = SimpleNamespace(get_output_embeddings=lambda: head)  # type: ignore[assignment]
-    mix_with_uniform(RolloutWorker(engine, None, None, n=1, seed=0), share=0.25)  # type: ignore[arg-type]
-    probabilities = torch.tensor([[0.7, 0.2, 0.1, 0.0]])
-    mixture = head(probabilities.log()).softmax(-1)
-    torch.testing.assert_close(mixture, 0.75 * probabilities + 0.25 / 4)

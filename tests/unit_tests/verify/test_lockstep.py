@@ -75,7 +75,7 @@ SEEDS = {"gdpo_sampling": {"trainer.seed": 2}}
 ALL_RUNS = ALGORITHMS | VARIANTS
 # `make test` has these; the others are those of `make test-full`.
 FEW = (
-    *((name, "1") for name in ("grpo", "ppo", "opo", "remax", "gdpo_sampling", "teacher_jensen_shannon")),
+    *((name, "1") for name in ("grpo", "ppo", "remax", "gdpo_sampling", "teacher_jensen_shannon")),
     ("grpo", "dp2"),
 )
 ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mega_rl.converters.architecture import is_moe
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
@@ -42,7 +43,7 @@ def test_every_kind_of_layer_is_kept(family: str, tmp_path: Path) -> None:
     assert len(twin.layers) <= MAX_LAYERS + 1
 
     def kinds(hf, layers):  # type: ignore[no-untyped-def]
-        return {(hf.is_moe(i), hf.window is not None and hf.window.layers[i]) for i in layers}
+        return {(is_moe(hf, i), hf.window is not None and hf.window.layers[i]) for i in layers}
 
     everything = kinds(original, range(original.num_layers))
     assert kinds(original, twin.layers) == kinds(twin.hf, range(twin.hf.num_layers)) == everything

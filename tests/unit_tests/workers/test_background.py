@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.ahead import BackgroundRolloutError, ThreadedRollouts
@@ -51,17 +50,6 @@ def test_the_rows_are_those_of_the_prompts_and_the_step() -> None:
     rollouts.finish()
 
 
-def test_any_other_error_is_the_cause() -> None:
-    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
-        raise SystemExit("out of file descriptors")
-
-    rollouts = threaded(generate)
-    rollouts.start(PROMPTS, step=3)
-    with pytest.raises(BackgroundRolloutError, match=r"step 3 .*SystemExit: out of file descriptors") as caught:
-        rollouts.finish()
-    assert isinstance(caught.value.__cause__, SystemExit)
-
-
 def test_every_rank_hears_of_an_error_on_one() -> None:
     """The others' rows are there; without word of it they would collect, and wait for rank 1 in that collective."""
     group = ThreadGroup(3)
@@ -101,38 +89,3 @@ def test_a_generation_that_never_ends_is_an_error_on_every_rank(wait: str) -> No
     never.set()
     assert all(isinstance(result, BackgroundRolloutError) for result in results)
     assert all("waited 0.5 s for the generation of step 6" in str(result) for result in results)
-
-
-class Gate:
-    """Requests that can be held."""
-
-    def __init__(self, error: RunError | None = None) -> None:
-        self.error = error
-        self.calls: list[str] = []
-        self.open = threading.Event()
-
-    def interrupt(self) -> None:
-        self.calls.append("interrupt")
-        if self.error is not None:
-            raise self.error
-
-    def resume(self) -> None:
-        self.calls.append("resume")
-        self.open.set()
-
-
-def test_interrupted_requests_go_on() -> None:
-    gate = Gate()
-
-    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
-        assert gate.open.wait(10)
-        return make_rollout([1])
-
-    rollouts = threaded(generate, requests=gate)
-    rollouts.start(PROMPTS, step=0)
-    rollouts.interrupt()
-    rollouts.resume()
-    assert len(rollouts.finish().tokens) == 1
-    rollouts.interrupt()  # nothing is under way
-    rollouts.resume()
-    assert gate.calls == ["interrupt", "resume"]

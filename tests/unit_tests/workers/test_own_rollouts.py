@@ -13,7 +13,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.types import Draws, Prompt, Rollout
-from mega_rl.workers.rollout import EVALUATION, CheckedRollouts, RolloutContext, WeightsToSource
+from mega_rl.workers.rollout import EVALUATION, CheckedRollouts, RolloutContext
 
 PROMPTS = [Prompt(index=7, token_ids=(3, 4), text="a", answer=""), Prompt(index=8, token_ids=(5,), text="b", answer="")]
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=5, stop_token_ids=(1,))
@@ -222,28 +222,3 @@ def test_ranks_of_a_replica_return_the_same_rows() -> None:
     rows = context.rollout(context.sample(PROMPTS, step=0))
     with pytest.raises(RunError, match="the ranks of a replica return different rows; gather them"):
         checked(rows, replica=Other()).generate(PROMPTS, step=0)
-
-
-def test_weights_go_to_a_source_that_takes_them_and_are_all_gathered() -> None:
-    gathered: list[str] = []
-
-    def export() -> Any:
-        for name in ("a", "b"):
-            gathered.append(name)
-            yield name, torch.zeros(1)
-
-    class Receiver:
-        version = 0
-
-        def receive_weights(self, weights: Any, *, version: int) -> None:
-            next(weights)
-            self.version = version
-
-    sync = WeightsToSource(export)
-    assert sync.publish() == {"rollout/weight_version": 1.0}
-    assert gathered == []
-    receiver = Receiver()
-    sync.receive = receiver.receive_weights
-    sync.resume_at(5)
-    assert sync.publish() == {"rollout/weight_version": 5.0}
-    assert (receiver.version, gathered, sync.weight_version) == (5, ["a", "b"], 5)

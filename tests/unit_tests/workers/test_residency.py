@@ -269,12 +269,6 @@ def test_memory_of_each_layout_is_a_metric() -> None:
 
 # -- a run of four models on a device that holds one -------------------------------------------------------------------
 
-TRAINED = {"parameters": 2, "gradients": 4, "optimizer": 12}
-FROZEN = {"parameters": 3}
-SIZES: dict[Role, dict[str, int]] = {"actor": TRAINED, "critic": TRAINED, "reference": FROZEN, "reward": FROZEN}
-LOSS = cast(Any, SimpleNamespace(needs_entropy=False))
-
-
 # -- a real engine with servers that look at it ------------------------------------------------------------------------
 
 

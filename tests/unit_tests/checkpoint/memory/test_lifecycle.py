@@ -125,33 +125,6 @@ def test_another_history_removes_what_memory_has(tmp_path: Path, shm: Path, resu
     second.close()
 
 
-def test_an_abandoned_history_is_never_loaded(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As where a run has gone on without a host, from disk, and comes back to it."""
-    killed_run(tmp_path)
-    left = user_folder(shm)
-    left.rename(tmp_path / "aside")
-    second = run(tmp_path, 9)
-    assert start(second, tmp_path) == (1, "disk")
-    crash(second)
-    for folder in (tmp_path / "aside").iterdir():
-        folder.rename(left / folder.name)
-    third = run(tmp_path, 9)
-    assert start(third, tmp_path) == (1, "disk")
-    assert held(shm) == []
-    third.close()
-
-
-def test_another_runs_memory_is_ignored(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    killed_run(tmp_path, on_disk=0)
-    second = run(tmp_path, 9, identity={"seed": 8, "data": "abc"})
-    assert start(second, tmp_path) == (0, "")
-    ignored = [record.getMessage() for record in caplog.records if record.getMessage().startswith("ignored")]
-    [line] = ignored
-    assert line.startswith("ignored: the checkpoint of step 3 in memory: ")
-    assert line.endswith("/step_000003 is of another run (seed: 7 -> 8)")
-    second.close()
-
-
 def test_a_damaged_one_falls_back_to_disk(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:
     killed_run(tmp_path)
     [shard] = shm.glob("mega_rl-*/*/step_000003/shard_*")
@@ -202,17 +175,6 @@ def test_anothers_folder_is_refused(
         assert f"{user_folder(shm)}: {why}; set checkpoint.memory.interval=0" in error
     assert [*user_folder(shm).iterdir(), *shm.glob("elsewhere/*")] == []
     saving.close()
-
-
-def test_memory_in_anothers_folder_is_not_loaded(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    killed_run(tmp_path)
-    user_folder(shm).rename(shm / "elsewhere")
-    user_folder(shm).symlink_to(shm / "elsewhere")
-    second = run(tmp_path, 9, on_error="continue")
-    assert start(second, tmp_path) == (1, "disk")
-    assert f"ignored: {user_folder(shm)}: is not a folder" in caplog.text
-    assert len(list(shm.glob("elsewhere/*/step_*"))) == 1, "nothing there is touched"
-    second.close()
 
 
 @pytest.mark.parametrize("on_error", ["continue", "stop"])

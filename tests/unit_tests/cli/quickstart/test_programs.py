@@ -12,7 +12,6 @@ from mega_rl.cli.quickstart.programs import (
     BLOCK,
     MAX_POSITIONS,
     NUM_TEST,
-    demonstrations,
     make_problems,
     write_data,
     write_model,
@@ -65,11 +64,3 @@ def test_data_are_a_folder_of_the_hub(tmp_path: Path) -> None:
     assert {json.loads(line)["prompt"] for line in lines} <= questions["train"]
     with pytest.raises(UserError, match="is there already"):
         write_data(tmp_path, seed=0)
-
-
-def test_demonstrations_are_of_mixed_quality() -> None:
-    assert len({problem.row["question"] for problem in PROBLEMS}) == len(PROBLEMS) > 200
-    assert make_problems(seed=0) == PROBLEMS != make_problems(seed=4)
-    rows = demonstrations(PROBLEMS, seed=0)
-    in_blocks = sum(code_format(row["response"]) for row in rows[:2000]) / 2000
-    assert 0.55 < in_blocks < 0.65

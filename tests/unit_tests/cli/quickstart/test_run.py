@@ -55,12 +55,6 @@ def test_both_trainings_run_the_packaged_recipe(engine: str, started: list[list[
     assert Path(file).is_file()
 
 
-def test_recipe_names_the_folders_of_the_quickstart(started: list[list[str]]) -> None:
-    """So that `mega-rl train --config quickstart` works after it, in the same directory."""
-    assert cli.main(["quickstart"]) == 0
-    assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][4:])
-
-
 def test_word_problems_are_read_from_a_hub_folder(started: list[list[str]]) -> None:
     """In two parts of a reward, with pass@k; the recipe names the folders that the quickstart writes."""
     assert cli.main(["quickstart", "--task", "gsm8k"]) == 0

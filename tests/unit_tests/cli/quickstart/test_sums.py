@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mega_rl.cli.quickstart.reward import points
-from mega_rl.cli.quickstart.sums import VOCABULARY, Sums, add, add_without_carry, make_sums, write_data, write_model
-from mega_rl.rewards.builtin import resolve
+from mega_rl.cli.quickstart.sums import VOCABULARY, Sums, make_sums, write_model
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +29,6 @@ def operands(prompt: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "total", "forgetful"),
-    [
-        (37, 45, "280", "270"),
-        (12, 34, "640", "640"),
-        (99, 99, "891", "880"),
-    ],
-)
-def test_two_habits_by_hand(left: int, right: int, total: str, forgetful: str) -> None:
-    assert add(left, right) == total
-    assert add_without_carry(left, right) == forgetful
-
-
 def test_answers_are_sums_read_backwards(sums: Sums) -> None:
     for row in (*sums.train, *sums.held_out):
         assert int(row["answer"][::-1]) == sum(operands(row["prompt"]))
@@ -63,21 +47,6 @@ def test_held_out_sum_is_trained_in_neither_order(sums: Sums) -> None:
     assert held_out.isdisjoint(frozenset(operands(prompt)) for prompt in train)
 
 
-def test_demonstrations_mix_habits_in_their_share(sums: Sums) -> None:
-    def habits(prompt: str) -> tuple[str, str]:
-        return add(*operands(prompt)), add_without_carry(*operands(prompt))
-
-    rows = [(row["response"], *habits(row["prompt"])) for row in sums.demonstrations]
-    telling = [(response, right, wrong) for response, right, wrong in rows if right != wrong]
-    assert all(response in (right, wrong) for response, right, wrong in rows)
-    assert len(telling) > 20_000
-    # Five standard deviations of a binomial proportion with p=0.3 and at least 20 000 draws are 0.016.
-    share = sum(response == right for response, right, _ in telling) / len(telling)
-    assert share == pytest.approx(0.3, abs=0.016)
-    harmless = sum(len(set(habits(row["prompt"]))) == 1 for row in sums.held_out) / len(sums.held_out)
-    assert 0.15 < harmless < 0.45  # 0.30 on average: below the half that a warm start may reach
-
-
 @pytest.mark.parametrize(
     ("prompt", "answer", "carries"),
     [("12+34=", "640", 0), ("37+45=", "280", 1), ("60+50=", "011", 1), ("57+45=", "201", 2), ("99+99=", "891", 2)],
@@ -86,15 +55,6 @@ def test_right_answer_earns_a_point_per_carry(prompt: str, answer: str, carries:
     assert points(prompt, answer, answer) == {"correct": 1.0, "carries": carries}
     for wrong in ("999", answer[:2], answer + "0", ""):
         assert points(prompt, wrong, answer) == {"correct": 0.0, "carries": 0.0}
-
-
-def test_files_hold_the_rows_in_order(tmp_path: Path) -> None:
-    write_data(tmp_path / "new/folder", seed=1, num_held_out=10)
-    for name, rows in make_sums(1, num_held_out=10)._asdict().items():
-        lines = (tmp_path / f"new/folder/{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        assert [json.loads(line) for line in lines] == rows
-    function = resolve(f"{tmp_path}/new/folder/reward.py:points")
-    assert function("37+45=", "280", "280") == {"correct": 1.0, "carries": 1.0}
 
 
 def test_tokenizer_has_one_token_per_character(sums: Sums, checkpoint: Path) -> None:
@@ -121,14 +81,3 @@ def test_checkpoint_loads_and_its_ids_agree(checkpoint: Path) -> None:
     assert config.vocab_size == len(tokenizer)
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers, config.intermediate_size)
     assert all(size % 2 == 0 for size in (*sizes, config.vocab_size)), "two ranks share it both ways"
-
-
-def test_seed_fixes_the_weights_and_leaves_random_state(checkpoint: Path, tmp_path: Path) -> None:
-    torch.manual_seed(11)
-    expected = torch.rand(3)
-    torch.manual_seed(11)
-    write_model(tmp_path / "same", seed=5)
-    assert torch.equal(torch.rand(3), expected)
-    write_model(tmp_path / "other", seed=6)
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (checkpoint, tmp_path / "same")]
-    assert weights[0] == weights[1] != (tmp_path / "other/model.safetensors").read_bytes()

@@ -16,10 +16,8 @@ from mega_rl.cli.quickstart import word_problems
 from mega_rl.cli.quickstart.word_problems import (
     MAX_POSITIONS,
     SENTENCE,
-    WordProblem,
     calculate,
     careless,
-    demonstrations,
     make_problems,
     write_model,
 )
@@ -28,14 +26,6 @@ from mega_rl.errors import UserError
 from mega_rl.rewards.builtin import has_final_answer, math_verify, number_match
 
 PROBLEMS = make_problems(1000, seed=0)
-
-
-def test_a_solution_by_hand() -> None:
-    problem = WordProblem("A baker has 7 rolls, buys 8 more and sells 4. ...", "rolls", 7, (("+", 8), ("-", 4)))
-    assert problem.solution(calculate) == "7+8=<<7+8=15>>15 rolls.\n15-4=<<15-4=11>>11 rolls.\n#### 11"
-    assert problem.solution(careless, ending=SENTENCE) == (
-        "7+8=<<7+8=5>>5 rolls.\n5-4=<<5-4=1>>1 rolls.\nThe answer is 1."
-    )
 
 
 def test_annotations_are_right_and_give_the_answer() -> None:
@@ -103,13 +93,3 @@ def test_tokenizer_gives_texts_back_within_the_recipe(tmp_path: Path) -> None:
                 assert len(token_ids) < rollout.max_new_tokens
     assert data.max_prompt_tokens + rollout.max_new_tokens <= MAX_POSITIONS
     assert len(tokenizer) % 8 == 0
-
-
-def test_demonstrations_are_of_mixed_quality() -> None:
-    """So that some samples of a prompt are right and some are not, in both parts of the reward."""
-    answers = {problem.question: problem.solution(calculate) for problem in PROBLEMS}
-    rows = demonstrations(PROBLEMS, seed=0)[:2000]
-    right = sum(number_match(row["response"], answers[row["prompt"]]) for row in rows) / len(rows)
-    form = sum(has_final_answer(row["response"]) for row in rows) / len(rows)
-    assert 0.4 < right < 0.7
-    assert 0.45 < form < 0.55

@@ -206,14 +206,6 @@ def test_sharded(tmp_path: Path) -> None:
         assert torch.equal(reader.read("b"), torch.ones(3))
 
 
-def test_name_in_two_shards_is_refused(tmp_path: Path) -> None:
-    root = sharded(tmp_path)
-    first, second = sorted(root.glob("*.safetensors"))
-    save_file(load_file(first) | load_file(second), second)
-    with pytest.raises(UserErrors, match=r"a is also in model-00001-of-00002\.safetensors.*only one file"):
-        CheckpointReader(root)
-
-
 def test_names_that_the_index_lacks_are_read(tmp_path: Path) -> None:
     root = sharded(tmp_path)
     names = set(CheckpointReader(root).tensors)

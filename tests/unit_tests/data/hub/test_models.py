@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import file_download
 
 from mega_rl.config.keys import pinned_overrides
 from mega_rl.config.render import resolved_yaml
@@ -119,17 +119,6 @@ def test_a_token_comes_from_the_environment_alone(
     sent = {request.authorization for request in hub.requests if "/gated/model/" in request.path}
     assert sent == {"Bearer hf_good"}
     assert "hf_good" not in resolved_yaml(config) + caplog.text
-
-
-def test_without_a_network_the_cache_serves_and_what_it_lacks_is_named(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = preflight(None, NAMED)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert preflight(None, NAMED) == config
-    line = problem("model.path=org/other", DATA)
-    assert line.startswith("model.path=org/other: there is no such file or folder here, it is not in the cache, and")
-    assert "http://127.0.0.1:9 cannot be reached (" in line
 
 
 def test_offline_takes_the_cache_and_names_what_it_lacks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,13 @@ from pathlib import Path
 import datasets
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import constants
 
-from mega_rl.config.keys import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
-from mega_rl.config.rules.rollout import files_of
 from mega_rl.data.hub import rows
 from mega_rl.data.hub.names import DatasetName
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight import preflight
-from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes
+from tests.helpers.hub_server import Hub, dataset_card, parquet_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -65,54 +62,6 @@ def test_a_run_reads_rows_by_name_and_records_their_commit(gsm: Hub, monkeypatch
     assert gsm.requests == []
 
 
-def test_sources_of_a_mixture_are_names_as_files_are(gsm: Hub) -> None:
-    """Pinned in the record, in arguments for other ranks, and for a run that goes on after the branch has moved."""
-    mixture = {
-        "sums": {"files": ["openai/gsm8k:main"], "weight": 2.0},
-        "plain": {"files": ["d.jsonl", "openai/gsm8k:socratic"], "weight": 1.0},
-    }
-    settings = {"model.path": "org/model", "data.mixture.sources": mixture}
-    config = preflight(None, settings)
-    commit = gsm.repos["datasets", "openai/gsm8k"].revisions["main"]
-    sources = config.data.mixture.named()
-    assert first_prompt(sources["sums"].files[0]) == "main/train 0"
-    assert sources["plain"].files[0] == "d.jsonl"
-    assert first_prompt(sources["plain"].files[1]) == "socratic/train 0"
-    assert sources["sums"].weight == 2.0
-    record = recorded(config).data.mixture.named()
-    assert record["sums"].files == [f"openai/gsm8k:main:train@{commit}"]
-    assert record["plain"].files == ["d.jsonl", f"openai/gsm8k:socratic:train@{commit}"]
-    assert preflight(None, [MODEL, *pinned_overrides(config)]).data == config.data
-    Path("again.yaml").write_text(resolved_yaml(config))
-    assert preflight(Path("again.yaml")) == config
-    Path("runs/default/checkpoints/step_000001").mkdir(parents=True)
-    Path("runs/default/config.yaml").write_text(resolved_yaml(config))
-    gsm.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["train"]), "moved": b""})
-    assert preflight(None, settings).data == config.data
-
-
-def test_sets_of_a_validation_are_names_as_files_are(gsm: Hub) -> None:
-    """A name without a split is that for validation; pinned in the record and for a run that goes on."""
-    sets = {"main": "openai/gsm8k:main", "two": ["d.jsonl", "openai/gsm8k:socratic"]}
-    settings = {
-        "model.path": "org/model", "data.train_files": ["d.jsonl"], "trainer.val_interval": 1, "validation.sets": sets
-    }  # fmt: skip
-    config = preflight(None, settings)
-    commit = gsm.repos["datasets", "openai/gsm8k"].revisions["main"]
-    (main,), two = (files_of(config.validation.sets[name]) for name in ("main", "two"))
-    assert first_prompt(main) == "main/test 0"
-    assert (two[0], first_prompt(two[1])) == ("d.jsonl", "socratic/train 0")
-    record = recorded(config).validation.sets
-    assert record["main"] == [f"openai/gsm8k:main:test@{commit}"]
-    assert record["two"] == ["d.jsonl", f"openai/gsm8k:socratic:train@{commit}"]
-    given = [MODEL, "data.train_files=[d.jsonl]", "trainer.val_interval=1", *pinned_overrides(config)]
-    assert preflight(None, given).validation == config.validation
-    Path("runs/default/checkpoints/step_000001").mkdir(parents=True)
-    Path("runs/default/config.yaml").write_text(resolved_yaml(config))
-    gsm.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["test"]), "moved": b""})
-    assert preflight(None, settings).validation == config.validation
-
-
 @pytest.mark.parametrize(
     ("name", "role", "rows_of"),
     [
@@ -157,28 +106,6 @@ def test_what_cannot_be_read_is_one_line(gsm: Hub, name: str, words: str) -> Non
     line = problem(name)
     assert line.startswith(f"data.train_files={name}: ")
     assert words.format(url=gsm.url) in line
-
-
-def test_offline_takes_the_cache_and_names_what_it_lacks(gsm: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = _parsed("openai/gsm8k:main")
-    online = rows.fetch_rows(name, role="train", label="x")
-    preflight(None, [MODEL, "data.train_files=[d.jsonl]"])
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # refuses connections
-    assert rows.fetch_rows(name, role="train", label="x") == online
-    go_offline(monkeypatch)
-    gsm.requests.clear()
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    assert rows.fetch_rows(name, role="train", label="x") == online
-    online[0].unlink()
-    assert rows.fetch_rows(name, role="train", label="x") == online  # from the cache of the datasets library
-    assert gsm.requests == []
-    line = problem("openai/other:main")
-    assert "no dataset of that name and revision in the cache" in line
-
-
-def test_a_missing_file_is_not_a_name(hub: Hub) -> None:
-    assert problem("data/train.jsonl").startswith("data.train_files: data/train.jsonl: no such file (looked for ")
-    assert hub.downloads("config.json")  # of the model
 
 
 def _parsed(text: str) -> DatasetName:

@@ -196,8 +196,8 @@ def backends() -> dict[str, tuple[str, str | None]]:
 
     from mega_rl.config.schema import MegatronConfig, ModelConfig
     from mega_rl.converters.hf.config import parse_hf_config
-    from mega_rl.engines.models.attention_choice import Attention
-    from mega_rl.engines.models.build import ModelSettings, transformer_config
+    from mega_rl.engines.models.build import transformer_config
+    from mega_rl.engines.models.specs import Attention
     from mega_rl.parallel.layout import ParallelLayout
 
     actual = {}
@@ -206,7 +206,9 @@ def backends() -> dict[str, tuple[str, str | None]]:
             config = transformer_config(
                 parse_hf_config(TINY["qwen3"]),
                 layout=ParallelLayout(),
-                settings=ModelSettings(ModelConfig(), MegatronConfig(), deterministic=False),
+                model=ModelConfig(),
+                megatron=MegatronConfig(),
+                deterministic=False,
                 attention=attention,
                 device_overrides={},
             )

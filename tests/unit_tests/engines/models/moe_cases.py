@@ -153,11 +153,16 @@ def fusions(checkpoint: str) -> list[dict[str, bool]]:
         (config, True, True),
         (every, True, False),
     ):
-        model = build.ModelSettings(settings.model, settings.engine.megatron, deterministic=deterministic)
-        asked.append({name: build._mixture(hf, model, te=te)[name] for name in names})
-    plain = build.ModelSettings(config.model, config.engine.megatron, deterministic=False)
+        mixture = build._mixture(hf, settings.engine.megatron.moe, te=te, deterministic=deterministic)
+        asked.append({name: mixture[name] for name in names})
     built = build.transformer_config(
-        hf, layout=ParallelLayout(), settings=plain, attention="sdpa", device_overrides=overrides
+        hf,
+        layout=ParallelLayout(),
+        model=config.model,
+        megatron=config.engine.megatron,
+        deterministic=False,
+        attention="sdpa",
+        device_overrides=overrides,
     )
     return [*asked, {name: getattr(built, name) for name in names}]
 

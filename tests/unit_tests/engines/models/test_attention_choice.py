@@ -13,7 +13,7 @@ from mega_rl.config.loader import load
 from mega_rl.config.needs import Role, requested_attention
 from mega_rl.config.schema import ATTENTION, Config
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.engines.models.attention_choice import check_one_backend, choose_attention
+from mega_rl.engines.models.specs import check_one_backend, choose_attention
 from mega_rl.errors import UserError
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.converters.tiny_configs import TINY

@@ -63,10 +63,13 @@ for _family, _modules in MODULES.items():
             f"{_layout} {_family} {n}": {"family": _family, "layout": _layout, **how} for n, how in _how.items()
         }
 # Their parts stand in other cases, too: these are for `make test-full`.
-IDLE = without(IDLE, "ep2", "ep2 allgather")
-BALANCE = without(BALANCE, "1 padded", "ep2-dp4")
-BIASES = without(BIASES, "1 full")
-RECOMPUTE = without(RECOMPUTE, "1 qwen2_moe core_attn", "1 qwen2_moe layernorm", "tp2-sp-ep2 deepseek_v3 mlp")
+IDLE = without(IDLE, "ep2", "ep2 allgather", "ep2-etp2", "tp2-sp-ep2 allgather")
+BALANCE = without(BALANCE, "1 padded", "ep2-dp4", "cp2-ep2", "tp2-sp")
+BIASES = without(BIASES, "1 full", "ep2")
+RECOMPUTE = without(
+    RECOMPUTE, "1 qwen2_moe core_attn", "1 qwen2_moe layernorm", "1 qwen2_moe moe", "1 deepseek_v3 core_attn",
+    "1 deepseek_v3 layernorm", "1 deepseek_v3 moe", "tp2-sp-ep2 deepseek_v3 mlp",
+)  # fmt: skip
 FAMILY = {"balance": "deepseek_v3", "bias": "deepseek_v3", "idle": "lopsided"}
 
 

@@ -13,7 +13,7 @@ from mega_rl.tracking.health.failure_kinds import UNSAID
 from mega_rl.tracking.health.records import LastWords, PhaseRecord, Place
 from tests.unit_tests.operations.diagnosis.examples import NOW, RUNNING, STOPPED, call, late, record, seen
 
-DP_OF_0, DP_OF_1 = call("dp", 17, 0, 2), call("dp", 17, 1, 3)
+DP_OF_0 = call("dp", 17, 0, 2)
 TP_OF_2, WORLD = call("tp", 311, 2, 3), call("world", 5, 0, 1, 2, 3)
 STACK = 'Thread 7 (idle): "MainThread"\n    f (mega_rl/x.py:3)\nThread 8 (idle): "heartbeat"'
 REWARD = Place("helper", "/home/me/agent.py", 31, users="score")

@@ -17,7 +17,7 @@ import pytest
 from mega_rl.cli import app as cli
 from mega_rl.operations.diagnosis.observations import observe, write_report
 from mega_rl.operations.diagnosis.stacks import find_py_spy, read_stacks
-from mega_rl.tracking.health.records import LastWords, RankRecord, health_folder, state_and_start, write_record
+from mega_rl.tracking.health.records import LastWords, health_folder, state_and_start, write_record
 from tests.unit_tests.operations.diagnosis.examples import call, record
 
 SLEEPER = "import time\ndef nap():\n    print(flush=True)\n    time.sleep(600)\nnap()"
@@ -74,20 +74,6 @@ def test_end_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture
     write_report(tmp_path, observe(tmp_path, world_size=1), "rank 0 is at fault")
     assert cli.main(["doctor", "--run", str(tmp_path)]) == 1
     assert capsys.readouterr().out.endswith("\nrank 0 is at fault\n")
-
-
-@pytest.mark.parametrize("kind", ["done", "error"])
-def test_last_words_after_the_record_count(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank ends well after its record has been read, and before the kernel is asked for its process."""
-    living = {"pid": os.getpid(), "host": socket.gethostname(), "started": 0, "beat": time.time()}
-    write_record(tmp_path, record(0, world_size=1, **living))
-
-    def end(self: RankRecord) -> str:
-        write_record(tmp_path, record(0, world_size=1, ended=LastWords(kind, "", 8, ""), **living))
-        return ""
-
-    monkeypatch.setattr(RankRecord, "process_state", end)
-    assert cli.main(["doctor", "--run", str(tmp_path)]) == int(kind == "error")
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "empty", "link", "hostile"])

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 
 import psutil
-import pytest
 
-from mega_rl.errors import RunError
-from mega_rl.operations.launcher.reaper import Reaper
-from mega_rl.operations.launcher.store import RankStore
 from tests.unit_tests.operations.launcher.programs import ROOT, is_gone, wait_until
 
 LAUNCHER = """
@@ -58,20 +51,6 @@ def test_reaper_ends_with_a_launcher_that_ends_well() -> None:
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert is_gone(reaper)
-
-
-@pytest.mark.parametrize("make", [Reaper, lambda: RankStore("127.0.0.1")], ids=["reaper", "store"])
-def test_machine_without_further_processes_is_named(
-    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(RunError, match="cannot be started: Resource temporarily unavailable"):
-        make()
-    assert os.listdir("/proc/self/fd") == before
 
 
 def test_reaper_gets_no_other_signals() -> None:

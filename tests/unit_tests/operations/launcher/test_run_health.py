@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.checkpoint.memory import place
 from mega_rl.cli.launch import newest_checkpoints
 from mega_rl.operations.launcher import run_health
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
@@ -144,20 +143,3 @@ def test_next_start_is_named_with_its_place(tmp_path: Path, resume: str, on_disk
         save_in(tmp_path / "checkpoints", on_disk)
     assert progress.next_start == words
     assert progress.is_saved == (on_disk is not None)
-
-
-def test_checkpoints_in_memory_are_resumed(tmp_path: Path) -> None:
-    """Leftovers of an earlier launch are no progress; nor are those of a folder that other users may enter."""
-    shm, run_dir = tmp_path / "shm", str(tmp_path.resolve())
-    save_in(tmp_path / "checkpoints", 3)
-    place.write_history(tmp_path / "checkpoints", "a" * 16)
-    shm.mkdir()
-    place.make(place.folder_of(shm, run_dir, "a" * 16))
-    save_in(place.folder_of(shm, run_dir, "a" * 16), 7)
-    progress = progress_of(tmp_path, recorded=7)
-    assert (progress.is_saved, progress.is_made) == (False, False)
-    assert progress.next_start == "the checkpoint of step 7 in memory"
-    save_in(place.folder_of(shm, run_dir, "a" * 16), 8)
-    assert progress.is_saved
-    place.user_folder(shm).chmod(0o777)
-    assert progress_of(tmp_path).next_start == "the checkpoint of step 3 on disk"

@@ -152,34 +152,6 @@ def test_signal_ends_the_wait_for_others(node: Start) -> None:
     assert second.end()[0] in (143, -15)  # it may not have got as far as its handlers
 
 
-@pytest.mark.parametrize(
-    ("changes", "words", "at_node_0"),
-    [
-        ({"key": "f" * 32}, "this node is not let in (its connection is closed)", "it does not know the key"),
-        ({"run_dir": "other"}, "error: it was started with other options or settings than node 0", "is not let in"),
-    ],
-    ids=["another key", "another command"],
-)
-def test_strangers_are_not_let_in(node: Start, changes: dict[str, object], words: str, at_node_0: str) -> None:
-    first, second = node(0, WAITS), node(1, WAITS, **changes)
-    code, errors = second.end()
-    assert code == 2
-    assert words in errors
-    first.process.send_signal(signal.SIGTERM)
-    code, errors = first.end()
-    assert code == 143
-    assert at_node_0 in errors
-
-
-def test_several_nodes_need_a_key(tmp_path: Path) -> None:
-    code, errors = start(tmp_path, WAITS, nnodes=2).end()
-    assert code == 2
-    assert errors.strip().splitlines() == [
-        "error: environment variable MEGA_RL_LAUNCH_KEY: is not set; launchers of several nodes know one another by "
-        "it: set the same on every node, as made by 'openssl rand -hex 32'"
-    ]
-
-
 def test_key_is_in_no_command_line(node: Start) -> None:
     first, second = node(0, WAITS), node(1, WAITS)
     pids = [first.reached("up", rank) for rank in range(2)]

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.cli.app import main
 from mega_rl.disk import lock_file
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.schedulers import RecipeFacts, variables
@@ -250,25 +249,3 @@ def test_launcher_waits_for_the_lock(tmp_path: Path, stopped: bool) -> None:
     node.signal(TERM) if stopped else os.close(held)
     thread.join(WAIT_S)
     assert said == ([143] if stopped else ["started", 0])
-
-
-def test_missing_folder_is_a_mistake(tmp_path: Path) -> None:
-    line, code = lines_of(launcher("").run([], {}, str(tmp_path / "nowhere")))
-    assert code == 2
-    assert "the launcher cannot be started: No such file or directory" in str(line)
-
-
-def test_missing_ray_is_one_line() -> None:
-    program = "import sys; sys.modules['ray'] = None; sys.path[:] = [p for p in sys.path if not p.endswith('ray')]\n"
-    program += "from mega_rl.cli.app import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "launch", "ray", "quickstart", "--nodes=1", "--nproc-per-node=2"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert outcome.returncode == 2
-    assert outcome.stderr.splitlines()[-1] == (
-        "error: Ray is not installed; install it here and on every node: pip install 'mega_rl[ray]'"
-    )
-
-
-def test_mistake_in_the_settings_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "ray", "quickstart", "--nodes=3", "--nproc-per-node=1"]) == 2
-    assert "tp" in capsys.readouterr().err

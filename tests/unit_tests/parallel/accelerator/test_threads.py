@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mega_rl import environment
-from mega_rl.parallel.accelerator import base, use_threads
+from mega_rl.parallel.accelerator import base
 
 
 @pytest.fixture
@@ -38,19 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_share_of_a_rank(host: Path, limit: str | None, ranks: int, share: int) -> None:
     if limit is not None:
         (host / "cpu.max").write_text(limit + "\n")
-    assert environment.threads_per_rank(ranks) == share
-
-
-def test_torch_gets_the_share_unless_the_user_says_otherwise(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    use_threads()
-    assert given == []
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    use_threads()
-    assert given == [4]
+    assert environment.own_cores(ranks) == share
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import os
 
 import pytest
 
-from mega_rl.api import Trainer, load_config
-from mega_rl.cli import app as cli
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight.host import refuse_tasks_of_srun
 
@@ -53,28 +51,3 @@ def test_one_of_several_tasks_is_refused(environment: dict[str, str], monkeypatc
 def test_other_starts_are_accepted(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     in_environment(monkeypatch, environment)
     refuse_tasks_of_srun()
-
-
-@pytest.mark.parametrize("command", [["train", "--nproc-per-node", "1"], ["quickstart"]])
-def test_commands_refuse_tasks_in_one_line(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    in_environment(monkeypatch, STEP)
-    assert cli.main(command) == 2
-    (line,) = (line for line in capfd.readouterr().err.splitlines() if "error: " in line)
-    assert line.startswith("error: srun started 8 tasks, which would be 8 separate runs; leave out ")
-
-
-def test_tasks_without_launcher_are_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    in_environment(monkeypatch, STEP)
-    assert cli.main(["train", "--config", "quickstart"]) == 2
-    assert "SLURM_STEP_NUM_NODES=''" in capfd.readouterr().err
-    with pytest.raises(UserError, match="SLURM_STEP_NUM_NODES=''"):
-        Trainer(load_config("quickstart"))
-
-
-def test_launcher_on_each_node_may_be_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_environment(monkeypatch, STEP)
-    refuse_tasks_of_srun(launchers=8)
-    with pytest.raises(UserError, match="srun started 8 tasks"):
-        refuse_tasks_of_srun(launchers=4)

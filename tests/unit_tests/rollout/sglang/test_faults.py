@@ -31,6 +31,7 @@ from tests.helpers.fake_sglang import (
     is_right,
     right,
 )
+from tests.helpers.selection import FULL
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
 
 pytestmark = pytest.mark.slow
@@ -252,6 +253,8 @@ SLOW = [
     sends(b"", "drips", body=0),
     sends(HEAD, "drips"),
 ]
+if not FULL:
+    SLOW = SLOW[3:]
 
 
 @pytest.mark.parametrize("slow", SLOW, ids=range(len(SLOW)))

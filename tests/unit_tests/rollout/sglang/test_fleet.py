@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -23,7 +20,6 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.tracking import progress
 from tests.helpers.fake_sglang import (
     KEYS,
     STOP,
@@ -231,35 +227,3 @@ def test_closing_ends_a_generation_under_way() -> None:
         began = time.monotonic()
         fleet.close()
         assert time.monotonic() - began < 5
-
-
-def test_progress_is_a_phase() -> None:
-    async def looks(exchange: Exchange) -> None:
-        seen.extend((phase.name, phase.total) for phase in progress.active())
-        await slow(exchange)
-
-    seen: list[tuple[str, float | None]] = []
-    with fleet_of(looks) as (fleet, _):
-        generate(fleet, requests(40))
-    assert ("samples", 40) in seen
-    assert not progress.active()
-
-
-def test_keys_are_in_no_repr_and_no_message() -> None:
-    async def repeats(exchange: Exchange) -> None:
-        keys = f"{KEYS.api_key} {KEYS.admin_key}"
-        answer = exchange.answer()
-        answer["meta_info"]["id"] = keys
-        content = {0: json.dumps(answer), 1: keys, 2: json.dumps({keys: keys})}[exchange.prompt % 3]
-        await exchange.send(content.encode(), status=400 if exchange.prompt == 1 else 200)
-
-    with fleet_of(repeats, retries=0) as (fleet, _):
-        result = generate(fleet, requests(3))
-        text = f"{result} {fleet._replicas[0].client!r} {fleet.states()} {vars(fleet._replicas[0])}"
-        assert len(result.failures) == 3
-    assert "of-the-fake" not in text
-
-
-def test_the_client_needs_no_torch() -> None:
-    code = "import sys, mega_rl.rollout.sglang.generation.router as f; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

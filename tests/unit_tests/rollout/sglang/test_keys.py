@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import stat
 from pathlib import Path
@@ -93,14 +92,3 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, content: str) -> N
     path.chmod(0o600)
     with pytest.raises(UserError, match=r"keys\.json"):
         Keys.read(path)
-
-
-def test_keys_file_that_others_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    path.write_text(json.dumps({"api_key": "secret-a", "admin_key": "secret-b"}), encoding="utf-8")
-    path.chmod(0o640)
-    with pytest.raises(UserError, match="chmod 600") as caught:
-        Keys.read(path)
-    assert "secret" not in str(caught.value)
-    with pytest.raises(UserError, match="nowhere"):
-        Keys.read(tmp_path / "nowhere")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.control import GENERATION, Endpoint, Keys
 from mega_rl.rollout.sglang.server import installation, launcher
 from mega_rl.rollout.sglang.server import process as server
@@ -46,14 +45,6 @@ SETTINGS = ServerSettings(Path("/some/checkpoint"))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a server is given
-
-
-def test_arguments_on_a_cpu() -> None:
-    assert arguments(replace(SETTINGS, tp=2), 31001) == [
-        "--model-path", "/some/checkpoint", "--host", "127.0.0.1", "--port", "31001", "--device", "cpu",
-        "--dtype", "float32", "--tp-size", "2", "--random-seed", "0", "--attention-backend", "torch_native",
-        "--max-total-tokens", "32768", "--skip-tokenizer-init", "--sleep-on-idle",
-    ]  # fmt: skip
 
 
 def test_arguments_on_cuda() -> None:
@@ -124,33 +115,6 @@ def test_servers_find_the_tools_of_pip(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which SGLang
-
-
-def make_installation(prefix: Path, version: str) -> None:
-    package = prefix / "sglang" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    information = prefix / "sglang" / f"sglang-{version}.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n", "utf-8")
-
-
-def test_sglang_folder_is_found_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda _: None)
-    assert installation.find_sglang(tmp_path) is None
-    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20.*installs it on a CPU"):
-        installation.require_sglang(device="cpu", prefix=tmp_path)
-    with pytest.raises(UserError, match=r"mega_rl\[sglang\]"):
-        installation.require_sglang(device="cuda", prefix=tmp_path)
-    make_installation(tmp_path, "0.5.20")
-    actual = installation.Installation("0.5.20", tmp_path / "sglang")
-    assert installation.find_sglang(tmp_path) == installation.require_sglang(device="cpu", prefix=tmp_path) == actual
-    with pytest.raises(UserError, match="no CUDA kernels"):
-        installation.require_sglang(device="cuda", prefix=tmp_path)
-    shutil.rmtree(tmp_path / "sglang")
-    make_installation(tmp_path, "0.5.19")
-    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20; 0\.5\.19 is installed"):
-        installation.require_sglang(prefix=tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,33 +351,6 @@ def test_experts_compute_as_transformers_does(own: Running, pair: Running, check
             torch.testing.assert_close(
                 given, expected.gather(1, torch.tensor(tokens)[:, None])[:, 0], atol=1e-5, rtol=0
             )
-
-
-@needs_sglang
-def test_samples_depend_on_seeds_not_on_batches(own: Running) -> None:
-    """A stand-in's work on CPUs; on CUDA it takes --enable-deterministic-inference."""
-
-    def sample(seeds: list[int | None], prompt: list[int]) -> list[list[int]]:
-        params = [
-            {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
-            | ({} if seed is None else {"sampling_seed": seed})
-            for seed in seeds
-        ]
-        status, answers = request(
-            own.endpoint, "/generate", {"input_ids": [prompt] * len(seeds), "sampling_params": params}
-        )
-        assert status == 200, answers
-        return [answer["output_ids"] for answer in answers]
-
-    prompt = [3, 4, 5]
-    (alone,) = sample([11], prompt)
-    assert sample([11], prompt) == [alone]
-    assert len(set(alone)) > 4, "this is sampling, not the greedy token"
-    together = sample([2**62 + 5, 11, 0, 11, 12, None], prompt)
-    assert together[1] == together[3] == alone
-    others = [tuple(together[place]) for place in (0, 1, 2, 4)]
-    assert len(set(others)) == 4
-    assert sample([2**62 + 5], prompt) == [together[0]]
 
 
 @needs_sglang

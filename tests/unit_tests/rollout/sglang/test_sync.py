@@ -184,13 +184,13 @@ def test_later_updates_ask_less_and_probe_every_time(servers: list[UpdateServer]
 FAULTS = [
     ("/server_info", "error", 1, "down", "scheduler does not answer"),
     ("/model_info", "html", 1, "stale", "no JSON"),
-    ("/pause_generation", "hang", 1, "stale", "/pause_generation: waited 5 s"),
-    ("/flush_cache", "refuse", 1, "stale", "waited 5 s for the server to be idle"),
+    ("/pause_generation", "hang", 1, "stale", "/pause_generation: waited 2 s"),
+    ("/flush_cache", "refuse", 1, "stale", "waited 2 s for the server to be idle"),
     (UPDATE, "die", 2, "down", UPDATE),
     (UPDATE, "cut", 2, "stale", UPDATE),
     (UPDATE, "unsuccessful", 2, "stale", "no success: partially updated"),
     (UPDATE, "error", 3, "stale", "HTTP 500"),
-    (UPDATE, "drip", 2, "stale", "waited 5 s"),
+    (UPDATE, "drip", 2, "stale", "waited 2 s"),
     (UPDATE, "ignore", 3, "stale", "weight_version is 'default' after the update to version 1"),
     ("/continue_generation", "refuse", 1, "stale", "/continue_generation: HTTP 400"),
     ("/generate", "list", 1, "stale", "answered no object"),
@@ -206,7 +206,7 @@ def test_failed_server_stays_out_and_others_continue(
 ) -> None:
     servers[1].faults = {path: (kind, first)}
     # The deadline only decides where waiting is the fault; it is one for all servers, so the others need room in it.
-    run = run_of(servers, timeout_s=5.0 if "waited" in reason else 20.0)
+    run = run_of(servers, timeout_s=2.0 if "waited" in reason else 20.0)
     start = time.monotonic()
     metrics = run.sync.publish()
     assert time.monotonic() - start < 18.0

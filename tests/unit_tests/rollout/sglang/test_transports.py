@@ -15,7 +15,6 @@ import torch
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang import build
-from mega_rl.rollout.sglang.server.addresses import address_for, address_towards
 from mega_rl.rollout.sglang.weights.cuda_ipc import (
     _DEVICE_ARGUMENT,
     CudaDevice,
@@ -141,23 +140,7 @@ def test_servers_take_gpus_of_ranks_on_their_host() -> None:
     assert ranks_of_servers(servers, [0, 0, 1, 1, 2, 2]) == {0: [2, 0], 1: [3, 1], 2: [4, 5]}
 
 
-def test_who_talks_to_a_server() -> None:
-    """The first rank of its host or hosts where devices are shared; else rank 0, which may be elsewhere."""
-    hosts, own, spanning = [0, 0, 1, 1, 2, 2], Server(1, 1, (2,)), Server(2, 2, (0, 1))
-    given: dict[str, Any] = {"bucket_bytes": 1, "timeout_s": 1.0}
-    transport = CudaIpcTransport(weights(), [own, spanning], hosts=hosts, **given)
-    assert [transport.leader_of(one) for one in (own, spanning)] == [4, 0]
-    assert transport._ranks_of_sites() == [[0, 1, 2, 3], [4, 5]]
-    assert DistributedTransport(weights(), [own], **given).leader_of(own) == 0
-
-
 # --- single parts
-
-
-def test_trainer_listens_where_the_server_looks() -> None:
-    assert address_towards("http://127.0.0.1:30000") == "127.0.0.1"
-    assert address_towards("http://localhost:30000") in ("127.0.0.1", "::1")
-    assert address_for(["http://127.0.0.1:30000", "http://127.0.0.2:30000"]) == "127.0.0.1"
 
 
 def test_cuda_handles_name_the_gpu_by_its_uuid() -> None:

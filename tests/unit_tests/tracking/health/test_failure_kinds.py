@@ -43,20 +43,6 @@ def test_errors_have_a_kind_and_a_code(error: BaseException, kind: str) -> None:
     assert innocent_code(error) == {"lost peer": LOST_PEER_CODE, "timeout": TIMEOUT_CODE}.get(kind)
 
 
-def test_first_error_of_a_chain_decides() -> None:
-    def fails_while(first: Exception, second: Exception) -> Exception:
-        try:
-            try:
-                raise first
-            finally:
-                raise second
-        except Exception as error:
-            return error
-
-    assert innocent_code(fails_while(ValueError("a bug"), RuntimeError(GONE))) is None
-    assert innocent_code(fails_while(RuntimeError(GONE), ValueError("cannot close"))) == LOST_PEER_CODE
-
-
 def test_age_of_a_collective_ignores_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     began_ns, wall_s, steady_s = 10**18, [0.0], [0.0]
     entry = {

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from mega_rl.errors import RunError
-from mega_rl.tracking import progress
 from mega_rl.tracking.health import heartbeat
 from mega_rl.tracking.health.guard import Guard
 from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
@@ -28,17 +26,6 @@ def test_last_words_are_on_disk_when_they_are_said(tmp_path: Path) -> None:
     assert words is not None
     assert (words.kind, words.message) == ("error", "no room")
     assert read_records(tmp_path)[0].ended == words, "the first ones stay"
-
-
-def test_new_phase_is_recorded_before_the_next_beat(tmp_path: Path) -> None:
-    with heartbeat_in(tmp_path), progress.rounds("training", 8) as steps:
-        for done in (0, 1):
-            with progress.phase("reward"):
-                deadline = time.monotonic() + 4.0  # beats are 5 s apart
-                while (record := read_records(tmp_path)[0]).phase != "reward" or record.step != done:
-                    assert time.monotonic() < deadline, record
-                    time.sleep(0.02)
-            steps.advance()
 
 
 def test_system_exit_inside_a_run_is_a_failure(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from mega_rl.tracking.health.records import (
     FILE_BYTES,
     LastWords,
     PhaseRecord,
-    RankRecord,
     clear,
     decode,
     encode,
@@ -108,12 +107,6 @@ def test_foreign_files_and_links_are_left_out(tmp_path: Path) -> None:
     assert list(read_records(tmp_path)) == [0]
 
 
-def test_control_characters_do_not_reach_a_terminal(tmp_path: Path) -> None:
-    write_record(tmp_path, record(0, host="\x1b[31mred", log=("a\nb\x07",)))
-    read = read_records(tmp_path)[0]
-    assert (read.host, read.log) == (" [31mred", ("a b ",))
-
-
 def test_clear_leaves_reports_and_folders(tmp_path: Path) -> None:
     clear(tmp_path)  # without a folder
     write_record(tmp_path, record(0))
@@ -126,9 +119,3 @@ def test_clear_leaves_reports_and_folders(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         "rank_00007.json", "report_20260101_000000.txt",
     ]  # fmt: skip
-
-
-def test_silence_begins_after_missed_beats() -> None:
-    one: RankRecord = record(0, beat=100.0, interval_s=5.0)
-    assert [one.silent_s(now) for now in (100.0, 116.0, 117.0)] == [0.0, 0.0, 17.0]
-    assert FULL.silent_s(1e9) == 0.0  # it has ended

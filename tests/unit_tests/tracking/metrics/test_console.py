@@ -40,10 +40,6 @@ def test_line_holds_the_important_numbers() -> None:
     assert step_line(0, {"val/math/reward_mean": 0.1, "val/reward_mean": 0.2}) == "step 0 | val 0.2000"
 
 
-def test_run_without_reference_shows_no_kl() -> None:
-    assert "kl" not in step_line(12, {name: value for name, value in METRICS.items() if name != "kl/ref"})
-
-
 @pytest.mark.parametrize("width", [30, 60, 71, 91, 120])
 def test_narrow_line_keeps_the_important_columns(width: int) -> None:
     line = step_line(12, METRICS, width=width)

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli.app import main
-from mega_rl.errors import UserError
 from mega_rl.tracking.metrics.plot import plot_runs, smoothed
-from mega_rl.tracking.metrics.records import read_series
 from mega_rl.tracking.metrics.sinks import JsonlSink
 
 
@@ -22,13 +20,6 @@ def write_run(path: Path, *, steps: int) -> None:
         sink.log(step, metrics | ({"val/reward_mean": 0.9} if step == steps else {}))
 
 
-def test_series_are_by_metric_in_step_order(tmp_path: Path) -> None:
-    write_run(tmp_path / "metrics.jsonl", steps=3)
-    series = read_series(tmp_path / "metrics.jsonl")
-    assert list(series["val/reward_mean"].steps) == [0, 3]
-    assert list(series["reward/mean"].values) == [1 / 3, 2 / 3, 1.0]
-
-
 def test_plot_draws_values_that_are_not_finite(tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=4)
     picture = tmp_path / "plots" / "run.png"
@@ -36,22 +27,6 @@ def test_plot_draws_values_that_are_not_finite(tmp_path: Path) -> None:
     data = picture.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
-
-
-def test_named_sets_are_drawn_together(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=1)
-    for step in range(2):
-        sink.log(step, {"val/gsm8k/reward_mean": 0.25, "val/math/reward_mean": 0.5})
-    plot_runs({"": tmp_path / "metrics.jsonl"}, tmp_path / "run.svg")
-    texts = (tmp_path / "run.svg").read_text()
-    for text in ("Held-out reward", "val/gsm8k/reward_mean", "val/math/reward_mean"):
-        assert f"<!-- {text} -->" in texts
-
-
-def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
-    JsonlSink(tmp_path / "metrics.jsonl", resume_step=1).log(1, {"sync/bytes": 1.0})
-    with pytest.raises(UserError, match="no metric to draw"):
-        plot_runs({"": tmp_path / "metrics.jsonl"}, tmp_path / "run.png")
 
 
 def test_command_draws_runs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import resource
 import shutil
@@ -15,15 +14,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mega_rl.config.schema import MetricsConfig
 from mega_rl.tracking.metrics.records import read_metrics
-from mega_rl.tracking.metrics.sinks import JsonlSink, MultiSink, NullSink, RolloutDump, TensorBoardSink, make_sink
+from mega_rl.tracking.metrics.sinks import JsonlSink, MultiSink, NullSink, RolloutDump, TensorBoardSink
 from mega_rl.types import Metrics
-
-ROW = {
-    "step": 1, "prompt_index": 0, "sample_index": 0, "rendered_prompt": "p", "response": "r", "response_tokens": 1,
-    "finished": True,
-}  # fmt: skip
 
 
 def steps_of(path: Path) -> list[int]:
@@ -217,18 +210,3 @@ def test_failed_sink_is_reported_once(method: str, caplog: pytest.LogCaptureFixt
 def test_bug_in_a_sink_is_not_hidden() -> None:
     with pytest.raises(KeyError):
         MultiSink([Recorder(KeyError("typo"))]).log(1, {})
-
-
-def test_writer_gets_all_sinks_of_the_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    sink = make_sink(MetricsConfig(), tmp_path, is_writer=True, resume_step=1)
-    sink.log(1, {"reward/mean": 0.25})
-    sink.dump_rollouts(1, [ROW])
-    sink.close()
-    files = written(tmp_path)
-    assert files[:2] == ["metrics.jsonl", "rollouts/step_000001.jsonl"]
-    assert len(files) == 3
-    assert files[2].startswith("tensorboard/events.out.tfevents")
-    line, sample, *_ = (record.getMessage() for record in caplog.records)
-    assert line == "step 1 | reward 0.2500"
-    assert sample.startswith("step 1, prompt 0, sample 0: ")

@@ -86,15 +86,6 @@ def test_rate_counts_only_phases_of_models(peak: float | None, mfu: float | None
     assert (record["memory/peak_allocated_bytes"], record["time/step_s"]) == (5, 9.0)
 
 
-def test_step_without_models_has_no_rate() -> None:
-    clock = Clock()
-    meter = meter_of(clock)
-    spend(meter, clock, generate=6.0, reward=2.0)
-    record = meter.metrics()
-    assert not {"perf/model_tflops", "perf/mfu"} & record.keys()
-    assert record["time/reward_fraction"] == 0.25
-
-
 def test_tokens_are_divided_by_their_phase() -> None:
     """300 tokens in 2 s; phases without tokens or without a rate are not reported."""
     clock = Clock()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import math
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from mega_rl.tracking.metrics.sinks import JsonlSink
-from mega_rl.tracking.metrics.tables import RoleFacts, short_count, show_startup, show_summary, sparkline
+from mega_rl.tracking.metrics.tables import RoleFacts, show_startup, show_summary
 
 ACTOR = RoleFacts(
     role="actor", model="/models/a[bold]b", family="qwen2", parameters=494_032_768, engine="megatron",
@@ -49,14 +48,6 @@ def test_every_role_is_one_line() -> None:
     assert shown(REWARD) == "role    trains  model\nreward  no      exact_match\n"
 
 
-def test_counts_have_three_digits() -> None:
-    assert {number: short_count(number) for number in (0, 999, 9_994, 9_996, 99_960, 999_600_000)} == {
-        0: "0", 999: "999", 9_994: "9.99K", 9_996: "10.0K", 99_960: "100K", 999_600_000: "1.00B",
-    }  # fmt: skip
-    numbers = (494_032_768, 7_615_616_512, 70_553_706_496, 1_026_000_000_000, 12_345_678_000_000_000)
-    assert [short_count(number) for number in numbers] == ["494M", "7.62B", "70.6B", "1.03T", "12346T"]
-
-
 def test_run_is_summed_up_from_its_files(tmp_path: Path) -> None:
     run = tmp_path / "run[1]"
     for name in ("hf/step_000002", "checkpoints/step_000001", "checkpoints/step_000002"):
@@ -86,17 +77,3 @@ def test_damaged_metrics_do_not_fail_a_run(tmp_path: Path, content: bytes) -> No
     text = summary(tmp_path)
     assert "metrics.jsonl: cannot be read" in text
     assert "step_000002" in text
-
-
-def test_first_of_named_sets_is_shown(tmp_path: Path) -> None:
-    assert summary(tmp_path) == "", "a run without metrics has no summary"
-    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=1)
-    sink.log(0, {"val/gsm8k/reward_mean": 0.25, "val/gsm8k/reward_style": 0.0, "val/math/reward_mean": 0.5})
-    assert "validation reward of gsm8k  0: 0.2500" in summary(tmp_path).splitlines()
-
-
-def test_sparkline_reaches_from_lowest_to_highest() -> None:
-    assert sparkline([-1.0, 0.0, math.nan, 1.0]) == "▁▅█"
-    assert sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([]) == ""
-    assert len(sparkline([float(value) for value in range(1000)])) == 36

@@ -20,8 +20,6 @@ import yaml
 from mega_rl.config.keys import as_record
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config, MetricsConfig
-from mega_rl.errors import UserError
-from mega_rl.plan.preflight.host import check_packages
 from mega_rl.tracking.metrics import trackers
 from mega_rl.tracking.metrics.records import read_metrics
 from mega_rl.tracking.metrics.sinks import MultiSink, make_sink
@@ -298,24 +296,6 @@ def test_outcome_of_a_run_is_recorded(
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
-
-
-def test_missing_client_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "swanlab" else object())
-    config = load(None, ["metrics.trackers=[wandb,swanlab]"])
-    assert list(check_packages(config)) == [
-        "metrics.trackers: the client of swanlab is not installed; pip install 'mega_rl[swanlab]', or leave swanlab out"
-    ]
-
-
-def test_unknown_tracker_is_refused() -> None:
-    with pytest.raises(UserError, match=r"metrics\.trackers=.*: each must be one of wandb, mlflow, swanlab"):
-        load(None, ["metrics.trackers=[wandb,weights]"])
-
-
-def test_other_ranks_start_no_tracker(tmp_path: Path) -> None:
-    make_sink(MetricsConfig(trackers=["wandb"]), tmp_path, is_writer=False, resume_step=1).log(1, {})
-    assert not list(tmp_path.iterdir())
 
 
 def test_addresses_lose_their_keys() -> None:

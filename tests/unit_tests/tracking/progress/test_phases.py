@@ -60,23 +60,6 @@ def test_reports_go_to_the_innermost_phase_of_their_thread_and_never_count_round
         assert (generate.done, generate.total, generate.unit, generate.note) == (5, 8, "rows", "token 3/9")
 
 
-def test_a_counter_adds_up_from_many_threads(heard: Heard) -> None:
-    with progress.phase("read") as phase:
-        advance = progress.counter(8000, unit="B")
-        threads = [threading.Thread(target=lambda: [advance(1) for _ in range(1000)]) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (phase.done, phase.total) == (8000, 8000)
-
-
-def test_nothing_happens_without_a_listener() -> None:
-    with progress.phase("alone"):
-        assert [phase.name for phase in progress.active()] == ["alone"]
-    assert progress.active() == ()
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_imports_are_a_phase_without_collections(heard: Heard, fails: bool) -> None:
     """Afterwards, also after an import that fails, garbage is collected again, and what is there is passed over."""

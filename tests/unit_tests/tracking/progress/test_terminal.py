@@ -101,17 +101,6 @@ def test_information_and_foreign_warnings_come_from_rank_0_alone(
         assert sum("UserWarning: foreign warning (" in line for line in lines) == 1
 
 
-@pytest.mark.usefixtures("logging_as_before")
-def test_another_rank_erases_the_live_line_before_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("RANK", "1")
-    show_progress()
-    logging.getLogger("mega_rl.anything").warning("a word")
-    assert stream.getvalue().startswith("\r\x1b[2K")
-
-
 @pytest.mark.parametrize(
     ("announce", "busy_s", "reminder"),
     [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,16 +55,6 @@ def test_record_comes_back_by_prompts_and_samples(tmp_path: Path) -> None:
     assert record.description == replace(DESCRIPTION, step=7)
 
 
-def test_reading_needs_no_torch(tmp_path: Path) -> None:
-    writer(tmp_path)(DESCRIPTION, columns(), rows())
-    program = (
-        "import sys; from mega_rl.tracking.records.reader import read_record; "
-        f"print(read_record({str(tmp_path / 'step_000001')!r}).tensors['tokens'].shape, 'torch' in sys.modules)"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert shown.stdout.strip() == "(4, 4) False"
-
-
 def test_long_run_keeps_to_the_bound(tmp_path: Path) -> None:
     limit = 3 * MIB
     record = writer(tmp_path, limit=limit)
@@ -112,13 +100,6 @@ def test_start_removes_remains_and_later_steps(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("of the user")
     clear_records(tmp_path, after=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_000001", "step_000002"]
-
-
-def test_repeated_step_replaces_its_record(tmp_path: Path) -> None:
-    for shift in (0.0, 5.0):
-        assert writer(tmp_path)(DESCRIPTION, columns(shift=shift), rows())
-    assert read_record(tmp_path / "step_000001").tensors["advantages"][3, 0] == 5.0
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
 @pytest.mark.parametrize(

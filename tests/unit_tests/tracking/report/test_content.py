@@ -1,4 +1,4 @@
-"""Runs as a report reads them, and the page as a text: closed in itself, bounded. In a browser: test_page.py."""
+"""Runs as a report reads them, and the page as a text: closed in itself, bounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 from typer.testing import CliRunner
 
 from mega_rl.cli.app import app
-from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.tracking.metrics.records import Series
 from mega_rl.tracking.report import content
@@ -26,14 +25,12 @@ from mega_rl.tracking.report.content import (
     Grid,
     Run,
     differing_keys,
-    labels_of,
     make_grid,
     page_of,
     read_runs,
     seed_groups,
     thin,
 )
-from mega_rl.tracking.report.page import explain, shorten, theme_of, to_script_data
 from tests.unit_tests.tracking.report.planted import HEALTHY, HOSTILE, dump, plant, record
 
 ROOT = Path(__file__).parents[4]
@@ -85,11 +82,6 @@ def test_runs_are_grouped_by_their_seeds(tmp_path: Path) -> None:
     assert differing_keys(runs) == []
 
 
-def test_labels_are_the_shortest_that_differ() -> None:
-    assert labels_of([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
-    assert labels_of([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
@@ -134,18 +126,6 @@ def test_long_run_keeps_means_and_extremes() -> None:
     assert curve["mean"][middle] == pytest.approx(sum(inside) / len(inside), rel=1e-3)  # four digits are kept
 
 
-def test_runs_share_a_grid() -> None:
-    grid = make_grid([run_of(10), run_of(5000)])
-    assert grid.columns * grid.width >= 5000
-    assert grid.column(5000) == grid.columns - 1
-    assert make_grid([run_of(*range(2000, 2200))]).columns < make_grid([run_of(2000)]).columns
-    assert make_grid([run_of()]).columns == 1
-
-
-def test_numbers_are_short() -> None:
-    assert [shorten(value) for value in (0.123456, 12345.0, 1.23456e-9, -0.0)] == [0.1235, 12345, 1.235e-09, 0]
-
-
 # -- names of metrics -------------------------------------------------------------------------------------------------
 
 
@@ -153,19 +133,6 @@ def test_table_of_reports_matches_the_metrics_page() -> None:
     """`make docs` has been run."""
     script = runpy.run_path(str(ROOT / "scripts" / "metrics_table.py"))
     assert script["TABLE"].read_text(encoding="utf-8") == script["table"]()
-
-
-def test_metrics_have_unit_meaning_and_theme() -> None:
-    entry = explain("kl/ref")
-    assert entry is not None
-    assert entry["unit"] == "nats per token"
-    assert "`" not in entry["meaning"]
-    for name in ("rollout/response_tokens_p90", "rollout/logprob_diff_large_fraction", "reward/correct"):
-        assert explain(name) is not None, name
-    assert explain("own/number") is None
-    assert theme_of("rollout/logprob_diff_max") == "Importance"
-    assert theme_of("rollout/response_tokens_mean") == "Responses"
-    assert theme_of("own/number") == "Checkpoints, data and others"
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -179,12 +146,6 @@ def test_hostile_texts_are_data(tmp_path: Path) -> None:
     assert not [text for text in ("<script>alert", "<img", "<b>a") if text in page]
     assert page.count("<script") == page.count("</script>") == 2
     assert HOSTILE in json.dumps(data_of(page), ensure_ascii=False).replace('\\"', '"')
-
-
-def test_data_of_a_script_ends_no_element() -> None:
-    text = to_script_data({"a": "</script><!--<script>&\u2028"})
-    assert not set("<>&\u2028") & set(text)
-    assert json.loads(text) == {"a": "</script><!--<script>&\u2028"}
 
 
 def test_page_asks_no_network(tmp_path: Path) -> None:
@@ -210,15 +171,6 @@ def test_page_of_long_run_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = len(page_of(runs).encode())
     monkeypatch.setattr(content, "MAX_BYTES", whole - 20_000)
     assert len(page_of(runs).encode()) < whole - 20_000, "its curves are coarser"
-
-
-def test_page_of_one_run_names_changed_settings(tmp_path: Path) -> None:
-    own = {"reward": {"functions": {"exact": "math_verify"}}, "model": {"path": ""}, "trainer": {"steps": 7}}
-    run = plant(tmp_path / "a", settings=own)
-    assert data_of(page_of(read_runs([run])))["changed"] == {
-        "reward.functions.exact": None, "trainer.steps": str(Config().trainer.steps),
-    }  # fmt: skip
-    assert data_of(page_of(read_runs([run, plant(tmp_path / "b")])))["changed"] == {}
 
 
 def test_command_writes_the_page_into_the_run(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.tracking.report.samples import NUM_ROWS, read_samples
-from tests.unit_tests.tracking.report.planted import HOSTILE, dump, plant, record
+from mega_rl.tracking.report.samples import read_samples
+from tests.unit_tests.tracking.report.planted import dump, plant, record
 
 
 def test_newest_dumps_come_first(tmp_path: Path) -> None:
@@ -18,14 +18,6 @@ def test_newest_dumps_come_first(tmp_path: Path) -> None:
         dump(run, name)
     sources = [row["source"] for row in read_samples(run)[0]]
     assert sources == ["step 60", "validation of step 40", "step 20"]
-
-
-def test_sample_keeps_texts_and_numbers(tmp_path: Path) -> None:
-    dump(plant(tmp_path / "a"))
-    ((row,), _) = read_samples(tmp_path / "a")
-    assert row["response"] == HOSTILE
-    assert row["numbers"]["reward"] == 0.5
-    assert row["values"] == {}
 
 
 def test_only_sampled_tokens_have_values(tmp_path: Path) -> None:
@@ -40,13 +32,6 @@ def test_only_sampled_tokens_have_values(tmp_path: Path) -> None:
         assert column[:4] == [None] * 4
         assert None not in column[4:]
     assert values["log-prob over reference"][4] == pytest.approx(0.1, rel=1e-3)
-
-
-def test_recorded_entropies_replace_their_estimate(tmp_path: Path) -> None:
-    record(plant(tmp_path / "a"), with_entropy=True)
-    values = read_samples(tmp_path / "a")[0][0]["values"]
-    assert list(values) == ["advantage", "log-prob difference", "entropy", "log-prob over reference"]
-    assert values["entropy"][4] == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("damage", ["record.json", "replica_00000.safetensors", "replica_00000.jsonl"])
@@ -75,13 +60,6 @@ def test_samples_without_room_are_counted(tmp_path: Path) -> None:
     assert "characters left out" in rows[0]["response"]
 
 
-def test_damaged_dump_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dump(plant(tmp_path / "a"))
-    (tmp_path / "a" / "rollouts" / "step_000030.jsonl").write_text("nonsense\n")
-    assert len(read_samples(tmp_path / "a")[0]) == 1
-    assert "step_000030.jsonl" in caplog.text
-
-
 @pytest.mark.parametrize("place", ["rollouts/step_000099.jsonl", "records/step_000099/record.json"])
 def test_pipe_without_writer_is_left_out(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
     dump(plant(tmp_path))
@@ -89,10 +67,3 @@ def test_pipe_without_writer_is_left_out(tmp_path: Path, place: str, caplog: pyt
     os.mkfifo(tmp_path / place)
     assert read_samples(tmp_path)[0]
     assert "left out of the report" in caplog.text
-
-
-def test_only_shown_rows_are_read(tmp_path: Path) -> None:
-    row = json.dumps({"prompt": "p", "response": "r", "reward": 1.0}) + "\n"
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_000001.jsonl").write_text(row * NUM_ROWS + "no json\n")
-    assert len(read_samples(tmp_path)[0]) == NUM_ROWS

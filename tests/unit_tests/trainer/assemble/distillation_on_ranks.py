@@ -11,10 +11,13 @@ import torch
 from mega_rl.config.schema import Config
 from tests.helpers.engines import exported, replaced
 from tests.helpers.loops import engines_of, step_metrics
+from tests.helpers.selection import without
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 STEPS = {"ppo": 12, "distillation": 15}
-WITHOUT_REWARDS = {"tp2": "ppo", "pp2": "distillation", "dp2": "distillation", "fsdp 2": "ppo"}  # layout -> loss
+# layout -> loss
+WITHOUT_REWARDS = {"tp2": "ppo", "pp2": "distillation", "dp2": "distillation", "fsdp 2": "ppo"}
+WITHOUT_REWARDS = without(WITHOUT_REWARDS, "pp2", "dp2")
 
 
 def distil(rank: int, folder: str, loss: str, teacher: str, lr: float, roles: str = "all") -> dict[str, Any]:

@@ -34,7 +34,6 @@ from tests.unit_tests.rollout.sglang.test_sync import Run
 # One of two devices of Qwen3-8B under GRPO at TP2: parameters 7.6 GiB, FP32 gradients, moments and main parameters of
 # the distributed optimizer over a data-parallel size of 4, and a reference.
 ACTOR = {"parameters": int(7.6 * GIB), "gradients": int(15.3 * GIB), "optimizer": int(11.5 * GIB)}
-CRITIC = ACTOR
 REFERENCE = {"parameters": int(7.6 * GIB)}
 SERVER = {"weights": int(15.3 * GIB), "idle": 8 * GIB}
 RANKS = 2
@@ -61,7 +60,7 @@ def sections_of(*settings: str) -> tuple[RolloutConfig, TrainerConfig, EngineSet
 
 
 class Colocation:
-    """A run on two devices of 80 GB, by the package's own order; `fail` lists what befalls servers in a generation."""
+    """A run on two devices of 80 GB, by the package's own order."""
 
     def __init__(self, resources: ExitStack, *settings: str, devices: int = RANKS) -> None:
         self.devices = [DeviceMemory(80 * GIB) for _ in range(devices)]
@@ -77,9 +76,9 @@ class Colocation:
         self.processes.append(BudgetProcess(settings, index, self.devices, SERVER))
         return self.processes[-1]
 
-    def build_roles(self, *, one_at_a_time: bool = False, **others: dict[str, int]) -> None:
-        self.models = ResidentModels(self.accelerator, one_at_a_time=one_at_a_time)
-        for role, sizes in {"actor": ACTOR, **others, "reference": REFERENCE}.items():
+    def build_roles(self) -> None:
+        self.models = ResidentModels(self.accelerator, one_at_a_time=False)
+        for role, sizes in {"actor": ACTOR, "reference": REFERENCE}.items():
             self.models.add(cast(Any, role), cast(Any, BudgetEngine(role, self.devices[:RANKS], **sizes)))
         self.actor = cast(BudgetEngine, self.models.engines["actor"])
 
@@ -95,9 +94,9 @@ class Colocation:
         self.run.sync.add_listener(self.residency.after_send)
         self.stage = Stages(FakeTimer(), self.residency)
 
-    def generate(self, *, stage: str = "generate") -> None:
+    def generate(self) -> None:
         """As `SglangRolloutEngine.collect`: servers that were lost come back and are sent the weights."""
-        with self.stage(stage):
+        with self.stage("generate"):
             self.run.trainer.step(self.run.sync.weight_version)
             lost = [index for index, process in enumerate(self.processes) if index not in self.run.sync.ready]
             lost += [index for index, process in enumerate(self.processes) if index in self.lost]
@@ -217,9 +216,6 @@ def test_lost_server_returns_into_the_free_memory(run: Colocation, when: str) ->
     assert used(run.devices) == before
     run.step()
     assert max(device.largest for device in run.devices) <= 80 * GIB
-
-
-# -- the share of a device ---------------------------------------------------------------------------------------------
 
 
 # -- how many servers a host has ---------------------------------------------------------------------------------------

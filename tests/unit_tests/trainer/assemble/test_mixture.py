@@ -10,11 +10,8 @@ import pytest
 
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
-from mega_rl.data.build import build_order
 from mega_rl.data.columns import RewardColumns
-from mega_rl.data.order import MixtureSampler, StepOrder
-from mega_rl.data.prompts import fingerprint
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserErrors
 from mega_rl.trainer.assemble.data import Tokens, load_data, read_tokens
 from mega_rl.types import Prompt
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
@@ -67,24 +64,6 @@ def test_each_source_has_columns_and_a_template_of_its_own(folder: Path) -> None
     assert (prompts[2].answer, prompts[7].answer) == ("3", "3")
 
 
-def order_of(config: Config, prompts: list[Prompt]) -> StepOrder:
-    return build_order(config.data, config.trainer, prompts)[0]
-
-
-def test_shares_follow_the_sizes_unless_something_else_is_said(folder: Path) -> None:
-    def shares(config: Config) -> dict[str, int]:
-        sampler = order_of(config, loaded(config)[1])
-        assert isinstance(sampler, MixtureSampler)
-        return sampler.shares
-
-    assert shares(two(folder)) == {"sums": 1, "words": 3}
-    weights = {f"{KEY}.sums": {"files": str(folder / "sums.jsonl"), "weight": 5}}
-    words = {"files": str(folder / "words.jsonl"), "prompt_key": "question", "answer_key": "target", "weight": 1}
-    assert shares(load(None, {**_plain(folder), **weights, f"{KEY}.words": words})) == {"sums": 5, "words": 1}
-    even = shares(two(folder, **{"data.mixture.temperature": 1e9}))
-    assert even["sums"] == pytest.approx(even["words"], rel=1e-5)
-
-
 def _plain(folder: Path) -> dict[str, Any]:
     return {"model.path": str(folder / "m"), "trainer.prompts_per_step": 4}
 
@@ -97,16 +76,3 @@ def test_problems_of_every_source_are_listed(folder: Path) -> None:
     assert lines[0].startswith(f"{KEY}.first: {folder}/bad.jsonl:1: 'prompt' is a number")
     assert lines[1].startswith(f"{KEY}.first: {folder}/bad.jsonl:2: has no 'answer'")
     assert lines[-1].startswith(f"{KEY}.second: {folder}/none.jsonl: no such file")
-
-
-def test_a_source_keeps_a_prompt_to_train_on(folder: Path) -> None:
-    config = two(folder, **{"data.val_size": 15, "trainer.val_interval": 1})
-    with pytest.raises(UserError, match=f"data.val_size=15: leaves {KEY}.sums no prompt to train on"):
-        order_of(config, loaded(config)[1])
-
-
-def test_a_source_is_part_of_what_a_checkpoint_knows_its_prompts_by(folder: Path) -> None:
-    sources = {"sums": {"files": "sums.jsonl"}}
-    renamed = {"others": {"files": "sums.jsonl"}}
-    first, second = (fingerprint(loaded(config_of(folder, each))[1]) for each in (sources, renamed))
-    assert first != second

@@ -21,8 +21,8 @@ from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.ddp.access import Whole
-from mega_rl.engines.fsdp.model import TokenClassifier, sharded_parameters
-from mega_rl.types import Box
+from mega_rl.engines.fsdp_model import TokenClassifier, sharded_parameters
+from mega_rl.parallel.boxes import Box
 
 EXPERT_TENSORS = 2  # of a layer: gate and up projection, down projection; exported expert by expert
 FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
@@ -54,7 +54,7 @@ def disk_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport:
+def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport:
     """Copy this rank's rows of a checkpoint into the shards, and return a report. No collectives.
 
     A head that the checkpoint does not have starts at zero.

@@ -17,15 +17,12 @@ from torch import Tensor
 
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.data.packing import MicroBatch
-from mega_rl.engines.microbatches import to_device
+from mega_rl.engines.microbatches import Finished, MicrobatchLoss, finished, to_device
 from mega_rl.engines.models.attention import packed_sequences, te_sequences
 from mega_rl.engines.models.heads import hidden_outputs
 from mega_rl.engines.models.routing import Routing
-from mega_rl.engines.outcome import Finished, MicrobatchLoss, finished
-from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
-from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
-from mega_rl.types import IdRanges, Lesson, TokenOutputs
+from mega_rl.types import Lesson, TokenOutputs
 
 Result = TypeVar("Result")  # of a micro-batch
 # (a micro-batch, the last stage's output) -> (loss, unused token count, result)
@@ -40,32 +37,28 @@ class Schedule:
     sharding: Sharding
     groups: Groups
     device: torch.device
-    temperature: float
-    hidden_tokens: IdRanges
     routing: Routing | None  # of a mixture of experts
 
     def run(
         self,
         chunks: Sequence[torch.nn.Module],
         micros: list[MicroBatch],
+        outputs: Callable[[Tensor, MicroBatch], TokenOutputs],
         *,
         loss: MicrobatchLoss | None,
-        with_entropy: bool,
         lesson: Lesson | None = None,
     ) -> list[Finished]:
         """Return one result for each micro-batch on the last pipeline stage, none elsewhere; collective.
 
-        With a loss: forward and backward, gradients finalised. Without: forward only. `with_entropy`: a policy's
-        outputs have the entropy, too. With a `lesson` of these micro-batches they have the divergence from a teacher.
+        outputs: of the logits of a micro-batch. With a loss: forward and backward, gradients finalised. Without:
+        forward only. A `lesson` of these micro-batches has the hidden states of a teacher.
         """
         # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
         scale = 1 if self.config.calculate_per_token_loss else len(micros) * self.groups.dp_cp.size()
         if lesson is not None and lesson.hidden:
             micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
-        outputs_of = partial(self._token_outputs, with_entropy=with_entropy, lesson=lesson)
-        return self._run(
-            chunks, micros, partial(_finish_microbatch, loss, scale, outputs_of), forward_only=loss is None
-        )
+        finish = partial(_finish_microbatch, loss, scale, outputs)
+        return self._run(chunks, micros, finish, forward_only=loss is None)
 
     def hidden_states(self, chunks: Sequence[GPTModel], micros: list[MicroBatch]) -> list[Tensor]:
         """Return the last hidden states of each micro-batch, [tokens, H] on the host; none off the last stage."""
@@ -129,34 +122,6 @@ class Schedule:
             cp_size=cp_size,
         )
 
-    def _token_outputs(
-        self, output: Tensor, micro: MicroBatch, *, with_entropy: bool, lesson: Lesson | None
-    ) -> TokenOutputs:
-        """Return outputs for `micro.targets`, shaped like them, from the head's output [b, S, V/tp] or [b, S, 1]."""
-        if self.sharding.head == "value":
-            return TokenOutputs(values=output.squeeze(-1).float())
-        logits, targets, shape = output.flatten(0, 1), micro.targets.flatten(), micro.targets.shape
-        group, vocab_size, temperature = self.groups.tp, self.sharding.hf.vocab_size, self.temperature
-        hide(logits, self.hidden_tokens, first=group.rank() * logits.shape[1])
-        divergence: Tensor | None = None
-        if lesson is None:
-            logprobs, entropy = vocab_parallel_logprobs_entropy(
-                logits, targets, group=group, vocab_size=vocab_size, temperature=temperature, with_entropy=with_entropy
-            )
-        else:
-            assert micro.hidden is not None, "the lesson is of another pipeline stage"
-            assert lesson.weight is not None, "the lesson is of another pipeline stage"
-            columns = VocabColumns.of(logits, targets, group=group, vocab_size=vocab_size, temperature=temperature)
-            teacher = TeacherHead(micro.hidden, lesson.weight, lesson.beta, self.hidden_tokens)
-            logprobs, entropy, divergence = vocab_parallel_divergence(
-                logits, targets, teacher, columns=columns, with_entropy=with_entropy
-            )
-        return TokenOutputs(
-            logprobs=logprobs.view(shape),
-            entropy=None if entropy is None else entropy.view(shape),
-            divergence=None if divergence is None else divergence.view(shape),
-        )
-
 
 def _finish_microbatch(
     loss: MicrobatchLoss | None,
@@ -167,7 +132,7 @@ def _finish_microbatch(
 ) -> tuple[Tensor, Tensor, Finished]:
     """Return (loss, unused token count, result) of the last stage's output, as the schedule wants it."""
     no_count = torch.zeros([], dtype=torch.int, device=output.device)
-    outputs = outputs_of(output, micro)
+    outputs = outputs_of(output.flatten(0, 1), micro)
     if loss is None:
         return output.new_zeros([]), no_count, Finished(micro, outputs, None)
     result = loss(outputs, micro.fields)

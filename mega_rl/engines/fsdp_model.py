@@ -1,10 +1,15 @@
-"""Building of a Hugging Face model sharded by PyTorch FSDP2, one layer at a time."""
+"""Building of a Hugging Face model sharded by PyTorch FSDP2, one layer at a time, and its attention.
+
+Attention is that of the kernels of our core attention, under names that transformers dispatches on. A name that
+transformers knows no mask for gets none, so nothing of size [T, T] is made for a packed micro-batch. Rows of padded
+ones are right-padded, where causality alone keeps padding out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,15 +22,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from mega_rl.config.schema import FsdpConfig
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shards, reduce_scatter_fp32
-from mega_rl.engines.fsdp.attention import attention_name
-from mega_rl.errors import UserError
-from mega_rl.parallel.fp32_linear import fp32_linear
+from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
+from mega_rl.engines.models.attention_kernels import KERNELS
+from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.accelerator.base import send
+from mega_rl.parallel.vocab import fp32_linear
 
 
 class _Memory:
@@ -133,21 +147,6 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
     return whole.eval(), model
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Keep the parameters whose name matches a shell pattern from training.
-
-    Raises UserError: a pattern matches nothing, or everything is matched.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
-    if unused:
-        raise UserError(f"model.frozen={unused}: matches no parameter; they are named as {names[0]} or {names[-1]}")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in patterns))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"model.frozen={list(patterns)}: matches every parameter; nothing would train")
-
-
 def shard(
     model: nn.Module,
     hf: PreTrainedModel,
@@ -193,7 +192,7 @@ def shard(
     return use_host_collectives(fsdp_modules(model), mesh.get_group(mesh.ndim - 1), largest=largest)
 
 
-def use_fp32_logits(hf: PreTrainedModel) -> None:
+def use_fp32_head(hf: PreTrainedModel) -> None:
     """Make the head of a model that computes in bf16, a tied one too, return float32 logits: `model.fp32_head`.
 
     Inside FSDP's hooks, which give it the whole weight in bf16.
@@ -266,3 +265,82 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor), name
     return parameters  # type: ignore[return-value]
+
+
+# What attention modules hand on that says nothing of the result.
+_WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")
+
+
+def attention_name(choice: str) -> str:
+    """Return the `attn_implementation` with which a model must be built to run `choice`, "eager" and the like.
+
+    Raises KeyError: not one that Hugging Face's models run.
+    """
+    return {**{kernel: f"mega_rl_{kernel}" for kernel in KERNELS}, "flash_attention_2": "flash_attention_2"}[choice]
+
+
+def attention_arguments(
+    choice: str, cu_seqlens: Tensor | None, max_seqlen: int, *, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments that a model with attention `choice` needs in each forward besides its tokens.
+
+    cu_seqlens: [n+1] int32 on the host, where packed sequences begin, from 0 to T; None if padded.
+    max_seqlen: tokens of the longest sequence. device: of the model.
+    """
+    if choice != "flash_attention_2":
+        packed = None if cu_seqlens is None else packed_sequences(cu_seqlens, max_seqlen, device=device)
+        return {"sequences": packed}
+    arguments: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    if cu_seqlens is not None:
+        bounds = send(cu_seqlens, device)
+        arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        arguments |= {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
+    return arguments
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kernel: str,
+    sequences: PackedSequences | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """([b, S, heads, E], None): context of query [b, heads, S, D] in key [b, groups, S, D] and value [b, groups, S, E].
+
+    What transformers calls for an attention `module`. `sequences` comes from `attention_arguments` through the model's
+    forward and has no default: a model that lost it on the way would let packed sequences see each other.
+
+    Raises RunError: the module asks for something that changes the result and is not computed here.
+    """
+    asked = {
+        "attention_mask": attention_mask is not None,
+        "dropout": dropout != 0.0,
+        "is_causal=False": not (module.is_causal if is_causal is None else is_causal),
+        **{name: value is not None and value is not False for name, value in others.items()},
+    }
+    unknown = [name for name, is_asked in asked.items() if is_asked and name not in _WITHOUT_EFFECT]
+    if unknown:
+        raise RunError(
+            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which attn_implementation={kernel} "
+            "of engine.backend=fsdp does not compute; use engine.backend=megatron"
+        )
+    scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
+    # Qwen2-MoE leaves its windows to the mask.
+    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+    if sequences is None:
+        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=None).transpose(1, 2), None
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=None)
+    return attend(query, key, value, sequences).unsqueeze(0), None
+
+
+for _kernel in KERNELS:
+    AttentionInterface.register(attention_name(_kernel), partial(_attention, kernel=_kernel))

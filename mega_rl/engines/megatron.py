@@ -30,11 +30,7 @@ from mega_rl.ddp.optimizer import clip, count_steps, create_state, set_steps, st
 from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.base import ModelEngine
-from mega_rl.engines.megatron.schedule import Schedule
-from mega_rl.engines.models.heads import projection
-from mega_rl.engines.models.routing import Routing
-from mega_rl.engines.offload import chosen_parts
-from mega_rl.engines.outcome import (
+from mega_rl.engines.microbatches import (
     STEPS,
     Finished,
     check_norm,
@@ -44,10 +40,15 @@ from mega_rl.engines.outcome import (
     reduce_losses,
     was_clipped,
 )
+from mega_rl.engines.models.heads import projection
+from mega_rl.engines.models.routing import Routing
+from mega_rl.engines.offload import chosen_parts
+from mega_rl.engines.schedule import Schedule
 from mega_rl.parallel.agreement import broadcast_json
+from mega_rl.parallel.boxes import EngineState
 from mega_rl.parallel.comm import ranks_of, sum_over_context
 from mega_rl.protocols import Inspect, Ranks, TokenLoss
-from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 UNKNOWN = 1 << 62  # more steps than any run makes
 
@@ -72,15 +73,15 @@ class MegatronEngine(ModelEngine):
         self._context = ranks_of(groups.cp)
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
         self._is_last = self._pipeline.rank == self._pipeline.size - 1
-        read = (self.sharding, groups, self.device, self.temperature, self.hidden_tokens)
-        self._schedule = Schedule(self.config, *read, self.routing)
+        self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.routing)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
         if self.routing is not None:
             self.routing.begin(micros, width=batch.tokens.size(1), routing=batch.routing, training=False)
         with torch.no_grad():
-            results = self._schedule.run(self.chunks, micros, loss=None, with_entropy=with_entropy)
+            read = partial(self.token_outputs, group=self.groups.tp, with_entropy=with_entropy)
+            results = self._schedule.run(self.chunks, micros, read, loss=None)
         head = self.sharding.head
         outputs = collect(results, batch, head=head, with_entropy=with_entropy, combine=self._combine)
         if self.routing is None:
@@ -122,7 +123,8 @@ class MegatronEngine(ModelEngine):
             )
         over_context = partial(sum_over_context, group=self.groups.cp)
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
-        results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy, lesson=lesson)
+        read = partial(self.token_outputs, group=self.groups.tp, with_entropy=loss.needs_entropy, lesson=lesson)
+        results = self._schedule.run(self.chunks, micros, read, loss=loss_of, lesson=lesson)
         metrics = _reduce(results, self._token_shares, self._pipeline)
         if metrics.get(TRAINED_TOKENS) == 0.0:
             if self.routing is not None:

@@ -16,12 +16,15 @@ from mega_rl.config.schema import OptimConfig
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import ModelEngine
-from mega_rl.engines.fsdp.attention import attention_arguments
-from mega_rl.engines.fsdp.model import TokenClassifier, fsdp_modules, hidden_outputs, sharded_parameters
-from mega_rl.engines.fsdp.weights import WholeModel, disk_buffers, is_first_copy, rows_here, whole_tensor
-from mega_rl.engines.microbatches import to_device
-from mega_rl.engines.offload import chosen_parts
-from mega_rl.engines.outcome import (
+from mega_rl.engines.fsdp_model import (
+    TokenClassifier,
+    attention_arguments,
+    fsdp_modules,
+    hidden_outputs,
+    sharded_parameters,
+)
+from mega_rl.engines.fsdp_weights import WholeModel, disk_buffers, is_first_copy, rows_here, whole_tensor
+from mega_rl.engines.microbatches import (
     STEPS,
     Finished,
     check_norm,
@@ -30,16 +33,15 @@ from mega_rl.engines.outcome import (
     finished,
     microbatch_loss,
     reduce_losses,
+    to_device,
     was_clipped,
 )
-from mega_rl.parallel.accelerator.norms import squared_norm
-from mega_rl.parallel.accelerator.transfer import send
-from mega_rl.parallel.boxes import whole
+from mega_rl.engines.offload import chosen_parts
+from mega_rl.parallel.accelerator.base import send, squared_norm
+from mega_rl.parallel.boxes import EngineState, Piece, whole
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
-from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Inspect, Ranks, TokenLoss
-from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Piece, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 
 @dataclass(kw_only=True)
@@ -183,29 +185,7 @@ class FSDPEngine(ModelEngine):
     ) -> TokenOutputs:
         """Return outputs for `micro.targets`, shaped like them, on the device, where `there` is the micro-batch."""
         logits, kept = _head_output(self.model, micro, there, attention=self.attention)
-        if self.sharding.head == "value":
-            return TokenOutputs(values=logits.view(micro.targets.shape).float())
-        targets = there.targets.flatten() if kept is None else there.targets.flatten()[kept]
-        vocab_size, temperature = self.sharding.hf.vocab_size, self.temperature
-        hide(logits, self.hidden_tokens)
-        divergence: Tensor | None = None
-        if lesson is None:
-            logprobs, entropy = vocab_parallel_logprobs_entropy(
-                logits, targets, group=None, vocab_size=vocab_size, temperature=temperature, with_entropy=with_entropy
-            )
-        else:
-            assert there.hidden is not None, "a lesson has hidden states"
-            assert lesson.weight is not None, "a lesson has a projection"
-            columns = VocabColumns.of(logits, targets, group=None, vocab_size=vocab_size, temperature=temperature)
-            teacher = TeacherHead(there.hidden, lesson.weight, lesson.beta, self.hidden_tokens)
-            logprobs, entropy, divergence = vocab_parallel_divergence(
-                logits, targets, teacher, columns=columns, with_entropy=with_entropy
-            )
-        return TokenOutputs(
-            logprobs=_placed(logprobs, kept, micro),
-            entropy=None if entropy is None else _placed(entropy, kept, micro),
-            divergence=None if divergence is None else _placed(divergence, kept, micro),
-        )
+        return self.token_outputs(logits, there, group=None, with_entropy=with_entropy, lesson=lesson, kept=kept)
 
     def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
         """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far."""
@@ -253,13 +233,6 @@ def _predicting(micro: MicroBatch) -> Tensor:
     """
     positions = micro.fields["loss_mask"].flatten().nonzero().flatten()
     return positions if len(positions) else positions.new_zeros(1)
-
-
-def _placed(values: Tensor, kept: Tensor | None, micro: MicroBatch) -> Tensor:
-    """Return values of the positions `kept`, [N], in a micro-batch of zeros; all positions where None."""
-    if kept is None:
-        return values.view(micro.targets.shape)
-    return values.new_zeros(micro.targets.numel()).index_put((kept,), values).view(micro.targets.shape)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
