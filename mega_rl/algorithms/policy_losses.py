@@ -29,7 +29,6 @@ class LossKind(Kind):
     needs_response_advantages: ClassVar[bool] = False  # reads only the mean of a response's advantages
     needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
     needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
-    scales_with_advantage: ClassVar[bool] = False  # a multiple of the advantage: where that is 0, so is the gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,6 @@ class PPO(DualClipped):
     """
 
     name = "ppo"
-    scales_with_advantage = True
 
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
@@ -97,7 +95,6 @@ class GSPO(LossKind):
     """
 
     name = "gspo"
-    scales_with_advantage = True
     needs_response_mean = True
 
     clip_low: float = setting(3e-4, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
@@ -130,7 +127,6 @@ class GMPO(LossKind):
     """
 
     name = "gmpo"
-    scales_with_advantage = True
     needs_response_mean = True
     needs_response_advantages = True
 
@@ -228,8 +224,6 @@ SMALLEST = 1e-7  # floor of 1 - p before its logarithm: half a rounding of 1 in 
 class Drifting(LossKind):
     """A loss that may hold the policy near what sampled."""
 
-    scales_with_advantage = True
-
     drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q of what sampled.", min=0.0)
 
 
@@ -325,7 +319,6 @@ class SAPO(LossKind):
     """
 
     name = "sapo"
-    scales_with_advantage = True
 
     tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
     tau_negative: float = setting(

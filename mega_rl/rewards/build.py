@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mega_rl.config.schema import RewardConfig, RewardFunctionConfig, RewardHttpConfig
 from mega_rl.config.schema.rollout import CODE_TESTS, runs_code
@@ -33,11 +33,11 @@ class RunRewards:
     settings: RewardConfig
     source: FunctionRewards | None  # functions or a service; None: a reward model scores, or no reward
 
-    def columns(self, answer_key: str) -> RewardColumns:
+    def columns(self, answer_key: str, source_key: str) -> RewardColumns:
         """Return the columns of the data that are read. Raises UserError where an answer is missing."""
-        kind = self.settings.source.name
+        kind, source = self.settings.source.name, source_key if self.settings.sources else ""
         if self.source is None or kind != "function":
-            return RewardColumns(answer=bool(answer_key) and kind == "http", structured=True)
+            return RewardColumns(answer=bool(answer_key) and kind == "http", structured=True, source=source)
         columns = self.source.columns
         taker = "functions" if self.settings.functions else f"function={self.settings.function!r}"
         if columns.answer and not answer_key:
@@ -45,7 +45,7 @@ class RunRewards:
                 f"data.answer_key is empty, but reward.{taker} takes an answer: name the column, or give that "
                 "parameter a default"
             )
-        return columns
+        return replace(columns, source=source)
 
     def check(self, train: Sequence[Prompt], held_out: Sequence[PromptSet], *, source_key: str) -> None:
         """Check that tests of programs judge something, and that data sources are those of reward.sources.

@@ -6,14 +6,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import first_names, raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
@@ -240,23 +238,3 @@ class AbsentScorer:
 
     def metrics(self) -> Metrics:
         return {}
-
-
-def answers_together(
-    function: Callable[[str], object], responses: Sequence[str], *, setting: str, everyone: Ranks
-) -> list[str | None]:
-    """Return the answers that a user's function reads of this rank's responses; collective over all ranks.
-
-    setting: names the function in messages. Raises UserError on every rank where it fails or returns another type.
-    """
-    answers: list[str | None] = []
-    failure = None
-    try:
-        with users_code(f"{setting}: failed for a response"):
-            answers = [cast("str | None", function(response)) for response in responses]
-        if odd := [one for one in answers if not isinstance(one, str | None)]:
-            raise UserError(f"{setting}: returned {type(odd[0]).__name__}; it must return a string, or None")
-    except UserError as error:
-        failure = error
-    raise_together(failure, everyone, error=UserError)
-    return answers

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mega_rl.converters.live.transformers_names import weights_on_disk
+from mega_rl.converters.live.load import weights_on_disk
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.decoding import ATTENTION, Decoded, DecodingLoop, make_cache
 from mega_rl.rollout.sampling import Sampler, is_greedy, response_limits, stream_keys

@@ -18,8 +18,7 @@ START_S = 120.0  # for imports of a few seconds
 PROGRAMS = (
     "mega_rl.cli",
     "mega_rl.cli.launch",
-    "mega_rl.operations.launcher.reaper",
-    "mega_rl.operations.launcher.store",
+    "mega_rl.operations.launcher.ranks",
     "mega_rl.processes",
     "mega_rl.rewards.pool_worker",
     "mega_rl.rollout.sglang.server.launcher",

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 import mega_rl
 from mega_rl.converters.families import TRAINED
-from mega_rl.converters.live.transformers_names import weights_on_disk
+from mega_rl.converters.live.load import weights_on_disk
 from mega_rl.rollout.decoding import ATTENTION, GrowingLayer, make_cache
 from tests.helpers.models import SMALL, TINY
 

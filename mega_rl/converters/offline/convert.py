@@ -3,8 +3,6 @@
 Tensors stream from file to file, so one process needs no more memory than a fixed buffer and the largest parameter.
 Everything is checked before a byte is written: the plan is complete, every tensor of the source has the name, shape and
 type that it should, the target may be written and its disk has room. The target appears as a whole, at the end.
-
-Under torchrun the ranks share the files of the target between them.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from mega_rl.converters.offline.checkpoint import (
 from mega_rl.converters.offline.slabs import extra_state_keys, slab_of, whole_model
 from mega_rl.converters.offline.torch_dist import Written, write_metadata
 from mega_rl.converters.offline.writing import Conversion, Output, Report, convert, group_outputs
-from mega_rl.converters.offline.writing import WriteOptions as WriteOptions
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, invert
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors
@@ -49,7 +46,7 @@ from mega_rl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Size of one file of a distributed checkpoint; ranks and threads share files.
+# Size of one file of a distributed checkpoint; each thread writes one.
 CHUNK_FILE_BYTES = 512 << 20
 
 
@@ -78,7 +75,8 @@ def import_hf(
     target: str | Path,
     *,
     options: ImportOptions = ImportOptions(),
-    writing: WriteOptions = WriteOptions(),
+    overwrite: bool = False,
+    jobs: int | None = None,
 ) -> Report:
     """Write the Hugging Face checkpoint `source` as a distributed checkpoint `target`, which loads under any layout.
 
@@ -86,7 +84,7 @@ def import_hf(
     not have is left out, and so are parameters whose missing tensors match `options.allow_missing`; the report names
     them.
 
-    Raises UserError or UserErrors, the same on all ranks, before anything is written, with everything that is wrong.
+    Raises UserError or UserErrors before anything is written, with everything that is wrong.
     """
 
     def prepare() -> Conversion:
@@ -119,7 +117,7 @@ def import_hf(
         chunk_files = group_outputs(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
         return Conversion(chunk_files, complete, [origin], Report(ignored=ignored, absent=manifest.absent))
 
-    return convert(prepare, target, [source], options=writing, label="import")
+    return convert(prepare, target, [source], overwrite=overwrite, jobs=jobs, label="import")
 
 
 def _parameters(
@@ -149,7 +147,8 @@ def export_checkpoint(
     *,
     reference: str | Path | None = None,
     options: ExportOptions = ExportOptions(),
-    writing: WriteOptions = WriteOptions(),
+    overwrite: bool = False,
+    jobs: int | None = None,
     opened: Callable[[], WeightFiles] | None = None,
 ) -> Report:
     """Write the distributed checkpoint `source` as a Hugging Face checkpoint `target`.
@@ -170,7 +169,7 @@ def export_checkpoint(
         weights = open_checkpoint(reference) if reference is not None and has_weights else None
         return _to_hf(origin, weights, cast, Path(reference or Path(source) / HF_FOLDER), options)
 
-    return convert(prepare, target, [source, reference], options=writing, label="export")
+    return convert(prepare, target, [source, reference], overwrite=overwrite, jobs=jobs, label="export")
 
 
 def _to_hf(

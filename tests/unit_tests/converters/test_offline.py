@@ -18,7 +18,6 @@ from mega_rl.converters.offline import writing
 from mega_rl.converters.offline.checkpoint import open_checkpoint, read_manifest
 from mega_rl.converters.offline.compare import compare, round_trip
 from mega_rl.converters.offline.convert import ExportOptions, ImportOptions, export_checkpoint, import_hf
-from mega_rl.converters.offline.writing import WriteOptions
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
@@ -26,33 +25,6 @@ from mega_rl.errors import UserError, UserErrors
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.random_checkpoints import contents, layouts_of, write_random
 from tests.unit_tests.converters.tiny_configs import TINY
-
-
-def convert_all(rank: int, root: str) -> list[int]:
-    """Do the conversions of test_two_processes_write_what_one_writes; return numbers of tensors and files."""
-    folder = Path(root)
-    reports = [
-        import_hf(folder / "hf", folder / "two-dist", options=ImportOptions(mtp="load")),
-        export_checkpoint(folder / "two-dist", folder / "two-hf", options=ExportOptions(shard_bytes=60_000)),
-    ]
-    return [number for report in reports for number in (report.num_tensors, report.num_files)]
-
-
-def fail_on_rank_1(rank: int, source: str, target: str) -> str:
-    """Return the message with which a conversion ends whose second rank cannot write."""
-    write = writing._write_files
-
-    def unlucky(*arguments: object) -> object:
-        if rank == 1:
-            raise UserError("out of luck")
-        return write(*arguments)  # type: ignore[arg-type]
-
-    writing._write_files = unlucky  # type: ignore[assignment]
-    try:
-        import_hf(source, target)
-    except UserError as error:
-        return str(error)
-    return "no error"
 
 
 def peak_growth(rank: int, verb: str, source: str, target: str) -> int:
@@ -117,9 +89,9 @@ def test_large_tensors_are_written_in_pieces(family: str, tmp_path: Path, monkey
     import_hf(source, tmp_path / "whole", options=WITH_MTP)
     monkeypatch.setattr(writing, "PIECE_BYTES", 500)
     monkeypatch.setattr(writing, "BUFFER_BYTES", 700)
-    import_hf(source, tmp_path / "pieces", options=WITH_MTP, writing=WriteOptions(jobs=4))
+    import_hf(source, tmp_path / "pieces", options=WITH_MTP, jobs=4)
     assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
-    export_checkpoint(tmp_path / "pieces", tmp_path / "back", options=SMALL_SHARDS, writing=WriteOptions(jobs=4))
+    export_checkpoint(tmp_path / "pieces", tmp_path / "back", options=SMALL_SHARDS, jobs=4)
     assert_same_weights(source, tmp_path / "back")
 
 
@@ -233,7 +205,7 @@ def test_interrupted_run_leaves_nothing_and_overwriting_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = (write_random(tmp_path / name, "qwen3", seed=seed) for seed, name in enumerate(("old", "new")))
-    target, overwrite = tmp_path / "stored", WriteOptions(overwrite=True)
+    target, overwrite = tmp_path / "stored", True
     import_hf(old, target)
     before = contents(target)
     with pytest.raises(UserError, match="exists and is not empty"):
@@ -246,12 +218,12 @@ def test_interrupted_run_leaves_nothing_and_overwriting_is_whole(
         with monkeypatch.context() as patch:
             patch.setattr(offline, where, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                import_hf(new, target, writing=overwrite)
+                import_hf(new, target, overwrite=overwrite)
             with pytest.raises(KeyboardInterrupt):
                 import_hf(new, tmp_path / "fresh")
         assert contents(target) == before
         assert not (tmp_path / "fresh").exists()
-    import_hf(new, target, writing=overwrite)
+    import_hf(new, target, overwrite=overwrite)
     import_hf(new, tmp_path / "fresh")
     assert contents(target) == contents(tmp_path / "fresh") != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "new", "old", "stored"]
@@ -260,11 +232,11 @@ def test_interrupted_run_leaves_nothing_and_overwriting_is_whole(
 def test_impossible_sources_and_targets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, dist = write_random(tmp_path / "hf", "qwen2"), tmp_path / "dist"
     import_hf(source, dist)
-    overwrite = WriteOptions(overwrite=True)
+    overwrite = True
     cases = {
         "inside one another": lambda: import_hf(source, source / "x"),
-        "choose another directory": lambda: import_hf(source, source, writing=overwrite),
-        "not inside|inside one another": lambda: export_checkpoint(dist, tmp_path, writing=overwrite),
+        "choose another directory": lambda: import_hf(source, source, overwrite=overwrite),
+        "not inside|inside one another": lambda: export_checkpoint(dist, tmp_path, overwrite=overwrite),
         "no such directory": lambda: export_checkpoint(tmp_path / "nothing", tmp_path / "y"),
         "Hugging Face checkpoint already": lambda: export_checkpoint(source, tmp_path / "y"),
         "dtype=int3": lambda: export_checkpoint(dist, tmp_path / "y", options=ExportOptions(dtype="int3")),
@@ -306,23 +278,6 @@ def test_mutants_of_the_manifest_are_user_errors(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw | {"version": True}))
     with pytest.raises(UserError, match="version=True"):
         read_manifest(folder)
-
-
-def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
-    source = write_random(tmp_path / "hf", "deepseek_v3")
-    import_hf(source, tmp_path / "one-dist", options=WITH_MTP)
-    export_checkpoint(tmp_path / "one-dist", tmp_path / "one-hf", options=SMALL_SHARDS)
-    counts = run_ranks(2, convert_all, str(tmp_path), timeout_s=90)
-    for name in ("dist", "hf"):
-        assert contents(tmp_path / f"two-{name}") == contents(tmp_path / f"one-{name}"), name
-    assert counts[0] == counts[1]
-
-
-def test_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    source = write_random(tmp_path / "hf", "qwen2")
-    messages = run_ranks(2, fail_on_rank_1, str(source), str(tmp_path / "out"), timeout_s=60)
-    assert messages == ["out of luck"] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize("verb", ["import", "export"])

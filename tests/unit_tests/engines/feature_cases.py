@@ -163,8 +163,7 @@ def one_step(engine: str, root: Path) -> dict[str, bool]:
 def has_families(engine: str, root: Path) -> bool:
     """Whether every tensor of a checkpoint has its place, once, in a model of each family that trains."""
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.converters.live.transformers_names import disk_tensors
-    from mega_rl.converters.plan.parameters import hf_tensors
+    from mega_rl.converters.plan.parameters import disk_tensors, hf_tensors
     from mega_rl.converters.plan.proof import prove_complete
     from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.engines.fsdp_model import skeleton

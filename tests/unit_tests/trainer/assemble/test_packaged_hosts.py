@@ -132,7 +132,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
             config.rollout, plan.rollout_dtype, servers, resources, actor=engine, world=world,
             hidden_tokens=plan.engine.hidden_tokens,
         )  # fmt: skip
-        rollouts = build_sglang_engine(plan, world, connection)
+        rollouts = build_sglang_engine(plan, config.rollout, world, connection)
         rows = []
         for step in range(2):
             connection.sync.publish()
