@@ -45,7 +45,7 @@ PACKAGES = ("torch", "transformers", "megatron-core")
 
 def show_run(config: Config, run: LoadedRun, prompts: RunPrompts) -> None:
     """Write the run's config, and log what is unusual and the start-up table."""
-    run_dir, saves, actor = Path(config.trainer.run_dir), config.checkpoint, run.roles.actor_engine
+    run_dir, saves = Path(config.trainer.run_dir), config.checkpoint
     if not (saves.save_final or saves.save_interval or saves.hf_final or saves.hf_interval):
         log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
     for line in advice(config):
