@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import io
 import json
 import os
 import resource
@@ -28,7 +29,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what functions print goes to the log
     _end_with_rank(requests, answers)
-    sys.stdout = os.fdopen(1, "w", buffering=1)  # a crash loses no line
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # a crash loses no line
     faulthandler.enable()
     order = json.loads(requests.readline())
     sys.path[:] = order["path"]

@@ -240,8 +240,7 @@ def connect(
     resources.callback(router.close)
     own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
-    tokens = sglang.sync.probe_tokens
-    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden)
+    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, sglang.sync.probe_tokens, limits, hidden)
     return Connection(
         router=router,
         sync=SglangWeightSync(
