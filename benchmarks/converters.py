@@ -151,7 +151,7 @@ def load_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[], 
 
     def go() -> dict[str, Any]:
         report = load_hf([model], folder, sharding=sharding, coordinates=at)
-        return {"bytes_read": report.bytes_read / nbytes, "phases": dict(report.seconds)}
+        return {"bytes_read": report.bytes_read / nbytes}
 
     return {"go": go, "digest": lambda: digest(model)}
 

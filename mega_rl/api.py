@@ -12,7 +12,7 @@ from mega_rl.config.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT
 from mega_rl.config.loader import Overrides, load
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
-from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.operations.diagnosis import investigate
 from mega_rl.operations.schedulers.slurm import become_rank
 from mega_rl.plan.preflight import check_run
 from mega_rl.tracking.metrics.records import StepMetrics, read_metrics

@@ -34,7 +34,6 @@ class Prompt:
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
     source: str = ""  # its part of a mixture, "math", or the data source of its row, where rewards go by it
-    difficulty: float = 0.0  # the number of a curriculum's column
 
 
 @dataclass(frozen=True)

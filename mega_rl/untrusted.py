@@ -1,4 +1,4 @@
-"""Strict, bounded readers of files and messages that may be damaged or hostile, and messages about their values."""
+"""Strict, bounded readers of files and messages that may be damaged or hostile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -61,7 +61,7 @@ def _finite(text: str) -> float:
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """Open a regular file; return (descriptor, size). Raises UserError for a link, pipe, device or missing file."""
+    """Open a regular file; return (descriptor, size). Raises UserError for anything else."""
     try:
         # Without O_NONBLOCK the open would wait for a pipe's writer; it has no effect on regular files.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -106,14 +106,6 @@ def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:
         raise UserError(f"{where}: {error}") from error
 
 
-def key_faults(raw: Mapping[str, Any], known: Iterable[str], where: str | Path) -> list[str]:
-    """Return a problem for every missing and every unknown key."""
-    expected = dict.fromkeys(known)
-    missing = [f"{where}: {name} is missing" for name in expected if name not in raw]
-    unknown = [f"{where}: {shown(name)} is unknown" for name in raw if name not in expected]
-    return [*missing, *unknown]
-
-
 def fault(where: str | Path, key: str, value: Any, rule: str) -> str:
     """Return the message for a value that breaks a rule."""
     return f"{where}: {shorten(key)}={shown(value)} {rule}"
@@ -149,7 +141,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def is_shape(value: Any) -> TypeGuard[list[int]]:
-    """Return whether a value is a list of at most `MAX_DIMS` sizes, so that their product is cheap."""
+    """Return whether a value is a list of at most `MAX_DIMS` sizes."""
     return isinstance(value, list) and len(value) <= MAX_DIMS and all(is_count(v) for v in value)
 
 
@@ -159,7 +151,7 @@ def is_checksum(value: Any) -> TypeGuard[str]:
 
 
 def is_tensor_name(value: Any) -> TypeGuard[str]:
-    """Return whether a value may name a tensor: short, printable, and a relative path without . and .. parts."""
+    """Return whether a value may name a tensor: a short, printable, plain relative path."""
     named = isinstance(value, str) and len(value) <= 1024 and value.isprintable() and "\\" not in value
     return named and not {"", ".", ".."} & {*value.split("/")}
 

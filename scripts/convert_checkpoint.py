@@ -1,4 +1,4 @@
-"""`mega-rl convert` as a script: a verb and its arguments, with plain python or under torchrun."""
+"""`mega-rl convert` as a script: a verb and its arguments."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ EVALUATION: Table = {
         ("samples without the judged part are wrong", "scored & ~judged.isnan().to(scored.device)", "scored"),
         (
             "the first part of a set is its result",
-            "tables = [_with_parts(table, own, names) for",
-            "tables = [_with_parts(self._tables[0], self._parts[0], names) for",
+            "with_parts(table, own, names, first=_COLUMNS",
+            "with_parts(self._tables[0], self._parts[0], names, first=_COLUMNS",
         ),
     ],
     ("evaluation", "rollout/test_hf.py"): [

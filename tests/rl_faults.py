@@ -106,18 +106,6 @@ RL: Table = {
             "token_loss = torch.where(active, torch.ones_like(correction), 0.0) * token_loss",
         )
     ],
-    ("experience", "trainer/test_zero_advantages.py"): [
-        (
-            "rows without an advantage leave the others more weight",
-            "left.token_weights = (left.token_weights / share).float()",
-            "left.loss_weights, left.token_weights = left.loss_weights / share, (left.token_weights / share).float()",
-        ),
-        (
-            "rows of negative advantages are left out, too",
-            "((minibatch.advantages != 0) & minibatch.loss_mask)",
-            "((minibatch.advantages > 0) & minibatch.loss_mask)",
-        ),
-    ],
     ("experience", "verify/test_lockstep.py"): [
         (
             "the old policy is the reference",

@@ -103,22 +103,16 @@ def differences(
 def _data_difference(stored: Any, current: Any, stored_config: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Return which files or settings have changed the training prompts."""
     before, now = (each if isinstance(each, dict) else {} for each in (stored, current))
-    words = [f"{name} is not among the files any more" for name in before if name not in now]
-    words += [f"{name} is new" for name in now if before and name not in before]
-    for name in (name for name in now if name in before and now[name] != before[name]):
-        old, new = (record[0] for record in (before[name], now[name]))
-        words.append(f"{name} has changed" + (f" ({old:,} -> {new:,} bytes)" if old != new else ""))
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     others = {"train_files": None, "val_files": None}
     sections = [{"data": {**each.get("data", {}), **others}} for each in (stored_config, config)]
-    words += filter(None, [changes(*sections)])
-    if not words:
-        words = [] if before else [f"the files are {', '.join(now) or 'unknown'}"]
-        words.append("the same files give other prompts: by the tokenizer, or this version's reading of them")
-    return f"training prompts: {'; '.join(words)}"
+    words = [*([f"other files ({', '.join(names)})"] if names else []), *filter(None, [changes(*sections)])]
+    same = "the same files give other prompts: by the tokenizer, or this version's reading of them"
+    return f"training prompts: {'; '.join(words) or same}"
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the settings that differ between two resolved configs: "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8".
+    """Return the settings that differ between two resolved configs: "optim.lr 0.001 -> 0.0005, ...".
 
     Ignores settings that only one of them has, except settings of a user's class that both choose.
     """

@@ -16,9 +16,8 @@ from typing import Any
 import typer
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.folders import CHECKPOINTS
+from mega_rl.checkpoint.folders import CHECKPOINTS, RunLock
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE, MANIFEST_FILE
-from mega_rl.checkpoint.lock import RunLock
 from mega_rl.errors import UserError, in_units
 
 EXIT_DAMAGED = 1

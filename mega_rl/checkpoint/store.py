@@ -14,9 +14,9 @@ import torch
 
 from mega_rl import disk
 from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.folders import RunLock
 from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, now
 from mega_rl.checkpoint.format.shards import ShardRecord, shard_name
-from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
 from mega_rl.checkpoint.resume import resume
 from mega_rl.checkpoint.run_state import RunState

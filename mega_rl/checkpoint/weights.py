@@ -10,12 +10,12 @@ from mega_rl.checkpoint.format.reader import Checkpoint as RunCheckpoint
 from mega_rl.checkpoint.format.reader import StoredPiece
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.converters.live.transformers_names import disk_tensors
-from mega_rl.converters.offline.checkpoint import ShapeAndDtype, WeightFiles, open_boxes
+from mega_rl.converters.live.copying import ShapeAndDtype
+from mega_rl.converters.offline.checkpoint import WeightFiles, open_boxes
 from mega_rl.converters.offline.torch_dist import Chunk, DistTensor
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import Home
-from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.parameters import disk_tensors, hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader, TensorInfo

@@ -38,7 +38,6 @@ _COMMANDS = (
     Later("Train", "checkpoint", "checkpoint:app", "List, verify, export and remove the checkpoints of a run."),
     Later("Look", "report", "look:report",
           "Write curves, warnings, times, settings and samples of runs as one HTML file that needs no network."),
-    Later("Look", "plot", "look:plot", "Draw the curves of a run, or of several runs in the same panels."),
     Later("Check", "doctor", "look:doctor",
           "List versions and devices, what works here, and what is used where something does not."),
     Later("Check", "plan", "look:plan",
@@ -110,7 +109,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
 
 def _end_of_run(error: Exception) -> int | None:
     """Report the error and return the exit code; None for an error that needs its traceback."""
-    from mega_rl.tracking.health.failure_kinds import BY_OTHERS, has_launcher, innocent_code
+    from mega_rl.tracking.health.records import BY_OTHERS, has_launcher, innocent_code
 
     is_known = isinstance(error, RunError)
     code = innocent_code(error) if isinstance(error, PeerError) or not is_known else None

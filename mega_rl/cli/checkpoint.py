@@ -13,7 +13,7 @@ from mega_rl.cli.convert import Dtype, Jobs, Overwrite, show_report
 from mega_rl.cli.options import Json
 from mega_rl.cli.options import checkpoint as hub_checkpoint
 from mega_rl.cli.output import Commands, showing
-from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 
 app = Commands(name="checkpoint", help="List, verify, export and remove the checkpoints of a run.")
@@ -93,14 +93,15 @@ def export(
     trained = {"bf16": "bfloat16", "fp32": "float32"}.get(str(model.get("dtype")))
     with showing():
         from mega_rl.checkpoint.weights import open_weights
-        from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
+        from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
 
         report = export_checkpoint(
             folder,
             target,
             reference=source,
             options=ExportOptions(dtype=dtype or trained),
-            writing=WriteOptions(overwrite, jobs),
+            overwrite=overwrite,
+            jobs=jobs,
             opened=lambda: open_weights(folder, role=role, reference=source),
         )
     show_report(target, report, as_json=as_json)

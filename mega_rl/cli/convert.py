@@ -1,6 +1,6 @@
 """`mega-rl convert`: move checkpoints between Hugging Face and Megatron-Core, inspect and compare them.
 
-Every verb runs in one process on a CPU; under torchrun the ranks share the work. Exit code 1: checkpoints differ.
+Every verb runs in one process on a CPU. Exit code 1: checkpoints differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from mega_rl.cli.options import Json, LayoutOptions, checkpoint, with_options
-from mega_rl.cli.output import SHOWN, Commands, is_main, names_line, show, showing
+from mega_rl.cli.output import SHOWN, Commands, names_line, show, showing
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.errors import UserError, UserErrors, in_units
@@ -104,10 +104,12 @@ def import_(
     """Write a Hugging Face checkpoint as Megatron-Core's distributed one, which loads under any layout."""
     _sharding(source, ParallelLayout(), head=head, mtp=mtp)
     with showing():
-        from mega_rl.converters.offline.convert import ImportOptions, WriteOptions, import_hf
+        from mega_rl.converters.offline.convert import import_hf
 
-        options = ImportOptions(head, mtp, dtype, allow_missing or ())
-        report = import_hf(source, target, options=options, writing=WriteOptions(overwrite, jobs))
+        allowed = allow_missing or ()
+        report = import_hf(
+            source, target, head=head, mtp=mtp, dtype=dtype, allow_missing=allowed, overwrite=overwrite, jobs=jobs
+        )
     show_report(target, report, as_json=as_json)
 
 
@@ -134,14 +136,15 @@ def export(
 ) -> None:
     """Write a Megatron-Core checkpoint as a Hugging Face one."""
     with showing():
-        from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
+        from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
 
         report = export_checkpoint(
             source,
             target,
             reference=reference,
             options=ExportOptions(int(shard_gb * 1e9), experts, dtype, mtp),
-            writing=WriteOptions(overwrite, jobs),
+            overwrite=overwrite,
+            jobs=jobs,
         )
     show_report(target, report, as_json=as_json)
 
@@ -174,7 +177,7 @@ def verify(
 
         report = verify_checkpoint(first, second, sharding=sharding, allow_missing=allow_missing or ())
     parity = None
-    if logits and is_main():
+    if logits:
         with showing("comparing logits with transformers"):
             from mega_rl.verify.twin import compare_twin
 
@@ -255,11 +258,11 @@ def _verification_lines(verification: Verification, parity: Parity | None, *, go
 
 
 def _comparison_facts(comparison: Comparison) -> dict[str, Any]:
-    return {"equal": comparison.equal, "digest": comparison.digest, **dataclasses.asdict(comparison)}
+    return {"equal": comparison.equal, **dataclasses.asdict(comparison)}
 
 
 def _comparison_lines(comparison: Comparison) -> Iterator[str]:
-    yield f"{comparison.num_equal:,} tensors are equal bit for bit (digest of the first: {comparison.digest})"
+    yield f"{comparison.num_equal:,} tensors are equal bit for bit"
     yield from names_line("only in the first", comparison.only_first)
     yield from names_line("only in the second", comparison.only_second)
     yield from names_line("other type or shape", comparison.mismatched)

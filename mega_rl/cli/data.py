@@ -15,7 +15,7 @@ from mega_rl.cli.options import Overrides, Recipe
 from mega_rl.cli.output import Commands
 from mega_rl.cli.quickstart.word_problems import make_problems, write_problems
 from mega_rl.data.columns import RowColumns, RowProblem
-from mega_rl.data.hub.names import FolderName, Role, dataset_name, folder_name
+from mega_rl.data.hub import FolderName, Role, dataset_name, folder_name
 from mega_rl.disk import make_folder, replace_text
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.rewards.builtin import final_answer, plain_number
@@ -166,7 +166,7 @@ def write_files(
 
 def _rows(rows: str, role: Role, label: str, columns: RowColumns) -> Iterator[object]:
     """Yield the rows of files, downloading a dataset of the Hub. Raises UserError."""
-    from mega_rl.data.hub.rows import fetch_rows, folder_files
+    from mega_rl.data.hub import fetch_rows, folder_files
     from mega_rl.data.rows import read_rows
 
     name = folder_name(rows) or dataset_name(rows)

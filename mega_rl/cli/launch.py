@@ -25,7 +25,7 @@ from mega_rl.config.loader import load
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.operations.launcher.launch import Launch, launch
-from mega_rl.operations.launcher.reaper import SIGNALS
+from mega_rl.operations.launcher.ranks import SIGNALS
 from mega_rl.operations.schedulers import RecipeFacts
 from mega_rl.operations.schedulers import kubernetes as jobset
 from mega_rl.operations.schedulers import slurm as batch

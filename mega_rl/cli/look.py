@@ -1,4 +1,4 @@
-"""`mega-rl report`, `plot`, `doctor`, `recipes` and `plan`: runs as a page or a picture, this machine, recipes."""
+"""`mega-rl report`, `doctor`, `recipes` and `plan`: runs as a page, this machine, recipes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from mega_rl.cli.options import Json, Overrides, Recipe
 from mega_rl.cli.output import Commands, show
 from mega_rl.config import packaged
 from mega_rl.errors import UserError
-from mega_rl.operations.diagnosis.cause import overview
+from mega_rl.operations.diagnosis import overview
 from mega_rl.plan import report as planned
 from mega_rl.tracking import progress
-from mega_rl.tracking.metrics.plot import plot_runs
 from mega_rl.tracking.report.content import page_of, read_runs
-
-METRICS = "metrics.jsonl"
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def report(
@@ -36,38 +32,6 @@ def report(
     disk.make_folder(page.parent)
     disk.replace_text(page, text)
     typer.echo(str(page))
-
-
-def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or files as metrics.jsonl.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Picture to write: .png, .svg or .pdf; else curves.png in the run.")
-    ] = None,
-    metrics: Annotated[
-        str, typer.Option("--metrics", metavar="NAME,...", help="Metrics to draw, a panel each; else the usual ones.")
-    ] = "",
-    smooth: Annotated[
-        float,
-        typer.Option(
-            "--smooth", min=0.0, max=0.999, help="Weight of the past in an exponential moving average; 0 draws raw."
-        ),
-    ] = 0.0,
-) -> None:
-    """Draw the curves of a run, or of several runs in the same panels."""
-    files = {}  # name in the legend -> file
-    for run in runs:
-        file = run / METRICS if run.is_dir() else run
-        if not file.is_file():
-            reason = f"has no {METRICS}" if run.is_dir() else "no such file or folder"
-            raise UserError(f"{run}: {reason}; give the folder of a run (trainer.run_dir)")
-        files[str(file.parent) if file.name == METRICS else str(file)] = file
-    picture = out or next(iter(files.values())).parent / "curves.png"
-    if picture.suffix not in PICTURES:
-        raise UserError(f"--out={picture}: must end in {', '.join(PICTURES)}")
-    progress.show_progress()
-    with progress.phase("drawing"):
-        plot_runs(files, picture, names=[name.strip() for name in metrics.split(",") if name.strip()], smooth=smooth)
-    typer.echo(str(picture))
 
 
 def doctor(

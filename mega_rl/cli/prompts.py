@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 import typer
 
 from mega_rl.cli.output import print_table
+from mega_rl.config.choices import DATA
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.config.schema import Config, SuccessCurriculum
+from mega_rl.config.schema import Config, DataConfig, SuccessCurriculum, TrainerConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.build import ONLY, PromptReader, build_order
 from mega_rl.data.columns import RewardColumns
-from mega_rl.data.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
+from mega_rl.data.downloads import HubNames, checkpoint_folder, fetch, hub_names
 from mega_rl.data.order import shares_of
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.preflight import check_data
 from mega_rl.plan.setup import smallest_world
 from mega_rl.tracking.progress import printable
-from mega_rl.trainer.assemble.data import Tokens, load_data, load_data_source, read_tokens, with_length
+from mega_rl.trainer.assemble.data import OwnRows, Tokens, load_data, read_tokens, with_length
 from mega_rl.types import Prompt
 
 LINE = 240  # characters of a prompt, or of an answer, that are shown: half from each end
@@ -35,14 +37,18 @@ Sets: TypeAlias = Iterator[tuple[list[str], str, Sequence[Prompt]]]
 def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int) -> None:
     """Print the overview of a recipe, with the first `prompts` of each set. Raises UserErrors."""
     config, tokens, vocab_size = _inputs(recipe, overrides)
-    columns = RewardColumns(answer=False, structured=True)  # any reward
-    source = load_data_source(config)
-    train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
-    if config.data.stream.rows:
-        sets = [*_streams(config, tokens, vocab_size, columns)]
+    data, source = config.data, config.data.source_key if config.reward.sources else ""
+    columns = RewardColumns(answer=False, structured=True, source=source)  # any reward
+    make, validates = DATA.maker(config), config.trainer.val_interval > 0 and DATA.needs(config, "has_validation")
+    rows = make and OwnRows(make, data.source.name, config.trainer.seed, validates)
+    reader, seed = PromptReader(data, tokens.tokenizer, vocab_size, columns), config.trainer.seed
+    train, held_out = load_data(reader, config.validation.sets, tokens, seed=seed, source=rows)
+    if data.stream.rows:
+        sets = [*_streams(config.trainer, reader)]
     else:
-        config = with_length(config, len(train), world_size=smallest_world(config))
-        sets = [*_in_memory(config, train)]
+        warmup = config.optim.warmup_steps + config.algorithm.critic_warmup_steps
+        config = replace(config, trainer=with_length(config.trainer, len(train), warmup=warmup))
+        sets = [*_in_memory(data, config.trainer, train)]
     for one in held_out:
         title = f"{one.name} (validation)" if one.name else "validation"
         sets.append((_cells(one.name or "validation", one.prompts), title, one.prompts))
@@ -75,15 +81,17 @@ def _inputs(recipe: Path, overrides: Sequence[str]) -> tuple[Config, Tokens, int
     config = with_settings(config, {"model.path": str(folder)})
     if problems := list(check_data(config)):
         raise UserErrors(problems)
-    return config, read_tokens(config, is_writer=False), read_hf_config(folder).vocab_size
+    skips = config.reward.skip_special_tokens
+    tokens = read_tokens(folder, config.data.chat, config.rollout, skip_special_tokens=skips)
+    return config, tokens, read_hf_config(folder).vocab_size
 
 
-def _in_memory(config: Config, train: Sequence[Prompt]) -> Sets:
+def _in_memory(data: DataConfig, trainer: TrainerConfig, train: Sequence[Prompt]) -> Sets:
     """Yield the sources of training prompts in the order of the files, then the whole."""
-    order, _ = build_order(config.data, config.trainer, train)
-    drawn = order.drawn_after(config.trainer.steps)
+    order, _ = build_order(data, trainer, train)
+    drawn = order.drawn_after(trainer.steps)
     metrics = order.metrics(drawn)
-    sources = config.data.mixture.named()
+    sources = data.mixture.named()
     for name, source in sources.items():
         own = [prompt for prompt in train if prompt.source == name]
         count = int(metrics[f"data/{name}/prompts"])
@@ -93,13 +101,12 @@ def _in_memory(config: Config, train: Sequence[Prompt]) -> Sets:
     yield _cells("all" if sources else "train", train, *whole), "" if sources else "train", train
 
 
-def _streams(config: Config, tokens: Tokens, vocab_size: int, columns: RewardColumns) -> Sets:
+def _streams(trainer: TrainerConfig, of_run: PromptReader) -> Sets:
     """Yield the streams of training prompts, each with its first block."""
-    weights = {name: source.weight for name, source in config.data.mixture.named().items()}
+    weights = {name: source.weight for name, source in of_run.data.mixture.named().items()}
     shares = shares_of(weights) if weights else {ONLY: 1}
-    drawn = config.trainer.steps * config.trainer.prompts_per_step
-    reader_of = PromptReader(config.data, tokens.tokenizer, vocab_size, columns)
-    for name, reader in reader_of.streams(config.trainer.seed):
+    drawn = trainer.steps * trainer.prompts_per_step
+    for name, reader in of_run.streams(trainer.seed):
         title, own = name or "train", reader.first_block()
         share = shares[name] / sum(shares.values())
         cells = _cells(title, own, weights.get(name), share, round(share * drawn))

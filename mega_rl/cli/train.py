@@ -19,9 +19,9 @@ from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.keys import pinned_overrides
 from mega_rl.errors import UserError
-from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.operations.diagnosis import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
-from mega_rl.operations.launcher.store import LOOPBACK
+from mega_rl.operations.launcher.ranks import LOOPBACK
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.operations.schedulers.slurm import become_rank
 from mega_rl.tracking import progress

@@ -17,7 +17,7 @@ from mega_rl.cli.options import Json, made, with_options
 from mega_rl.cli.output import Commands, print_json, print_table
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
@@ -38,7 +38,7 @@ from mega_rl.verify.rl.inputs import STEPS, read_run
 
 if TYPE_CHECKING:
     from mega_rl.verify.replay import Difference, TokenPlace
-    from mega_rl.verify.rl.run import Lockstep, PlantedFault
+    from mega_rl.verify.rl.compare import UpdateErrors
     from mega_rl.verify.run import Verdict
 
 log = logging.getLogger(__name__)
@@ -139,9 +139,6 @@ def rl(
         str, typer.Option("--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2, fsdp2; 1 is one rank.")
     ] = "1,tp2,pp2,dp2,fsdp2",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Trainer steps; two updates each.")] = STEPS,
-    self_check: Annotated[
-        bool, typer.Option("--self-check", help="Plant faults into the independent trainer: each must be named.")
-    ] = False,
     tolerance: Annotated[
         str, typer.Option("--tolerance", metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")
     ] = "",
@@ -157,30 +154,26 @@ def rl(
     allowed = read_changes(tolerance, TOLERANCES)
     settings = settings or []
     recipe = next((text for text in settings if "=" not in text and not text.startswith("~")), None)
-    if self_check and settings:
-        raise UserError(f"{settings[0]}: --self-check has runs of its own; leave recipe and settings out")
     run = read_run(recipe, [text for text in settings if text != recipe], steps=steps)
     with progress.importing("PyTorch"):
         from mega_rl.verify.rl import run as lockstep
     with tempfile.TemporaryDirectory(prefix="verify_") as folder:
-        if self_check:
-            _print_faults(list(lockstep.self_check(Path(folder), timeout_s=timeout_s)), as_json=as_json)
-            return
         log.info("verifying %s", recipe or "the default algorithm")
         config, layouts = lockstep.prepare_run(run, names, Path(folder))
         header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
         facts = []
         if not as_json:
             _print_header(header)
-        for result in lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed):
+        every = lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed)
+        for layout, updates, problem in every:
             facts.append(
                 {
-                    **{"layout": result.layout.name, "ranks": result.layout.ranks, "good": result.good},
-                    **{"problem": result.problem, "updates": [asdict(update) for update in result.updates]},
+                    **{"layout": layout.name, "ranks": layout.ranks, "good": not problem},
+                    **{"problem": problem, "updates": [asdict(update) for update in updates]},
                 }
             )
             if not as_json:
-                _print_lockstep(result, tolerances=allowed)
+                _print_lockstep(layout, updates, problem, tolerances=allowed)
     good = all(fact["good"] for fact in facts)
     if as_json:
         print_json({"good": good, **header, "tolerances": allowed, "layouts": facts})
@@ -286,15 +279,15 @@ def _verify(
         verdicts = verify(plan, wanted, tolerances=allowed, timeout_s=options.timeout_s, on_gpus=on_gpus)
     header: dict[str, object] = {"model": described, "device": "cuda" if on_gpus else "cpu"}
     header |= {"dtype": options.dtype, "packing": options.packing, **counted}
-    good = all(verdict.good for verdict in verdicts)
+    good = not any(problems for _, _, problems in verdicts)
     if options.as_json:
         facts = [
             {
-                **asdict(verdict.layout),
-                **{"ranks": verdict.layout.ranks, "good": verdict.good, "problems": verdict.problems},
-                "found": verdict.errors and asdict(verdict.errors),
+                **asdict(layout),
+                **{"ranks": layout.ranks, "good": not problems, "problems": problems},
+                "found": errors and asdict(errors),
             }
-            for verdict in verdicts
+            for layout, errors, problems in verdicts
         ]
         print_json({"good": good, **header, "tolerances": allowed, "layouts": facts})
     else:
@@ -311,18 +304,18 @@ def _print_header(header: Mapping[str, object]) -> None:
 def print_verdicts(verdicts: Sequence[Verdict], allowed: Mapping[str, float]) -> None:
     """Print a row for each layout, then its worst tensors, the tolerances and the problems."""
     rows, worst = [], []
-    for verdict in verdicts:
-        title, errors = verdict.layout.title, verdict.errors
+    for layout, errors, problems in verdicts:
+        title = layout.title
         numbers, word = ("-", "-", "-"), "failed"
         if errors is not None:
             numbers = (f"{errors.logprob_error:.1e}", f"{errors.loss:.6g}", f"{errors.grad_norm_error:.1e}")
-            word = "equal" if verdict.good else "DIFFERS"
+            word = "DIFFERS" if problems else "equal"
             worst.append(f"{title}: worst gradient: {_worst(errors.gradients)}")
             worst.append(f"{title}: worst weight after a step: {_worst(errors.weights)}")
-        rows.append((title, str(verdict.layout.ranks), *numbers, word))
+        rows.append((title, str(layout.ranks), *numbers, word))
     print_table(("layout", "ranks", "log-prob error", "loss", "grad-norm error", "verdict"), rows)
     lines = [*worst, "tolerances: " + ", ".join(f"{name} {value:g}" for name, value in allowed.items())]
-    lines += [f"{verdict.layout.title}: {problem}" for verdict in verdicts for problem in verdict.problems]
+    lines += [f"{layout.title}: {problem}" for layout, _, problems in verdicts for problem in problems]
     typer.echo("\n".join(lines))
 
 
@@ -331,41 +324,24 @@ def _worst(errors: Mapping[str, float]) -> str:
     return f"{error:.1e} {name.removeprefix('model.')}" if error else "0"
 
 
-def _print_lockstep(lockstep: Lockstep, *, tolerances: Mapping[str, float]) -> None:
+def _print_lockstep(
+    layout: Layout, updates: Sequence[UpdateErrors], problem: str, *, tolerances: Mapping[str, float]
+) -> None:
     """Print the errors of every update on one layout, the tolerances below them, and the verdict."""
-    layout = lockstep.layout
-    if not lockstep.updates:
-        typer.echo(f"{layout.name}: failed\n{layout.name}: {lockstep.problem}")
+    if not updates:
+        typer.echo(f"{layout.name}: failed\n{layout.name}: {problem}")
         return
-    present = {phase for update in lockstep.updates for phase in update.errors}
+    present = {phase for update in updates for phase in update.errors}
     phases = [phase for phase in tolerances if phase in present - {UPDATES}]
     rows = []
-    for update in lockstep.updates:
+    for update in updates:
         errors = [(update.errors.get(phase), tolerances[phase]) for phase in phases]
         cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
         rows.append((update.title, *cells))
     title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
     last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
     print_table(("update", *phases), rows, title=title, last=last)
-    typer.echo(f"{layout.name}: " + ("agrees" if lockstep.good else f"DIFFERS first at {lockstep.problem}"))
-
-
-def _print_faults(results: Sequence[PlantedFault], *, as_json: bool) -> None:
-    """Print how the lockstep named each planted fault, and end with the exit code."""
-    named = sum(result.good for result in results)
-    columns = ("planted fault", "run", "first off", "at", "error", "verdict")
-    rows = []
-    for result in results:
-        verdict = "named" if result.good else "MISSED" if not result.phase else f"NOT as {result.fault.phase}"
-        place = (result.phase or "-", result.where or "-", f"{result.error:.1e}" if result.phase else "-")
-        rows.append((result.fault.name, result.fault.algorithm, *place, verdict))
-    if as_json:
-        faults = [dict(zip(columns, row, strict=True)) for row in rows]
-        print_json({"good": named == len(results), "faults": faults})
-    else:
-        print_table(columns, rows)
-        typer.echo(f"{named} of {len(results)} planted faults are named by their phase")
-    end(named == len(results))
+    typer.echo(f"{layout.name}: " + (f"DIFFERS first at {problem}" if problem else "agrees"))
 
 
 def _print_differences(title: str, differences: Sequence[Difference]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mega_rl.config.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.keys import SECTIONS, TAGGED, keys_below, open_ended, value_of
-from mega_rl.config.schema import Config, RolloutConfig, TrainerConfig
+from mega_rl.config.schema import Config, EngineConfig, RolloutConfig, TrainerConfig
 from mega_rl.config.schema.rollout import runs_code
 
 # Setting with a value -> keys that are read only then; a section stands for all keys in it.
@@ -120,9 +121,14 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: may_have_parts(c),
     ),
     (
-        "rollout.dtype rollout.verify_interval",
+        "rollout.dtype",
         "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
         lambda c: c.rollout.backend != "none",
+    ),
+    (
+        "rollout.verify_interval",
+        "rollout.backend=hf, or sglang with trainer.async_steps",
+        lambda c: c.rollout.backend == "hf" or (c.rollout.backend == "sglang" and bool(c.trainer.async_steps)),
     ),
     ("rollout.sglang.server", "no rollout.sglang.urls: servers that it starts", lambda c: not c.rollout.sglang.urls),
     (
@@ -172,16 +178,10 @@ def _missed(config: Config) -> Iterator[tuple[str, str]]:
     yield from ((keys, needs) for keys, needs, holds in _NEEDS if not holds(config))
 
 
-def has_several_models(config: Config) -> bool:
-    """Return whether a run has a model besides the actor."""
-    return needs_critic(config) or has_reference(config) or config.reward.source.name == "model"
-
-
-def models_take_turns(config: Config, *, colocated: bool) -> bool:
-    """Return whether each model has the device to itself while it works; colocated: with the rollout servers."""
-    wanted = config.engine.resident_roles
-    movable = not (config.engine.backend == "fsdp" and config.engine.fsdp.cpu_offload)
-    return has_several_models(config) and movable and (wanted == "one" or (wanted == "auto" and colocated))
+def models_take_turns(engine: EngineConfig, several: bool, *, colocated: bool) -> bool:
+    """Return whether each of several models has the device to itself while it works; colocated: with servers."""
+    wanted, movable = engine.resident_roles, not (engine.backend == "fsdp" and engine.fsdp.cpu_offload)
+    return several and movable and (wanted == "one" or (wanted == "auto" and colocated))
 
 
 def shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
@@ -243,3 +243,24 @@ def requested_attention(config: Config, role: Role) -> RequestedAttention:
         ),
     }[role]
     return RequestedAttention(model.attn_implementation, "model.attn_implementation") if own.word == "same" else own
+
+
+class RequestedModel(NamedTuple):
+    """The model of a role as its settings ask for it."""
+
+    path: Path
+    attention: RequestedAttention
+
+
+def requested_models(config: Config) -> dict[Role, RequestedModel]:
+    """Return the models of a run by role, the actor first."""
+    model, has_reward = config.model, config.reward.source.name == "model"
+    there: dict[Role, bool] = {
+        **{"actor": True, "critic": needs_critic(config), "reference": has_reference(config), "reward": has_reward}
+    }
+    own = {"critic": model.critic_path, "reference": model.ref_path, "reward": config.reward.model_path}
+    return {
+        role: RequestedModel(Path(own.get(role) or model.path), requested_attention(config, role))
+        for role, is_there in there.items()
+        if is_there
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -11,7 +10,6 @@ from typing import Any
 
 from mega_rl.config.schema import (
     ChatConfig,
-    ColumnCurriculum,
     DataConfig,
     SourceConfig,
     SuccessCurriculum,
@@ -19,10 +17,8 @@ from mega_rl.config.schema import (
 )
 from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RewardColumns, RowColumns
-from mega_rl.data.hub.names import dataset_name
-from mega_rl.data.hub.rows import hub_shards
+from mega_rl.data.hub import dataset_name, hub_shards
 from mega_rl.data.order import (
-    CurriculumSampler,
     MixtureSampler,
     PromptSampler,
     StepOrder,
@@ -58,18 +54,17 @@ class PromptReader:
     vocab_size: int
     columns: RewardColumns
 
-    def reading(
-        self, source: SourceConfig | None = None, *, source_key: str = "", difficulty: str = ""
-    ) -> PromptReading:
+    def reading(self, source: SourceConfig | None = None) -> PromptReading:
         """Return the reading of a source's rows: its settings take the place of those of `data`."""
-        data, source = self.data, source or SourceConfig()
+        data, source_key = self.data, self.columns.source if source is None else ""
+        source = source or SourceConfig()
         system_prompt = data.chat.system_prompt if source.system_prompt is None else source.system_prompt
         kwargs = {**data.chat.template_kwargs, **source.template_kwargs}
         keys = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key)
         return PromptReading(
             self.tokenizer,
             self.vocab_size,
-            RowColumns(*keys, self.columns, difficulty, source=source_key),
+            RowColumns(*keys, self.columns, source_key),
             chat_template(self.tokenizer, replace(data.chat, system_prompt=system_prompt, template_kwargs=kwargs)),
             data.max_prompt_tokens,
             data.overlong_prompts,
@@ -85,8 +80,7 @@ class PromptReader:
         problems: list[str] = []
         for name, source in self.data.mixture.named().items():
             try:
-                reading = self.reading(source, difficulty=getattr(self.data.curriculum, "key", ""))
-                own = load_prompts(source.files, reading)
+                own = load_prompts(source.files, self.reading(source))
             except UserError as error:
                 problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
                 continue
@@ -151,13 +145,6 @@ def _order_of(
         return SuccessSampler(
             prompts, rates, rule=curriculum.prefer, explore=curriculum.explore,
             batch_size=batch_size, seed=seed, key=key,
-        )  # fmt: skip
-    if isinstance(curriculum, ColumnCurriculum):
-        draws = math.ceil(share * (curriculum.steps * trainer.prompts_per_step))
-        high = curriculum.easy == "high"
-        return CurriculumSampler(
-            prompts,
-            start=curriculum.start, draws=draws, easy_is_high=high, batch_size=batch_size, seed=seed, key=key,
         )  # fmt: skip
     return PromptSampler(prompts, batch_size=batch_size, shuffle=data.shuffle, seed=seed, key=key)
 

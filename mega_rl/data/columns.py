@@ -29,6 +29,7 @@ class RewardColumns:
     answer: bool = True  # a row without an answer is malformed
     structured: bool = False  # an answer may be a list, an object, true or false
     every: bool = False  # all columns are kept as `Prompt.row`
+    source: str = ""  # column of the row's data source, which a row need not have; "": nothing reads it
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,16 @@ class RowColumns:
     prompt: str
     answer: str  # "": rows have none
     reward: RewardColumns = RewardColumns()
-    difficulty: str = ""  # column of a number; "": none is read
     source: str = ""  # column of the row's data source, which a row need not have; "": nothing reads it
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Columns that every row must have."""
-        of_reward = (self.prompt, self.answer) if self.reward.answer else (self.prompt,)
-        return (*of_reward, self.difficulty) if self.difficulty else of_reward
+        return (self.prompt, self.answer) if self.reward.answer else (self.prompt,)
 
     def read_of(self, names: Sequence[str]) -> list[str] | None:
         """Return the columns to read of those that a file has; None for all."""
-        keys = dict.fromkeys((self.prompt, self.answer, self.difficulty, self.source, TOOLS, VARIABLES))
+        keys = dict.fromkeys((self.prompt, self.answer, self.source, TOOLS, VARIABLES))
         return None if self.reward.every else [key for key in keys if key in names]
 
     def source_of(self, row: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Prompts of each step: in epochs, the easiest first, by measured success, or mixed of several sources.
+"""Prompts of each step: in epochs, by measured success, or mixed of several sources.
 
 Rules of preference, of a prompt whose samples are right with probability p:
 
@@ -26,7 +26,7 @@ from mega_rl.errors import UserError
 from mega_rl.types import Metrics, Prompt
 
 # Purposes of random orders, which keep their random numbers apart.
-SPLIT, EPOCH, MINIBATCH, CURRICULUM, SUCCESS, STREAM = range(6)
+SPLIT, EPOCH, MINIBATCH, SUCCESS, STREAM = 0, 1, 2, 4, 5
 MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
 _LEAST = 1e-12  # least weight next to the largest; a temperature near 0 would round it to nothing
 _LATE_SCALE = 1 << 64
@@ -117,44 +117,6 @@ class PromptSampler(StepOrder):
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self._prompts), key=(self._seed, EPOCH, epoch, *self._key)))
         return self._order[1][offset]
-
-
-class CurriculumSampler(StepOrder):
-    """The prompts of each step, the easiest first, a pure function of the arguments and the step.
-
-    Draws come in blocks. A block is drawn at random, none of it twice, from the share of the easiest prompts that has
-    been reached when it begins: the share grows evenly from `start` to 1 after `draws`. Then epochs begin.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Prompt], *, start: float, draws: int, batch_size: int, seed: int,
-        easy_is_high: bool = False, key: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(batch_size=batch_size, num_prompts=len(prompts))
-        sign = -1.0 if easy_is_high else 1.0
-        self._by_difficulty = sorted(prompts, key=lambda prompt: sign * prompt.difficulty)
-        self._start, self._draws = start, draws
-        self._seed, self._key = seed, tuple(key)
-        self._block_size = min(batch_size, self._pool_size(0))
-        self._blocks = math.ceil(draws / self._block_size)  # before the epochs
-        self._after = PromptSampler(prompts, batch_size=batch_size, shuffle=True, seed=seed, key=key)
-        self._block: tuple[int, list[int]] = (-1, [])  # the last block, and its prompts
-
-    def take(self, first: int, count: int) -> list[Prompt]:
-        return [self._prompt(number) for number in range(first, first + count)]
-
-    def _prompt(self, number: int) -> Prompt:
-        block, offset = divmod(number, self._block_size)
-        if block >= self._blocks:
-            return self._after.take(number - self._blocks * self._block_size, 1)[0]
-        if self._block[0] != block:
-            size = self._pool_size(block * self._block_size)
-            self._block = (block, permutation(size, key=(self._seed, CURRICULUM, block, *self._key)))
-        return self._by_difficulty[self._block[1][offset]]
-
-    def _pool_size(self, drawn: int) -> int:
-        share = self._start + (1.0 - self._start) * min(1.0, drawn / self._draws)
-        return math.ceil(share * self.num_prompts)
 
 
 class SuccessRates:

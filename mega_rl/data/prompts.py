@@ -130,7 +130,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         columns = [] if prompt.row is None else [prompt.row]
-        further = [value for value in (prompt.source, prompt.difficulty) if value]
+        further = [prompt.source] if prompt.source else []
         content = [prompt.token_ids, prompt.text, prompt.answer, *columns, *further]
         row = json.dumps(content, separators=(",", ":"), default=repr)  # Parquet has more types than JSON
         digest.update(row.encode() + b"\n")

@@ -7,7 +7,6 @@ no setting names, and cannot say which line is at fault.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -222,7 +221,6 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
         messages=tuple((turn["role"], turn["content"] or "") for turn in messages),
         row=row if columns.reward.every else None,
         source=columns.source_of(row),
-        difficulty=_difficulty(row[columns.difficulty], columns.difficulty) if columns.difficulty else 0.0,
     )
     return PromptRow(where, prompt, model_text, unread)
 
@@ -254,12 +252,3 @@ def _answer(value: object, key: str, reward: RewardColumns) -> Answer:
         return value
     legal = "a string, a number, a list or an object" if reward.structured else "a string or a number"
     raise RowProblem(f"{key!r} is {kind_of(value)}, not {legal}")
-
-
-def _difficulty(value: object, key: str) -> float:
-    """Return a row's number in a column. Raises RowProblem."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RowProblem(f"{key!r} (data.curriculum.key) is {kind_of(value)}, not a number")
-    if not math.isfinite(value):
-        raise RowProblem(f"{key!r} (data.curriculum.key) is {value}, not a finite number")
-    return float(value)

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mega_rl.converters.live.copying import fill_all
 from mega_rl.converters.live.load import LoadReport, check_tensors
-from mega_rl.converters.live.transformers_names import DiskTensor, disk_tensors
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.parameters import as_on_disk
+from mega_rl.converters.plan.parameters import DiskTensor, as_on_disk, disk_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
@@ -66,7 +65,6 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
     start = perf_counter()
     kept: list[str] = []
     with CheckpointReader(path) as reader:
-        opened = perf_counter()
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
         ignored, absent = check_tensors(reader, hf, sharding.head)
         renamed = {TokenClassifier.HEAD: hf.value_head}
@@ -85,8 +83,7 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
         written = fill_all(jobs, reader)
         expected = sum(target.numel() for target, _ in jobs)
         assert written == expected, f"{written} elements were written, the shards have {expected}"
-        seconds = {"open": opened - start, "read": perf_counter() - opened}
-        return LoadReport(len(jobs), reader.bytes_read, tuple(kept), ignored, seconds)
+        return LoadReport(reader.bytes_read, tuple(kept), ignored, perf_counter() - start)
 
 
 def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:

@@ -311,7 +311,7 @@ def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByt
             warmup = 2 * warmup + (layout.vpp - 1) * layout.pp
         activations *= min(num_microbatches(setup) * layout.vpp, warmup + 1) / layout.vpp
     recompute = recompute_of(setup)
-    backward = tokens * max((_backward_of(setup, shape, recompute) for shape in _kinds(layers)), default=0.0)
+    backward = tokens * max((_backward_of(shape, recompute) for shape in set(layers)), default=0.0)
     end, head = _head(setup, model, tokens) if pp_rank == layout.pp - 1 else (0, PassBytes())
     if setup.spec == "hf":
         backward += _gathered(setup, model)
@@ -328,7 +328,7 @@ def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByte
     layers = _layers_of(setup, model, pp_rank)
     gathered = _gathered(setup, model) if setup.spec == "hf" else 0
     # About half of a layer's entries are alive at a time: those of attention, or those of the MLP.
-    working = tokens * max((sum(saved(shape).values()) / 2 for shape in _kinds(layers)), default=0.0) + gathered
+    working = tokens * max((sum(saved(shape).values()) / 2 for shape in set(layers)), default=0.0) + gathered
     if pp_rank < layout.pp - 1 or model.head == "value":
         return PassBytes(working=round(working))
     logits = tokens * _columns(setup, model) * setup.logit_itemsize
@@ -367,11 +367,6 @@ def _layers_of(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[Layer
     return [shapes[is_moe(hf, i)] for i in numbers]
 
 
-def _kinds(layers: list[LayerShape]) -> list[LayerShape]:
-    """Return each kind of layer once."""
-    return list({shape.moe: shape for shape in layers}.values())
-
-
 def _layer_bytes(setup: RunSetup, layers: list[LayerShape]) -> float:
     """Return the bytes per token that all layers of a rank keep."""
     recompute = recompute_of(setup)
@@ -387,7 +382,7 @@ def _layer_bytes(setup: RunSetup, layers: list[LayerShape]) -> float:
     return total
 
 
-def _backward_of(setup: RunSetup, shape: LayerShape, recompute: Recompute) -> float:
+def _backward_of(shape: LayerShape, recompute: Recompute) -> float:
     """Return bytes per token of a layer's backward: recomputed activations plus the largest gradients."""
     again = sum(saved(shape).values()) - sum(kept(shape, recompute).values())
     hf, b, tp = shape.hf, shape.itemsize, shape.layout.tp

@@ -10,8 +10,9 @@ that, of an all-to-all the part that does not stay. Numbers that steer a step ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -54,7 +55,6 @@ class Hardware:
     device has measured them.
     """
 
-    name: str
     memory: float  # bytes
     peak: float  # dense bf16 operations
     memory_rate: float  # to and from the device's memory
@@ -68,14 +68,13 @@ class Hardware:
     embedded_layer_s: float = 500e-6  # the same if Python launches each kernel
 
 
-_ALL = (
-    Hardware("a100", memory=80e9, peak=PEAK_TFLOPS["A100"] * 1e12, memory_rate=2.0e12, nvlink=300e9, network=25e9),
-    Hardware("h100", memory=80e9, peak=PEAK_TFLOPS["H100"] * 1e12, memory_rate=3.35e12, nvlink=450e9, network=50e9),
-    Hardware("h200", memory=141e9, peak=PEAK_TFLOPS["H200"] * 1e12, memory_rate=4.8e12, nvlink=450e9, network=50e9),
-    Hardware("b200", memory=180e9, peak=PEAK_TFLOPS["B200"] * 1e12, memory_rate=7.7e12, nvlink=900e9, network=50e9),
-)
-HARDWARE = {each.name: each for each in _ALL}
-RATES = tuple(field.name for field in fields(Hardware) if field.name != "name")
+HARDWARE = {
+    "a100": Hardware(memory=80e9, peak=PEAK_TFLOPS["A100"] * 1e12, memory_rate=2.0e12, nvlink=300e9, network=25e9),
+    "h100": Hardware(memory=80e9, peak=PEAK_TFLOPS["H100"] * 1e12, memory_rate=3.35e12, nvlink=450e9, network=50e9),
+    "h200": Hardware(memory=141e9, peak=PEAK_TFLOPS["H200"] * 1e12, memory_rate=4.8e12, nvlink=450e9, network=50e9),
+    "b200": Hardware(memory=180e9, peak=PEAK_TFLOPS["B200"] * 1e12, memory_rate=7.7e12, nvlink=900e9, network=50e9),
+}
+RATES = tuple(field.name for field in fields(Hardware))
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,7 @@ class _Clock:
         steps = updates_of_a_batch(self.setup.config) if training else 1
         count = (forward + training) / steps
         idle = (self.setup.layout.pp - 1) / self.setup.layout.vpp / count
-        bubble = sum(slowest.values()) * idle
-        return slowest | {BUBBLE: bubble}
+        return slowest | {BUBBLE: sum(slowest.values()) * idle}
 
     def _stage(self, model: PlannedModel, forward: int, training: int, pp_rank: int) -> dict[str, float]:
         setup, layout = self.setup, self.setup.layout
@@ -399,15 +397,10 @@ def _elements(model: PlannedModel) -> int:
 
 def _merged(traffic: Iterable[Traffic]) -> list[Traffic]:
     """Return one entry for each use, collective and group, without empty ones."""
-    merged: dict[tuple[str, str, int, int], int] = {}
+    merged = Counter[Traffic]()
     for each in traffic:
-        key = (each.use, each.collective, each.ranks, each.stride)
-        merged[key] = merged.get(key, 0) + each.nbytes
-    return [
-        Traffic(use, collective, ranks, nbytes, stride)
-        for (use, collective, ranks, stride), nbytes in merged.items()
-        if nbytes
-    ]
+        merged[replace(each, nbytes=0)] += each.nbytes
+    return [replace(key, nbytes=nbytes) for key, nbytes in merged.items() if nbytes]
 
 
 def sync_traffic(setup: RunSetup) -> dict[str, int]:

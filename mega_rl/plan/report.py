@@ -130,10 +130,7 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
     yield from _batch_lines(setup)
     if plan.candidates is not None:
         yield "Layouts that fit, least work first" if plan.candidates else "No layout fits"
-        rows = [
-            [str(each.layout), each.recompute, gb(each.verdict.phase.needed), f"{each.work:.2f}"]
-            for each in plan.candidates
-        ]
+        rows = [[str(each.layout), each.recompute, gb(each.needed), f"{each.work:.2f}"] for each in plan.candidates]
         yield from table(["layout", "recompute", "GB needed", "work"], rows)
         yield ""
     yield f"Sent by rank {fullest.rank} in a step, GB, when every response is as long as it may be"
@@ -161,16 +158,15 @@ def as_json(plan: MemoryPlan) -> dict[str, object]:
             for each in plan.memory
         ],
         "host": host_bytes(setup, plan.memory),
-        "search": plan.candidates and [_candidate_json(each) for each in plan.candidates],
+        "search": plan.candidates
+        and [
+            {**{"settings": each.settings, "recompute": each.recompute}, **{"needed": each.needed, "work": each.work}}
+            for each in plan.candidates
+        ],
         "traffic": [asdict(each) for each in plan.traffic],
         "weight_sync": sync_traffic(setup),
         "time": time and {"seconds": time.total, "training_mfu": time.mfu, "phases": time.phases},
     }
-
-
-def _candidate_json(each: Candidate) -> dict[str, object]:
-    needed = each.verdict.phase.needed
-    return {"settings": each.settings, "recompute": each.recompute, "needed": needed, "work": each.work}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

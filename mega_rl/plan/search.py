@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import product
 
 from mega_rl.config.keys import value_of, with_settings
-from mega_rl.config.needs import has_several_models, unmet
+from mega_rl.config.needs import unmet
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.config.values import divisors
@@ -48,19 +48,17 @@ def advice(setup: RunSetup, proposal: Proposal | None) -> str:
     """Return the sentence that says how to make a run fit."""
     if proposal is None:
         return "none of the changes that were tried is enough; take more GPUs, or a smaller model or shorter sequences"
-    new = ", ".join(
-        f"{key}={_written(value)} (now {_written(value_of(setup.config, key))})"
-        for key, value in proposal.settings.items()
-    )
+
+    def written(value: object) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    now = {key: value_of(setup.config, key) for key in proposal.settings}
+    new = ", ".join(f"{key}={written(value)} (now {written(now[key])})" for key, value in proposal.settings.items())
     words = f"set {new}"
     if proposal.world_size != setup.machine.world_size:
         words = f"take {proposal.world_size} GPUs" + (f" and set {new}" if new else "")
     peak = proposal.verdict.phase
     return f"{words}: {in_gb(peak.needed)} then, while {peak.name}"
-
-
-def _written(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def changed(setup: RunSetup, settings: Mapping[str, object], *, gpus: int = 1) -> RunSetup:
@@ -99,17 +97,12 @@ def cheapest(setup: RunSetup) -> Proposal | None:
             if key in seen or option.kind in {change.kind for change in chosen} or len(extended) > MOST_CHANGES:
                 continue
             seen.add(key)
-            outcome = _outcome(setup, extended)
-            if outcome is not None and outcome.verdict.phase.needed < proposal.verdict.phase.needed:
+            settings = {key: value for change in extended for key, value in change.settings.items()}
+            new = changed(setup, settings, gpus=max(change.gpus for change in extended))
+            if is_legal(new) and (verdict := judge(new)).phase.needed < proposal.verdict.phase.needed:
+                outcome = Proposal(settings, new.machine.world_size, verdict)
                 heappush(open_sets, (sum(change.price for change in extended), len(seen), extended, outcome))
     return None
-
-
-def _outcome(setup: RunSetup, chosen: Sequence[SettingChange]) -> Proposal | None:
-    """Return the outcome of changes, None if they are not legal together."""
-    settings = {key: value for change in chosen for key, value in change.settings.items()}
-    new = changed(setup, settings, gpus=max(change.gpus for change in chosen))
-    return Proposal(settings, new.machine.world_size, judge(new)) if is_legal(new) else None
 
 
 def possible(setup: RunSetup) -> Iterator[SettingChange]:
@@ -125,10 +118,9 @@ def possible(setup: RunSetup) -> Iterator[SettingChange]:
 
 def _of_batches(setup: RunSetup) -> Iterator[SettingChange]:
     micro = setup.config.trainer.microbatch
-    key, size = "trainer.microbatch.max_tokens", micro.max_tokens
-    if not micro.packing:
-        key, size = "trainer.microbatch.size", micro.size
-    smallest = setup.longest if micro.packing else 1
+    key, size, smallest = "trainer.microbatch.size", micro.size, 1
+    if micro.packing:
+        key, size, smallest = "trainer.microbatch.max_tokens", micro.max_tokens, setup.longest
     price, halved = 1.0, size // 2
     while halved >= smallest:
         yield SettingChange("batch", {key: halved}, price)
@@ -165,7 +157,7 @@ def _of_rollouts(setup: RunSetup) -> Iterator[SettingChange]:
 
 def _of_training(setup: RunSetup) -> Iterator[SettingChange]:
     model, engine = setup.config.model, setup.config.engine
-    if not setup.takes_turns and has_several_models(setup.config):
+    if not setup.takes_turns and len(setup.models) > 1:
         # With the embedded engine only if servers do not help: they are the faster way for a model without room.
         price = 0.8 if setup.config.rollout.backend == "sglang" else 3.0
         yield SettingChange("turns", {"engine.resident_roles": "one"}, price)
@@ -207,15 +199,15 @@ class Candidate:
     settings: dict[str, object]
     layout: ParallelLayout
     recompute: str
-    verdict: FitVerdict
+    needed: int  # bytes of a device
     work: float  # relative to a step without recomputation and pipeline bubbles
 
 
 def search(setup: RunSetup, *, most: int = 10) -> list[Candidate]:
     """Return at most `most` of the best layouts that fit: least work first, then least memory."""
     tried = [_candidate(setup, *each) for each in product(_sizes(setup), ("none", "selective", "full"))]
-    fitting = [each for each in tried if each is not None and each.verdict.fits is not False]
-    return sorted(fitting, key=lambda each: (round(each.work, 2), each.verdict.phase.needed))[:most]
+    fitting = [each for each in tried if each is not None]
+    return sorted(fitting, key=lambda each: (round(each.work, 2), each.needed))[:most]
 
 
 def _sizes(setup: RunSetup) -> Iterator[dict[str, int]]:
@@ -223,16 +215,15 @@ def _sizes(setup: RunSetup) -> Iterator[dict[str, int]]:
     tps = [tp for tp in divisors(machine.ranks_per_node) if hf.num_heads % tp == 0]
     pps = [pp for pp in divisors(hf.num_layers) if machine.world_size % pp == 0 and pp <= 64]
     cps = [cp for cp in (1, 2, 4, 8) if setup.longest >= 4096 * cp]
-    eps = [1]
-    if hf.moe is not None:
-        eps = [ep for ep in divisors(hf.moe.num_experts) if machine.world_size % ep == 0 and ep & (ep - 1) == 0]
+    experts = 1 if hf.moe is None else hf.moe.num_experts
+    eps = [ep for ep in divisors(experts) if machine.world_size % ep == 0 and ep & (ep - 1) == 0]
     for tp, pp, cp, ep in product(tps, pps, cps or [1], eps):
         if machine.world_size % (tp * pp * cp) == 0 and machine.world_size // pp % ep == 0:
             yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
 
 
 def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candidate | None:
-    """Return a layout with its verdict; None if it is not legal. Another pp makes the pipeline even, without vpp."""
+    """Return a layout; None if it is not legal or does not fit. Another pp makes the pipeline even, without vpp."""
     par = setup.config.engine.megatron
     settings: dict[str, object] = {f"{_MEGATRON}.{name}": size for name, size in sizes.items()}
     if sizes["tp"] > 1 or par.sequence_parallel:
@@ -243,9 +234,9 @@ def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candid
         settings |= {f"{_MEGATRON}.vpp": 1, f"{_MEGATRON}.overlap_p2p": False, f"{_MEGATRON}.pipeline": ""}
     settings["model.recompute"] = recompute
     new = changed(setup, settings)
-    if not is_legal(new):
+    if not is_legal(new) or (verdict := judge(new)).fits is False:
         return None
     bubble = (new.layout.pp - 1) / (num_microbatches(new) * new.layout.vpp)
     work = (1 + AGAIN[recompute_of(new).mode]) * (1 + bubble)
     kept = {key: value for key, value in settings.items() if value != value_of(setup.config, key)}
-    return Candidate(kept, new.layout, recompute, judge(new), work)
+    return Candidate(kept, new.layout, recompute, verdict.phase.needed, work)

@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from mega_rl.config.choices import has_reference, needs_critic
 from mega_rl.config.loader import load
-from mega_rl.config.needs import Role, models_take_turns, shares_devices
+from mega_rl.config.needs import Role, models_take_turns, requested_models, shares_devices
 from mega_rl.config.rules import check
 from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
-from mega_rl.data.hub.resolve import checkpoint_folder, checkpoint_paths
+from mega_rl.data.downloads import checkpoint_folder, checkpoint_paths
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -126,7 +125,7 @@ class RunSetup:
     @property
     def takes_turns(self) -> bool:
         """Return whether each model has the device to itself while it works."""
-        return models_take_turns(self.config, colocated=self.colocated)
+        return models_take_turns(self.config.engine, len(self.models) > 1, colocated=self.colocated)
 
     def sharding(self, model: PlannedModel) -> Sharding:
         """Return a model with its layout."""
@@ -135,16 +134,12 @@ class RunSetup:
 
 def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role, PlannedModel]:
     """Return the models of a run by role; a role without its own checkpoint has the actor's."""
-    actor = checkpoints["model.path"]
-    models: dict[Role, PlannedModel] = {"actor": PlannedModel("actor", actor, "lm", trainable=True)}
-    if needs_critic(config):
-        models["critic"] = PlannedModel("critic", checkpoints.get("model.critic_path", actor), "value", trainable=True)
-    if has_reference(config):
-        models["reference"] = PlannedModel("reference", checkpoints.get("model.ref_path", actor), "lm", trainable=False)
-    if config.reward.source.name == "model":
-        models["reward"] = PlannedModel(
-            "reward", checkpoints.get("reward.source.path", actor), "value", trainable=False
-        )
+    own = {"critic": "model.critic_path", "reference": "model.ref_path", "reward": "reward.source.path"}
+    models: dict[Role, PlannedModel] = {}
+    for role in requested_models(config):
+        hf = checkpoints.get(own.get(role, ""), checkpoints["model.path"])
+        head: Head = "lm" if role in ("actor", "reference") else "value"
+        models[role] = PlannedModel(role, hf, head, trainable=role in ("actor", "critic"))
     return models
 
 

@@ -6,13 +6,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import first_names, raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
@@ -123,8 +122,7 @@ NAMED = 5  # failed responses in the log of one batch
 class TextScorer:
     """Reward role of one replica over a source of scores.
 
-    Each rank of the replica scores every size-th row and all get the sum: a source that is slow, random or a service
-    sees each response once, and all ranks of a replica train on the same numbers.
+    Each rank of the replica scores every size-th row and all get the sum: a source sees each response once.
     """
 
     source: FunctionRewards
@@ -144,9 +142,7 @@ class TextScorer:
         response without the stop tokens that ended its turns. Failed samples are not scored: 0. A response that the
         reward leaves out (None) has NaN.
 
-        Raises:
-            RewardError: on every rank of the run, naming prompt, response and cause.
-            UserError: on every rank, for settings that do not go with the reward's components.
+        Raises on every rank RewardError, and UserError for settings that do not go with the reward's components.
         """
         # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
         rows = answered(rollout)[self.replica.rank :: self.replica.size]
@@ -242,26 +238,3 @@ class AbsentScorer:
 
     def metrics(self) -> Metrics:
         return {}
-
-
-def answers_together(
-    function: Callable[[str], object], responses: Sequence[str], *, setting: str, everyone: Ranks
-) -> list[str | None]:
-    """Return the answers that a user's function reads of this rank's responses; collective over all ranks.
-
-    setting: names the function in messages, as "validation.answer_of='a.py:f'". Raises UserError on every rank, where
-    the function fails on any, or returns anything but a string or None.
-    """
-    answers: list[str | None] = []
-    failure = None
-    try:
-        for response in responses:
-            with users_code(f"{setting}: failed for a response"):
-                answer = function(response)
-            if answer is not None and not isinstance(answer, str):
-                raise UserError(f"{setting}: returned {type(answer).__name__}; it must return a string, or None")
-            answers.append(answer)
-    except UserError as error:
-        failure = error
-    raise_together(failure, everyone, error=UserError)
-    return answers

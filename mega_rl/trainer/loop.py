@@ -5,7 +5,7 @@
     generate, reward   log-probs, values,   critic, actor      weights to      validate, save,
                        advantages                              the sampler     export, dump
 
-Every rank runs it. PPO, GRPO and distillation are one `Algorithm`; a new kind of training is another object here.
+Every rank runs it. PPO, GRPO and distillation are one `PolicyGradient`; another kind of training is another object.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter
 from mega_rl.types import Metrics
 
 if TYPE_CHECKING:
+    from mega_rl.trainer.policy_gradient import PolicyGradient
     from mega_rl.workers.residency import Residency
 
 
@@ -102,18 +103,8 @@ class StepLog:
 class BatchSource(Protocol):
     """Source of the batches that steps train on."""
 
-    def take(self, step: int) -> object:
+    def take(self, step: int) -> Any:
         """Return the batch of a step, counted from 0; called once per step, in order; collective."""
-
-
-class Algorithm(Protocol):
-    """Computation on a batch, and the updates that learn from it."""
-
-    def evaluate(self, batch: Any, step: int) -> object:
-        """Return the batch with everything that an update needs; changes no weight; collective."""
-
-    def update(self, evaluated: Any, step: int) -> None:
-        """Make the optimizer steps of a batch; collective."""
 
 
 class Event:
@@ -140,8 +131,8 @@ class Event:
 class Trainer:
     """The loop of a run, the same on every rank."""
 
-    batches: BatchSource  # samples of the policy, demonstrations, preferences
-    algorithm: Algorithm
+    batches: BatchSource
+    algorithm: PolicyGradient
     sync: WeightSync  # sends new weights to those who generate
     events: Sequence[Event]  # in this order
     stage: Stages

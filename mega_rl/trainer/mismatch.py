@@ -18,6 +18,7 @@ from mega_rl.algorithms.mismatch import (
     importance_summary,
     logprob_mismatch,
 )
+from mega_rl.config.schema.rollout import MismatchConfig
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks
@@ -56,10 +57,10 @@ class MismatchLimits:
         return None
 
 
-def usual_limits(*, in_fp32: bool, mean: float, share: float, largest: float) -> MismatchLimits:
+def usual_limits(settings: MismatchConfig, *, in_fp32: bool) -> MismatchLimits:
     """Return the limits of the settings; 0 allows for rounding. in_fp32: trainer and rollouts are."""
-    usual_mean, usual_max = (1e-3, 1.0) if in_fp32 else (0.15, inf)
-    return MismatchLimits(mean=mean or usual_mean, share=share, max=largest or usual_max)
+    mean, largest = (1e-3, 1.0) if in_fp32 else (0.15, inf)
+    return MismatchLimits(settings.mean_limit or mean, settings.share_limit, settings.max_limit or largest)
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,12 @@ class MismatchGuard:
         stale_mask = torch.full_like(mask, self.current is not None)
         if self.current is not None and isinstance(rollout, Rollout):
             stale_mask = token_versions(rollout) != self.current()
-        fresh, stale, importance = self._over_ranks(
-            [_summary(rollout, logprobs, part) for part in (mask & ~stale_mask, mask & stale_mask)],
-            importance_summary(logprobs, rollout.rollout_logprobs, mask),
-        )
+        names = ("tokens", "prompt_index", "sample_index")
+        rows = {name: getattr(rollout, name) for name in names}
+        parts = (mask & ~stale_mask, mask & stale_mask)
+        summaries = [logprob_mismatch(rollout.rollout_logprobs, logprobs, part, **rows) for part in parts]
+        weights = importance_summary(logprobs, rollout.rollout_logprobs, mask)
+        fresh, stale, importance = self._over_ranks(summaries, weights)
         if old.entropy is not None:
             importance |= self._deviation((logprobs + old.entropy)[mask & ~stale_mask].double())
         exceeded = self.limits.exceeded(fresh)
@@ -123,17 +126,6 @@ class MismatchGuard:
         sizes = [SUMMARY_SIZE, SUMMARY_SIZE, IMPORTANCE_SIZE]
         fresh, stale, weights = self.ranks.sum(torch.cat([*packed, of_this_rank], dim=1)).split(sizes, dim=1)
         return combine(fresh), combine(stale), importance_metrics(weights)
-
-
-def _summary(rollout: Rollout | Experience, logprobs: Tensor, mask: Tensor) -> LogprobMismatch:
-    return logprob_mismatch(
-        rollout.rollout_logprobs,
-        logprobs,
-        mask,
-        tokens=rollout.tokens,
-        prompt_index=rollout.prompt_index,
-        sample_index=rollout.sample_index,
-    )
 
 
 @dataclass(frozen=True)

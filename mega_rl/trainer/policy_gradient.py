@@ -14,16 +14,15 @@ from mega_rl.algorithms.kl import KLController, RewardKL
 from mega_rl.algorithms.losses import Aggregation, loss_weights, token_and_sequence_counts
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
-from mega_rl.protocols import Inspect, Learner, Ranks, TokenModel
+from mega_rl.protocols import Learner, Ranks, TokenModel
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.rows import gather_column, leave_truncated_out, moved_rows, own_rows, rows_with_advantages
+from mega_rl.trainer.rows import gather_column, leave_truncated_out, moved_rows, own_rows
 from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics
 from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
 
 Guard = Callable[[Rollout | Experience, TokenOutputs], Metrics]  # raises RolloutMismatchError
 ModelOutputs = tuple[TokenOutputs, TokenOutputs, TokenOutputs]  # old log-probs, reference log-probs, values
-LEFT_OUT = "actor/zero_advantage_fraction"
 
 
 class Evaluated(NamedTuple):
@@ -43,7 +42,6 @@ class PolicyGradientRules:
     # on-policy update until the loss takes the log-probs of its forward, in other steps as the old policy.
     recompute_old_logprobs: bool = True
     filter_truncated: bool = False  # responses that length cut off do not train
-    skip_zero_advantages: bool = False  # the actor's updates leave out rows without an advantage
 
 
 @dataclass
@@ -96,7 +94,7 @@ class PolicyGradient:
             inspect = None if self.rules.recompute_old_logprobs else self.guard
             updates = []
             for minibatch in evaluated.minibatches:
-                updates.append(self._update_actor(minibatch, step, inspect))
+                updates.append(self.actor.update(minibatch, step=step, inspect=inspect))
                 inspect = None
             self.log.add(mean_metrics(updates))
             self._update_kl(moved=any(update and not update.get("actor/skipped_steps") for update in updates))
@@ -107,13 +105,6 @@ class PolicyGradient:
             return TokenOutputs()
         with self.stage(stage):
             return model.evaluate(rollout)
-
-    def _update_actor(self, minibatch: Experience, step: int, inspect: Inspect | None) -> Metrics:
-        if not self.rules.skip_zero_advantages:
-            return self.actor.update(minibatch, step=step, inspect=inspect)
-        left, fraction = rows_with_advantages(minibatch, self.minibatches.ranks)
-        metrics = self.actor.update(left, step=step, inspect=inspect)
-        return metrics | {LEFT_OUT: fraction} if metrics else metrics
 
     def _update_kl(self, *, moved: bool) -> None:
         """Update the KL coefficient, unless the actor did not move or there is no reference."""

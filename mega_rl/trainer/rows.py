@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl.data.minibatches import assign_rows
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import share
@@ -50,21 +49,22 @@ class Samples(NamedTuple):
         width = max(rollout.tokens.size(1) for rollout in rollouts)
         columns = [_columns(rollout) for rollout in rollouts]
         fields = {name: torch.cat([_widened(one[name], width) for one in columns]) for name in columns[0]}
-        values = [_under_names_of(self.rewards, other.rewards), other.rewards.columns()]
-        values = [_widened(one, max(rows.size(1) for rows in values)) for one in values]
         known = other.rewards if other.rewards.parts is not None and other.rewards.parts.names else self.rewards
+        names = () if known.parts is None else known.parts.names
+        values = []
+        for one in (self.rewards, other.rewards):
+            own = () if one.parts is None else one.parts.names
+            values.append(with_parts(one.columns(), own, names, first=1, missing=torch.nan if own else 0.0))
         rewards = known.with_columns(torch.cat(values))
         return Samples([*self.prompts, *other.prompts], Rollout.from_rows(**fields), rewards)
 
 
-def _under_names_of(first: Rewards, second: Rewards) -> Tensor:
-    """Return the columns of the first under the components of the second, a superset."""
-    columns, before, after = first.columns(), first.parts, second.parts
-    if before is None or after is None or not before.names or before.names == after.names:
-        return columns
-    wide = columns.new_full((len(columns), 1 + len(after.names)), torch.nan)
-    wide[:, [0, *(1 + after.names.index(name) for name in before.names)]] = columns
-    return wide
+def with_parts(table: Tensor, own: Sequence[str], names: Sequence[str], *, first: int, missing: float) -> Tensor:
+    """Return [n, first + K], columns of `names` after `first` others; own: the table's names, some of these."""
+    more = table.new_full((len(table), len(names)), missing)
+    for place, name in enumerate(own):
+        more[:, names.index(name)] = table[:, first + place]
+    return torch.cat([table[:, :first], more], dim=1)
 
 
 def _widened(column: Tensor, width: int) -> Tensor:
@@ -273,24 +273,3 @@ def leave_truncated_out(experience: Experience, rollout: Rollout) -> Experience:
     for name in PER_TOKEN:
         setattr(experience, name, getattr(experience, name) * experience.loss_mask)
     return experience
-
-
-def rows_with_advantages(minibatch: Experience, ranks: Ranks) -> tuple[Experience, float]:
-    """Return this rank's rows with an advantage other than 0, and the share left out; collective.
-
-    The gradient of every loss that is a multiple of the advantage is the same without these rows, to rounding. Rows are
-    balanced anew. If no row has an advantage, the shortest row that trains stays, with a gradient of 0.
-    """
-    own = ((minibatch.advantages != 0) & minibatch.loss_mask).any(dim=1)
-    trains = minibatch.loss_mask.any(dim=1)
-    columns = (own.long(), trains.long(), minibatch.lengths)
-    chosen, trains, lengths = (gather_column(column, ranks) for column in columns)
-    total = len(chosen)
-    if not chosen.any():
-        chosen[torch.where(trains > 0, lengths, lengths.max() + 1).argmin()] = 1
-    destinations = assign_rows(chosen, lengths, block=[1], dp_size=ranks.size)
-    left = moved_rows(minibatch, destinations[slice(*own_rows(len(own), ranks))], ranks)
-    share = float(ranks.sum(left.token_weights.double().sum()))
-    if share > 0.0:  # a mini-batch may have no token that trains
-        left.token_weights = (left.token_weights / share).float()
-    return left, 1.0 - int(chosen.sum()) / total

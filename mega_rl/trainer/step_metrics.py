@@ -16,7 +16,7 @@ from mega_rl.algorithms.kl import k3
 from mega_rl.algorithms.losses import explained_variance
 from mega_rl.algorithms.statistics import QUANTILES, SUMMARY, combine, histogram, summary
 from mega_rl.protocols import Ranks
-from mega_rl.trainer.rows import answered, gather_column
+from mega_rl.trainer.rows import answered, gather_column, with_parts
 from mega_rl.types import TRAINED_TOKENS, Experience, Metrics, RewardParts, Rewards, Rollout
 
 EQUAL_GROUPS = "reward/equal_groups_fraction"
@@ -26,7 +26,6 @@ NGRAM = 8  # tokens; shorter ones come back in any long text
 _FACTOR = 6364136223846793005  # odd and large: the hash of n tokens is a polynomial in it modulo 2^64
 # Metrics of an update itself. All others are means over the tokens of its mini-batch.
 PER_UPDATE = {"grad_norm", "grad_clipped_fraction", "lr", "num_microbatches"}
-PER_UPDATE |= {"zero_advantage_fraction"}
 _COLUMNS = 4  # before the parts: prompt, sample, reward, response tokens
 
 
@@ -47,13 +46,18 @@ class SampleTable:
         return SampleTable(**{name: column[chosen] for name, column in vars(self).items()})
 
 
-def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix: str = "") -> Metrics:
+def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks) -> Metrics:
     """Return rewards, response lengths and how responses ended, over all ranks."""
-    failures: Metrics = {}
+    failures = {}
     if rollout.failed is not None:
-        failures[f"{prefix}rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
-    samples = _gathered(rollout, rewards, ranks)
-    metrics: Metrics = {}
+        failures["rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
+    response = rollout.loss_mask.sum(dim=1).double()
+    columns = (
+        rewards.totals, rollout.prompt_lengths, response, rollout.lengths, rollout.finished,
+        repeated_fractions(rollout.tokens, rollout.loss_mask),
+    )  # fmt: skip
+    prompt, _, *others = _by_sample(_own_rows(rollout, columns, ranks)).unbind(dim=1)
+    samples, metrics = SampleTable(prompt, *others), Metrics()
     if rewards.scored:
         scored = samples.where(~samples.reward.isnan())
         metrics["reward/masked_fraction"] = 1.0 - len(scored.reward) / max(len(samples.reward), 1)
@@ -62,11 +66,10 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix:
             metrics |= _reward_metrics(scored)
             metrics |= _lengths("right_response_tokens", scored.response_tokens[right])
             metrics |= _lengths("wrong_response_tokens", scored.response_tokens[wrong])
-    metrics |= _length_metrics(samples)
-    return {f"{prefix}{name}": value for name, value in metrics.items()} | failures
+    return metrics | _length_metrics(samples) | failures
 
 
-def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks, *, prefix: str = "reward/") -> Metrics:
+def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> Metrics:
     """Return the mean of each part of the rewards over all ranks' samples that have it."""
     if parts is None:
         return {}
@@ -74,17 +77,7 @@ def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks, *, p
     counts, totals = ranks.sum(torch.stack([known.double(), parts.values.nan_to_num().double() * known]).sum(dim=1))
     means = (totals / counts.clamp(min=1.0)).tolist()
     counted = zip(parts.names, means, counts.tolist(), strict=True)
-    return {f"{prefix}{name}": mean for name, mean, count in counted if count}
-
-
-def _gathered(rollout: Rollout, rewards: Rewards, ranks: Ranks) -> SampleTable:
-    response = rollout.loss_mask.sum(dim=1).double()
-    columns = (
-        rewards.totals, rollout.prompt_lengths, response, rollout.lengths, rollout.finished,
-        repeated_fractions(rollout.tokens, rollout.loss_mask),
-    )  # fmt: skip
-    prompt, _, *others = _by_sample(_own_rows(rollout, columns, ranks)).unbind(dim=1)
-    return SampleTable(prompt, *others)
+    return {f"reward/{name}": mean for name, mean, count in counted if count}
 
 
 def _own_rows(rollout: Rollout, columns: Sequence[Tensor], ranks: Ranks, *, first: int = 0) -> Tensor:
@@ -210,26 +203,17 @@ def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: b
     """Return token means, spread and quantiles of the update's inputs, over all ranks."""
     mask = experience.loss_mask
     columns = {"advantage/mean": experience.advantages, "advantage/abs_mean": experience.advantages.abs()}
-    by_half = {"actor/entropy": -experience.old_logprobs}
     spread = {"advantage": experience.advantages[mask]}
     if has_reference:
-        by_half["kl/ref"] = columns["kl/ref"] = k3(experience.old_logprobs, experience.ref_logprobs)
+        columns["kl/ref"] = k3(experience.old_logprobs, experience.ref_logprobs)
         columns["kl/ref_k1"] = experience.old_logprobs - experience.ref_logprobs
     if has_critic:
         columns |= {"returns/mean": experience.returns, "values/mean": experience.values}
         spread["values"] = experience.values[mask]
     sums = torch.stack([mask.sum().double(), *((column.double() * mask).sum() for column in columns.values())])
-    of_halves = [
-        torch.stack([half.sum().double(), *((column.double() * half).sum() for column in by_half.values())])
-        for half in halves(mask)
-    ]
-    sums, *of_halves, summaries, histograms = _over_ranks([sums, *of_halves], list(spread.values()), ranks)
+    sums, summaries, histograms = _over_ranks(sums, list(spread.values()), ranks)
     count, *totals = sums.tolist()
     means = {name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)}
-    for which, half in zip(("first", "second"), of_halves, strict=True):
-        tokens, *totals = half.tolist()
-        if tokens:
-            means |= {f"{name}_{which}_half": total / tokens for name, total in zip(by_half, totals, strict=True)}
     for number, area in enumerate(spread):
         numbers = combine(summaries[:, number], histograms[number], quantiles=QUANTILES)
         means |= {f"{area}/{name}": value for name, value in numbers.items()}
@@ -239,19 +223,12 @@ def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: b
     return means
 
 
-def halves(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [B, S] bool twice: each response's first half, with the middle token, and second half."""
-    position = mask.cumsum(dim=1)
-    first = mask & (2 * position <= mask.sum(dim=1, keepdim=True) + 1)
-    return first, mask & ~first
-
-
-def _over_ranks(sums: list[Tensor], columns: list[Tensor], ranks: Ranks) -> list[Tensor]:
+def _over_ranks(sums: Tensor, columns: list[Tensor], ranks: Ranks) -> list[Tensor]:
     """Return sums over all ranks, then summaries [ranks, columns, SUMMARY] and histograms [columns, BINS]."""
     summaries = torch.zeros(ranks.size, len(columns), SUMMARY, dtype=torch.float64)
     summaries[ranks.rank] = torch.stack([summary(column) for column in columns])
     histograms = torch.stack([histogram(column) for column in columns])
-    parts = [*sums, summaries, histograms]
+    parts = [sums, summaries, histograms]
     whole = ranks.sum(torch.cat([part.flatten() for part in parts]))
     taken = whole.split([part.numel() for part in parts])
     return [numbers.view(part.shape) for numbers, part in zip(taken, parts, strict=True)]
@@ -312,7 +289,10 @@ class AnswerTable:
     def metrics(self) -> Metrics:
         """Return the means of rewards, parts and lengths that exist, as "val/reward_mean"."""
         names = sorted({name for parts in self._parts for name in parts})
-        tables = [_with_parts(table, own, names) for table, own in zip(self._tables, self._parts, strict=True)]
+        tables = [
+            with_parts(table, own, names, first=_COLUMNS, missing=torch.nan)
+            for table, own in zip(self._tables, self._parts, strict=True)
+        ]
         table = _by_sample(torch.cat(tables) if tables else torch.zeros(0, _COLUMNS))
         _, _, reward, tokens, *parts = table.unbind(dim=1)
         has_reward = ~reward.isnan()
@@ -323,15 +303,6 @@ class AnswerTable:
         for name, values in zip(names, parts, strict=True):
             metrics |= _mean(f"val/reward_{name}", values[~values.isnan()])
         return metrics
-
-
-def _with_parts(table: Tensor, own: Sequence[str], names: Sequence[str]) -> Tensor:
-    """Return [n, 4 + K] with the columns of `names`; NaN for missing parts."""
-    more = table.new_full((len(table), len(names)), torch.nan)
-    for place, name in enumerate(names):
-        if name in own:
-            more[:, place] = table[:, _COLUMNS + own.index(name)]
-    return torch.cat([table[:, :_COLUMNS], more], dim=1)
 
 
 def _mean(name: str, values: Tensor) -> Metrics:

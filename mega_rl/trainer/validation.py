@@ -17,8 +17,6 @@ from mega_rl.trainer.rows import ReadResponse, check_rows, scored_rows
 from mega_rl.trainer.step_metrics import AnswerTable
 from mega_rl.types import Draws, Metrics, Prompt, PromptSet, Rewards, Rollout
 
-AnswersOf = Callable[[Sequence[str]], Sequence[str | None]]
-
 
 @dataclass(frozen=True)
 class EvaluationPlan:
@@ -59,12 +57,7 @@ class SetOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation on sets of prompts; samples depend only on step, set, prompt and sample number.
-
-    answers_of: [B] -> [B], the answer that each response votes for, None without one; collective over all ranks. Raises
-    a UserError on all of them for a user's function that fails on one.
-    hold: brings the state that the stages "validate" and "reward" need to the devices.
-    """
+    """Evaluation on sets of prompts; samples depend only on step, set, prompt and sample number."""
 
     sets: Sequence[PromptSet]
     plan: EvaluationPlan
@@ -72,8 +65,8 @@ class Evaluation:
     reward: Scorer
     ranks: Ranks  # the data-parallel replicas
     read: ReadResponse
-    answers_of: AnswersOf = lambda responses: [response.strip() for response in responses]
-    hold: Callable[[str], None] = lambda stage: None
+    answer: Callable[[str], str | None] = str.strip  # what a response votes for
+    hold: Callable[[str], None] = lambda stage: None  # brings the state of "validate" or "reward" to the devices
 
     def run(self, step: int, *, each: Callable[[ScoredSamples], None] = lambda samples: None) -> list[SetOutcome]:
         """Return the outcome on each set; collective over all ranks."""
@@ -114,15 +107,10 @@ class Evaluation:
         votes: Sequence[str | None] = ()
         right: Sequence[bool | None] = ()
         if self.plan.counted:
-            votes = self._votes(rows)
+            known = [True] * len(rows.lengths) if rows.failed is None else (~rows.failed).tolist()
+            votes = [self.answer(self.read(rows, row)[0]) if known[row] else None for row in range(len(known))]
             right = right_samples(rows, rewards, above=self.plan.right_above, part=self.plan.right_part)
         return ScoredSamples(one.name, part.start, prompts, rows, rewards, votes, right)
-
-    def _votes(self, rows: Rollout) -> list[str | None]:
-        """Return [B] the answer of each response, None of failed samples; collective over all ranks."""
-        answered = range(len(rows.lengths)) if rows.failed is None else (~rows.failed).nonzero().flatten().tolist()
-        answers = dict(zip(answered, self.answers_of([self.read(rows, row)[0] for row in answered]), strict=True))
-        return [answers.get(row) for row in range(len(rows.lengths))]
 
 
 def parts_of(count: int, *, most: int) -> list[range]:

@@ -21,8 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError, name_of_signal
-from mega_rl.operations.launcher.ranks import Assignment, environment
-from mega_rl.operations.launcher.store import LOOPBACK, listen
+from mega_rl.operations.launcher.ranks import LOOPBACK, Assignment, environment, listen
 from mega_rl.parallel.accelerator import prepare
 from mega_rl.parallel.accelerator.base import HIDDEN
 from mega_rl.processes import DEVNULL, STDOUT, Child

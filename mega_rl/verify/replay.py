@@ -14,12 +14,11 @@ from mega_rl.checkpoint.format.manifest import COMMIT_FILE
 from mega_rl.checkpoint.weights import HEADS, open_weights
 from mega_rl.config.keys import keys_below, value_of, with_settings
 from mega_rl.config.loader import load
-from mega_rl.config.needs import unmet
+from mega_rl.config.needs import requested_models, unmet
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
-from mega_rl.converters.offline.writing import WriteOptions
-from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.base import gpu_for_each
 from mega_rl.tracking import progress
@@ -33,7 +32,6 @@ from mega_rl.tracking.records.reader import (
     folder_of,
 )
 from mega_rl.tracking.records.reader import read_record as read_step
-from mega_rl.trainer.assemble.plan import roles_of
 from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import Layout, resolve_all
 from mega_rl.verify.rl.inputs import with_layout
@@ -82,7 +80,7 @@ def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
 
 def find_weights(record: Record, config: Config, work: Path, *, given: Path | None = None) -> dict[str, str]:
     """Return each role's Hugging Face folder at the begin of a record's step. Raises UserError."""
-    models = {str(role): str(origin_of(config, str(role))) for role in roles_of(config) if role != "reward"}
+    models = {str(role): str(origin_of(config, str(role))) for role in requested_models(config) if role != "reward"}
     changing = [role for role in models if role != "reference" or config.algorithm.kl.reference_interval]
     step = record.description.steps_before
     if given is None and set(changing) <= set(record.description.weights):
@@ -111,7 +109,6 @@ def _converted(record: Record, config: Config, work: Path, checkpoint: Path, cha
             work / role,
             reference=source,
             options=ExportOptions(dtype=_DTYPES[config.model.dtype]),
-            writing=WriteOptions(overwrite=False),
             opened=partial(open_weights, checkpoint, role=role, reference=source),
         )
         targets[role] = str(work / role)
@@ -262,10 +259,3 @@ def replay_layouts(
 def result_of(record: Record, plan: ReplayPlan, *, atol: float | None = None) -> list[Difference]:
     """Return the differences of a record and of the one that ranks have written."""
     return compare(record, read_step(folder_of(Path(plan.target), record.description.step)), atol=atol)
-
-
-NO_LIMIT = 1 << 62
-SAMPLED = (
-    *("loss_mask", "rollout_logprobs", "finished", "prompt_index", "sample_index", "weight_version"),
-    *("routing", "token_versions", "failed"),
-)

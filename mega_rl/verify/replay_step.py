@@ -6,7 +6,7 @@ tensor is compared for itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from mega_rl.algorithms.kl import KLController
 from mega_rl.config.loader import load
 from mega_rl.config.needs import Role
+from mega_rl.config.schema import Config
 from mega_rl.engines.base import ModelRequest
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of, share
@@ -25,13 +26,13 @@ from mega_rl.tracking.metrics.steps import PhaseTimer
 from mega_rl.tracking.records.reader import MODEL_OUTPUTS, Record
 from mega_rl.tracking.records.reader import read_record as read_step
 from mega_rl.tracking.records.writer import RecordWriter
-from mega_rl.trainer.assemble.algorithms import build_overlong, build_policy_gradient
-from mega_rl.trainer.assemble.plan import Roles, RunPlan, build_roles, plan_run
+from mega_rl.trainer.assemble.algorithms import build_policy_gradient
+from mega_rl.trainer.assemble.plan import Roles, build_roles, plan_run
 from mega_rl.trainer.assemble.records import step_columns
 from mega_rl.trainer.assemble.run import session
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.rows import Samples, check_rows, leave_unscored_out
+from mega_rl.trainer.rows import Overlong, Samples, check_rows, leave_unscored_out
 from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.untrusted import read_record
 from mega_rl.verify.replay import ReplayPlan, replay_config
@@ -53,18 +54,18 @@ def replay(plan: ReplayPlan, accelerator: Accelerator) -> None:
     record = read_step(plan.record)
     config = replay_config(load(None, record.description.config), plan)
     with session(config, accelerator) as groups:
-        run = plan_run(config, accelerator)
+        run, steps = plan_run(config, accelerator), config.trainer.steps
         models: dict[Role, ModelRequest] = {
             role: replace(model, trainable=False) for role, model in run.models.items() if role != "reward"
         }
-        roles = build_roles(replace(run, models=models), accelerator, groups, colocated=False)
+        roles = build_roles(replace(run, models=models), accelerator, groups, steps=steps, colocated=False)
         roles = replace(roles, kl=KLController(record.description.kl_coef))
-        _replay_step(record, run, roles, groups, Path(plan.target))
+        _replay_step(record, config, roles, groups, Path(plan.target))
 
 
-def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, target: Path) -> None:
+def _replay_step(record: Record, config: Config, roles: Roles, groups: Groups, target: Path) -> None:
     """Evaluate the recorded samples again, and write the record of it; collective."""
-    config, ranks = run.config, roles.actor_engine.data_parallel
+    ranks, limit, overlong = roles.actor_engine.data_parallel, config.rollout.max_new_tokens, config.reward.overlong
     rows, computed = _OwnRows(record, ranks), dict[str, Tensor]()
 
     def policy(rollout: Rollout) -> TokenOutputs:
@@ -75,7 +76,7 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
         )
 
     has_policy = {"policy_logprobs", "entropy"} & record.tensors.keys()
-    columns = replace(step_columns(config, roles), policy=policy if has_policy else None)
+    columns = replace(step_columns(roles, entropy=False), policy=policy if has_policy else None)
     timer = PhaseTimer()
 
     def computing(model: TokenModel | None, name: str) -> _Computed | None:
@@ -88,11 +89,14 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
         reference=computing(roles.reference, "ref_logprobs"),
     )
     log = StepLog(NullSink(), timer)
-    algorithm = build_policy_gradient(config, roles, lambda rollout, old: {}, Stages(timer), log)
+    algorithm = build_policy_gradient(
+        roles, config.trainer, lambda rollout, old: {}, Stages(timer), log,
+        max_response_tokens=limit, filter_truncated=overlong.filter,
+    )  # fmt: skip
     samples = rows.samples()
     check_rows(samples.rollout, samples.prompts, ranks)
     rollout, rewards = leave_unscored_out(samples.rollout, samples.rewards)
-    shaped, _ = build_overlong(config).shape(rollout, rewards, ranks)
+    shaped, _ = Overlong(limit, **asdict(overlong)).shape(rollout, rewards, ranks)
     greedy = rows.greedy_rewards() if "greedy_rewards" in record.tensors else None
     evaluated = algorithm.evaluate(Batch(samples, rollout, shaped, greedy), record.description.steps_before)
     written = columns(evaluated)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
@@ -19,18 +20,8 @@ from mega_rl.verify.twin import num_elements, shrink, write_random_twin, write_t
 MOST_ELEMENTS = 64_000_000
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Result of verifying one layout."""
-
-    layout: Layout
-    errors: LayoutErrors | None  # None: its ranks failed
-    problems: tuple[str, ...]  # errors out of tolerance, or how the ranks failed; empty: it agrees
-
-    @property
-    def good(self) -> bool:
-        """Return whether the layout agrees with one rank within the tolerances."""
-        return not self.problems
+# A layout, its errors (None: its ranks failed), and the problems: errors out of tolerance, or how the ranks failed.
+Verdict: TypeAlias = tuple[Layout, LayoutErrors | None, list[str]]
 
 
 def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed: int) -> tuple[Path, str]:
@@ -93,11 +84,11 @@ def verify(
             answered = [layout for layout in measured if plan.answer(layout).exists()]
             for layout in answered:
                 errors = LayoutErrors.read(plan.answer(layout))
-                verdicts[layout.name] = Verdict(layout, errors, tuple(problems(errors, tolerances)))
+                verdicts[layout.name] = (layout, errors, problems(errors, tolerances))
             pending = [layout for layout in pending if layout not in answered]
             if failure and len(answered) < len(measured):  # the ranks measure in order, so the first one failed
                 failed = pending.pop(0)
-                verdicts[failed.name] = Verdict(failed, None, (failure,))
+                verdicts[failed.name] = (failed, None, [failure])
     return [verdicts[layout.name] for layout in layouts]
 
 

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -228,19 +228,13 @@ def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool]:
     return is_moe(hf, layer), hf.window is not None and hf.window.layers[layer]
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Logits and hidden states of a model on a batch."""
-
-    logits: Tensor  # [B, S, vocab] float32, without padding of the vocabulary
-    hidden: tuple[Tensor, ...] = field(default=())  # each layer's output [B, S, H]; empty unless requested
-
-
 @torch.no_grad()
-def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False) -> Outputs:
-    """Return the logits of `tokens` [B, S] int64 by a checkpoint in transformers, on the CPU.
+def hf_logits(
+    path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Return logits [B, S, V] float32 and layers' outputs [B, S, H] by transformers.
 
-    dtype: "fp32" or "bf16". layer_outputs: also return hidden states. No code of the checkpoint is run.
+    dtype: "fp32" or "bf16". layer_outputs: without it the list is empty. No code of the checkpoint is run.
     """
     model = _load(path, DTYPES[dtype])
     states: list[Tensor] = []
@@ -250,7 +244,7 @@ def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_ou
 
     with recorded(model.model.layers if layer_outputs else [], keep):
         logits = model(tokens, use_cache=False).logits
-    return Outputs(logits.float(), tuple(states))
+    return logits.float(), states
 
 
 def hf_weights(path: str | Path) -> dict[str, Tensor]:
@@ -367,7 +361,7 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
         write_twin(converted, sides[1])
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(0, twin.hf.vocab_size, (1, num_tokens), generator=generator)
-        expected = hf_logits(sides[0], tokens, layer_outputs=True)
+        expected, hidden = hf_logits(sides[0], tokens, layer_outputs=True)
         groups = process_groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=TIMEOUT_S)
         states: list[Tensor] = []
         try:
@@ -378,7 +372,7 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
             logits = logits[..., : sharding.hf.vocab_size].float().cpu()
         finally:
             process_groups.destroy()
-    parity = judge(twin, expected.logits, logits, list(zip(expected.hidden, states, strict=True)))
+    parity = judge(twin, expected, logits, list(zip(hidden, states, strict=True)))
     return parity if independent else replace(parity, details=(*parity.details, _NOT_INDEPENDENT))
 
 

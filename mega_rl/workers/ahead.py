@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,27 +19,23 @@ from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
-Samples = TypeVar("Samples")  # an engine's record of a generation in progress
-
-CHECKED = "rollout/logprob_diff"  # metrics of a comparison
-
 
 class BackgroundRolloutError(RunError):
     """Generation in the background failed or was late; `__cause__` is its thread's error."""
 
 
 @dataclass
-class ThreadedRollouts(Generic[Samples]):
+class ThreadedRollouts:
     """Generation of one step's samples while the trainer does something else, the same on all ranks."""
 
-    generate: Callable[[Sequence[Prompt], int], Samples]  # this rank's of a step; runs on the thread, no collective
-    collect: Callable[[Samples], Rollout]  # this replica's rows from all ranks' samples; on the caller's thread
+    generate: Callable[[Sequence[Prompt], int], Any]  # this rank's samples of a step; on the thread, no collective
+    collect: Callable[[Any], Rollout]  # this replica's rows from all ranks' samples; on the caller's thread
     everyone: Ranks
     timeout_s: float  # deadline of one wait
     # Its `interrupt` returns when no request is in flight, `resume` sends them again; None: it cannot be interrupted.
     requests: Any = None
     beat_s: float = 5.0  # the ranks meet this often, so that the deadline of a collective does not bound generation
-    _job: Running[Samples] | None = field(default=None, init=False)
+    _job: Running[Any] | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)  # step of the job
 
     def start(self, prompts: Sequence[Prompt], *, step: int) -> None:
@@ -60,7 +56,6 @@ class ThreadedRollouts(Generic[Samples]):
             )
             failure.__cause__ = job.error
         raise_together(failure, self.everyone, error=BackgroundRolloutError)
-        assert job.result is not None
         return self.collect(job.result)
 
     def drain(self) -> None:
@@ -115,12 +110,11 @@ class OneStepAhead:
     """
 
     source: RolloutSource  # for validation, which is not ahead
-    background: ThreadedRollouts[Any]
+    background: ThreadedRollouts
     sync: WeightSync
     prompts: Callable[[int], Sequence[Prompt]]  # a step's; a pure function
     steps: int  # length of the run
     partial: bool = False
-    clock: Callable[[], float] = time.perf_counter
     # Every `check_interval` steps idle servers answer the first prompts with the trainer's weights, and `compare`
     # raises or returns their `rollout/logprob_diff_*`.
     compare: Callable[[Rollout], Metrics] | None = None  # collective
@@ -148,7 +142,7 @@ class OneStepAhead:
         if self.compare is not None and step % self.check_interval == 0:
             sampled = self.source.generate(prompts[: self.check_prompts], step=step, draws=self.check_draws)
             compared = self.compare(sampled)
-            self._checked = {name: value for name, value in compared.items() if name.startswith(CHECKED)}
+            self._checked = {name: one for name, one in compared.items() if name.startswith("rollout/logprob_diff")}
         if step + 1 < self.steps:
             self._start(self.prompts(step + 1), step + 1)
         return rollout
@@ -167,10 +161,10 @@ class OneStepAhead:
     def publish(self) -> Metrics:
         """Send the weights between requests; `rollout/ahead_wait_s` is the time that training waited for generation."""
         in_flight = self._started is not None and self._result is None
-        begin = self.clock()
+        begin = time.perf_counter()
         if in_flight:
             (self.background.interrupt if self.partial else self.background.drain)()
-            self._waited_s += self.clock() - begin
+            self._waited_s += time.perf_counter() - begin
         metrics = self.sync.publish()
         if in_flight and self.partial:
             self.background.resume()
@@ -187,14 +181,10 @@ class OneStepAhead:
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Restore the rollout of `state`; generate again for None or if it has other prompts."""
-        if tensors is None:
-            return
-        step = int(tensors["step"])
-        if step >= self.steps or not torch.equal(tensors["prompts"], self._rows(step)):
-            log.info("the rollout of step %d in the checkpoint is of other prompts: it is generated again", step)
-            return
-        fields = {name: tensor for name, tensor in tensors.items() if name not in ("step", "prompts")}
-        self._started, self._result = step, Rollout.from_rows(**fields)
+        step = self.steps if tensors is None else int(tensors["step"])
+        if tensors is not None and step < self.steps and torch.equal(tensors["prompts"], self._rows(step)):
+            fields = {name: tensor for name, tensor in tensors.items() if name not in ("step", "prompts")}
+            self._started, self._result = step, Rollout.from_rows(**fields)
 
     def close(self) -> None:
         """Cancel the generation in progress, at the end of the run."""
@@ -204,12 +194,12 @@ class OneStepAhead:
     def _finished(self) -> Rollout | RunError | UserError:
         """Wait for the generation in progress; returns its rollout or error, which stays until taken; collective."""
         if self._result is None:
-            begin = self.clock()
+            begin = time.perf_counter()
             try:
                 self._result = self.background.finish()
             except (RunError, UserError) as error:  # raised on all ranks alike, when the step needs it
                 self._result = error
-            self._waited_s += self.clock() - begin
+            self._waited_s += time.perf_counter() - begin
         return self._result
 
     def _rows(self, step: int) -> Tensor:

@@ -224,7 +224,6 @@ def reference_updates(interval: int = 0, mix: Callable[[], float] | None = None)
     """Return the updates of the reference; mix: makes one every `interval` steps, returns the distance before it."""
 
     def update(done: int) -> Metrics:
-        """Update the reference if it is due after `done` steps; collective."""
         if mix is None:
             return {}
         metrics = {"kl/reference_step": float(done - done % interval)}

@@ -49,7 +49,7 @@ class RolloutWorker:
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
         """Return this replica's rows: n samples of each prompt (greedy: one), by prompt and sample."""
-        mine = self._own(prompts)
+        mine = own_share(len(prompts), self.data_parallel, self.replica)
         own = [prompts[i] for i in mine]
         if draws is not None:
             seed = (self.seed, step, *evaluation_stream(draws))
@@ -64,9 +64,6 @@ class RolloutWorker:
     def metrics(self) -> Metrics:
         return self.engine.metrics()
 
-    def _own(self, prompts: Sequence[Prompt]) -> range:
-        return own_share(len(prompts), self.data_parallel, self.replica)
-
 
 @dataclass
 class BackgroundRolloutWorker(RolloutWorker):
@@ -76,27 +73,12 @@ class BackgroundRolloutWorker(RolloutWorker):
 
     def sample(self, prompts: Sequence[Prompt], step: int) -> Sampled:
         """Generate this rank's samples of the step; no collective."""
-        mine = self._own(prompts)
+        mine = own_share(len(prompts), self.data_parallel, self.replica)
         return self.engine.sample([prompts[i] for i in mine], list(mine), n=self.n, seed=(self.seed, step))
 
     def collect(self, samples: Sampled) -> Rollout:
         """Return this replica's rows; collective over all ranks."""
         return self.replica.gather_rows(self.engine.collect(samples))
-
-
-def check_vocabulary(rollout: Rollout, vocab_size: int, *, reader: str, everyone: Ranks) -> None:
-    """Raise RunError on all ranks for a token id from `vocab_size` on; collective.
-
-    Vocabularies of one tokenizer are padded to different sizes, and ids without a token are hardly ever sampled; but a
-    smaller embedding would be read beyond its end.
-    """
-    failure = None
-    if rollout.tokens.numel() and (largest := int(rollout.tokens.max())) >= vocab_size:
-        failure = RunError(
-            f"the actor sampled token id {largest}, and the {reader} has a vocabulary of {vocab_size}; use a {reader} "
-            "whose embedding has as many rows as the actor's"
-        )
-    raise_together(failure, everyone, error=RunError)
 
 
 End = Literal["done", "length", "turns", "error"]
@@ -293,7 +275,7 @@ class CheckedRollouts:
     name: str  # the setting that chose it: "rollout.source='agent.py:Agent'"
     context: RolloutContext  # the source's own
     max_prompt_tokens: int
-    vocab_size: int  # the actor's
+    vocab_size: int  # the smallest of the run's models
     everyone: Ranks
 
     def generate(
@@ -341,7 +323,7 @@ class CheckedRollouts:
             "the tokens": (end < first) | (end - first > longest) | (end > rollout.tokens.size(1)),
             "has loss_mask set outside its response": mask & ((places < first) | (places >= end)),
             "must have tokens on loss_mask, or have failed, not both": mask.any(dim=1) == failed,
-            f"has token ids outside the actor's vocabulary of {self.vocab_size}": (tokens < 0)
+            f"has token ids outside a model's vocabulary of {self.vocab_size}": (tokens < 0)
             | (tokens >= self.vocab_size),
             "has log-probs that are not finite, above 0, or not 0 off loss_mask": ~(logprobs <= _ABOVE_ZERO)
             | logprobs.isinf()

@@ -13,7 +13,6 @@ from torch import Tensor
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.groups import Groups
 from mega_rl.verify import twin
-from mega_rl.verify.twin import Outputs
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -29,7 +28,7 @@ class LoadedModel:
     device: torch.device
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor) -> Outputs | None:
+    def forward(self, tokens: Tensor) -> Tensor | None:
         """Logits of `tokens` [B, S] int64, on the ranks of the last pipeline stage; None on the others.
 
         Collective over a replica. Stages run one after the other: each broadcasts its output to all pipeline ranks. S
@@ -40,7 +39,7 @@ class LoadedModel:
         output = self._through_stages(tokens.to(self.device))
         if self.groups.coordinates.pp_rank != layout.pp - 1:
             return None
-        return Outputs(self._whole_vocabulary(output.detach()).float())
+        return self._whole_vocabulary(output.detach()).float()
 
     def _through_stages(self, tokens: Tensor) -> Tensor:
         """Return the output of this rank's last chunk on `tokens` [B, S], a forward of the pipeline; collective.

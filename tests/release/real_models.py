@@ -114,7 +114,6 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "real_models", help="Folder of what is made.")
     parser.add_argument("--only", default="", help="Run the commands that hold this text.")
     parser.add_argument("--steps", type=int, default=1, help="Steps of GRPO on each engine; more than one validate.")
-    parser.add_argument("--plot", type=Path, help="Draw the curves of both engines here.")
     options = parser.parse_args()
     cache = options.cache.resolve()
     model, work = make_model(cache), cache / "work"
@@ -130,21 +129,6 @@ def main() -> int:
     runs = [work / one for one in ("megatron", "fsdp") if (work / one / "metrics.jsonl").is_file()]
     for run in runs:
         print(f"{run.name}: {[(one['step'], _round(one)) for one in _records(run)]}")
-    if options.plot:
-        names = "reward/mean,reward/right,reward/exact,val/reward_mean,rollout/truncated_fraction,actor/entropy"
-        _run(
-            [
-                sys.executable,
-                "-m",
-                "mega_rl.cli",
-                "plot",
-                *map(str, runs),
-                "--out",
-                str(options.plot),
-                "--metrics",
-                names,
-            ]
-        )
     return 1 if failed else 0
 
 

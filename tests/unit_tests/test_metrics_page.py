@@ -96,7 +96,6 @@ def composed() -> set[str]:
     kinds = ("", "right_", "wrong_", "truncated_")
     names = {f"rollout/{kind}response_tokens_{end}" for kind in kinds for end in ("mean", *RESPONSE_QUANTILES)}
     names |= {f"{area}/{end}" for area in ("advantage", "values") for end in ("std", "min", "max", *TOKEN_QUANTILES)}
-    names |= {f"{name}_{half}_half" for name in ("actor/entropy", "kl/ref") for half in ("first", "second")}
     names |= {f"actor/ratio_{end}" for end in TOKEN_QUANTILES}
     names |= {f"perf/{phase}_tokens_per_s" for phase in TOKEN_PHASES}
     return names | {"rollout/failed_samples", "reward/finished_mean", "reward/truncated_mean"}

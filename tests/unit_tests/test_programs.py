@@ -18,15 +18,14 @@ START_S = 120.0  # for imports of a few seconds
 PROGRAMS = (
     "mega_rl.cli",
     "mega_rl.cli.launch",
-    "mega_rl.operations.launcher.reaper",
-    "mega_rl.operations.launcher.store",
+    "mega_rl.operations.launcher.ranks",
     "mega_rl.processes",
     "mega_rl.rewards.pool_worker",
     "mega_rl.rollout.sglang.server.launcher",
     "mega_rl.verify.launcher",
 )
 # The harness starts the candidate of a sandbox, whose folder holds nothing else.
-STARTS_PYTHON_ITSELF = ["environment.py", "rewards/sandbox/inside/harness.py"]
+STARTS_PYTHON_ITSELF = ["environment.py"]
 # Modules that each program imports, and one that libraries try to.
 NAMES = [
     "argparse",

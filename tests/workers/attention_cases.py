@@ -31,7 +31,7 @@ def case(
         config = load(None if recipe is None else Path(recipe), [f"engine.backend={engine}", *overrides])
         with session(config, accelerator) as groups:
             try:
-                roles = build_roles(plan_run(config, accelerator), accelerator, groups, colocated=False)
+                roles = build_roles(plan_run(config, accelerator), accelerator, groups, steps=2, colocated=False)
                 actual[name] = kernels(roles)
             except UserError as error:
                 actual[name] = str(error)

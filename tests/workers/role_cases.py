@@ -19,15 +19,15 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
     accelerator = prepare("cpu")
     from mega_rl.plan.preflight import preflight
     from mega_rl.trainer.assemble import session
-    from mega_rl.trainer.assemble.metrics import role_facts
     from mega_rl.trainer.assemble.plan import build_roles, plan_run
+    from mega_rl.trainer.assemble.records import role_facts
 
     actual = {}
     for name, (recipe, overrides) in runs.items():
         layout = ["engine.megatron.tp=2"] if engine == "megatron" else []
         config = preflight(Path(recipe), [f"engine.backend={engine}", *layout, *overrides])
         with session(config, accelerator) as groups:
-            roles = build_roles(plan_run(config, accelerator), accelerator, groups, colocated=False)
+            roles = build_roles(plan_run(config, accelerator), accelerator, groups, steps=2, colocated=False)
             facts = {fact.role: (fact.model, fact.family, fact.parameters) for fact in role_facts(config, roles)}
             actual[name] = {"facts": facts, **say(roles, vocab_size=vocab_size)}
     return actual

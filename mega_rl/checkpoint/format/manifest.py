@@ -1,13 +1,12 @@
 """Manifest of a checkpoint: identity, state, tensors and shards.
 
-Parsing is strict: missing, unknown and duplicate keys and values of a wrong type are errors. COMMIT holds the
-manifest's size and checksum; the manifest those of every header; a header those of the data.
+COMMIT holds the manifest's size and checksum; the manifest those of every header; a header those of the data.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,15 +24,21 @@ from mega_rl.untrusted import (
     is_number,
     is_shape,
     is_tensor_name,
-    key_faults,
     limited,
     shown,
 )
 
-FORMAT, VERSION = "mega_rl checkpoint", 1
+FORMAT, VERSION = "mega_rl checkpoint", 2
 MANIFEST_FILE, COMMIT_FILE = "manifest.json", "COMMIT"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_COMMIT_BYTES = 1024
+
+
+# Types in the file.
+_TYPES: Mapping[str, type] = {
+    **{"step": int, "saved_at": str, "identity": dict, "state": dict, "numbers": dict, "world_size": int},
+    **{"layout": str, "config": dict, "versions": dict, "metrics": dict, "tensors": dict, "shards": list},
+}
 
 
 class WholeTensor(NamedTuple):
@@ -68,21 +73,8 @@ def now() -> str:
 
 def manifest_text(manifest: Manifest) -> str:
     """Return the content of manifest.json. Raises SaveError for a value that JSON cannot hold."""
-    raw = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": manifest.step,
-        "saved_at": manifest.saved_at,
-        "identity": manifest.identity,
-        "state": manifest.state,
-        "numbers": manifest.numbers,
-        "layout": {"world_size": manifest.world_size, "text": manifest.layout},
-        "config": manifest.config,
-        "versions": manifest.versions,
-        "metrics": manifest.metrics,
-        "tensors": {name: [dtype, list(shape)] for name, (dtype, shape) in manifest.tensors.items()},
-        "shards": [shard.to_json() for shard in manifest.shards],
-    }
+    tensors, shards = dict(manifest.tensors), [shard.to_json() for shard in manifest.shards]
+    raw = {"format": FORMAT, "version": VERSION, **vars(manifest), "tensors": tensors, "shards": shards}
     try:
         return json.dumps(raw, indent=None, separators=(",", ":"), allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
@@ -117,23 +109,29 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
         if raw.get(key) != value or isinstance(raw[key], bool | float):
             problem = f"{key}={shown(raw[key])}" if key in raw else f"{key} is missing"
             raise UserError(f"{where}: {problem}, this program reads {value!r}")
-    problems = key_faults(raw, ("format", "version", *_RULES, "tensors", "shards"), where)
+    problems = [
+        fault(where, key, raw.get(key), f"must be of type {kind.__name__}")
+        for key, kind in _TYPES.items()
+        if type(raw.get(key)) is not kind
+    ]
     if problems:
-        raise UserErrors(limited(problems, where))
-    problems += [fault(where, key, raw[key], rule) for key, (valid, rule) in _RULES.items() if not valid(raw[key])]
+        raise UserErrors(problems)
+    engines = [one.values() if isinstance(one, dict) else [None] for one in raw["numbers"].values()]
+    for key, valid in (
+        ("step", is_count(raw["step"])),
+        ("world_size", is_count(raw["world_size"], 1)),
+        ("numbers", all(is_number(number) for one in engines for number in one)),
+        ("metrics", all(map(is_number, raw["metrics"].values()))),
+    ):
+        problems += [] if valid else [fault(where, key, raw[key], "is not as a save writes it")]
     tensors = _tensors(raw["tensors"], where, problems)
     shards = _shards(raw["shards"], where, problems)
     if problems:
         raise UserErrors(limited(problems, where))
-    fields = {key: raw[key] for key in _RULES if key != "layout"}
-    layout = raw["layout"]
-    return Manifest(**fields, world_size=layout["world_size"], layout=layout["text"], tensors=tensors, shards=shards)
+    return Manifest(**{key: raw[key] for key in _TYPES} | {"tensors": tensors, "shards": shards})
 
 
-def _tensors(raw: Any, where: str | Path, problems: list[str]) -> dict[str, WholeTensor]:
-    if not isinstance(raw, dict):
-        problems.append(fault(where, "tensors", raw, "must be an object"))
-        return {}
+def _tensors(raw: Mapping[str, Any], where: str | Path, problems: list[str]) -> dict[str, WholeTensor]:
     tensors = {}
     for name, entry in raw.items():
         if not is_tensor_name(name):
@@ -145,10 +143,7 @@ def _tensors(raw: Any, where: str | Path, problems: list[str]) -> dict[str, Whol
     return tensors
 
 
-def _shards(raw: Any, where: str | Path, problems: list[str]) -> tuple[ShardRecord, ...]:
-    if not isinstance(raw, list):
-        problems.append(fault(where, "shards", raw, "must be a list"))
-        return ()
+def _shards(raw: list[Any], where: str | Path, problems: list[str]) -> tuple[ShardRecord, ...]:
     shards: dict[str, ShardRecord] = {}
     for i, entry in enumerate(raw):
         try:
@@ -160,44 +155,3 @@ def _shards(raw: Any, where: str | Path, problems: list[str]) -> tuple[ShardReco
             problems.append(fault(where, f"shards[{i}].file", record.file, "is there twice"))
         shards[record.file] = record
     return tuple(shards.values())
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(is_number(number) for number in value.values())
-
-
-def _is_time(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
-    except ValueError:
-        return False
-
-
-def _is_layout(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {"world_size", "text"}:
-        return False
-    return is_count(value["world_size"], 1) and isinstance(value["text"], str) and len(value["text"]) <= 1024
-
-
-# Check of a value and the rule in words, by key; format, version, tensors and shards have checks above.
-_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "step": (is_count, "must be a whole number of at least 0"),
-    "saved_at": (_is_time, "must be a time like 2026-01-31T12:00:00.000+00:00"),
-    "identity": (_is_object, "must be an object"),
-    "state": (_is_object, "must be an object"),
-    "numbers": (
-        lambda value: isinstance(value, dict) and all(map(_is_numbers, value.values())),
-        "must be objects of finite numbers, one for each engine",
-    ),
-    "layout": (_is_layout, "must be an object of a world_size of at least 1 and a short text"),
-    "config": (_is_object, "must be an object"),
-    "versions": (
-        lambda value: isinstance(value, dict) and all(isinstance(version, str) for version in value.values()),
-        "must be an object of texts",
-    ),
-    "metrics": (_is_numbers, "must be an object of finite numbers"),
-}

@@ -141,43 +141,9 @@ def missing_elements(pieces: Sequence[PieceSpec], shape: tuple[int, ...]) -> int
 
 
 def overlap(pieces: Sequence[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:
-    """Return two pieces that share an element, or None.
-
-    Separates pieces by planes until each stands by itself, in few rounds for the cuts that layouts make. Compares
-    pieces that no plane separates one by one.
-    """
-    groups = [[piece for piece in pieces if prod(piece.shape)]]
-    while groups:
-        group = groups.pop()
-        if len(group) < 2:
-            continue
-        parts = _parted(group)
-        if len(parts) > 1:
-            groups += parts
-        elif (pair := _swept(group)) is not None:
-            return pair
-    return None
-
-
-def _parted(group: list[PieceSpec]) -> list[list[PieceSpec]]:
-    """Split a group by planes between its pieces, along the first dimension that has such planes."""
-    for dim in range(len(group[0].shape)):
-        parts: list[list[PieceSpec]] = []
-        end = -1
-        for piece in sorted(group, key=lambda piece: piece.offset[dim]):
-            if piece.offset[dim] >= end:
-                parts.append([])
-            parts[-1].append(piece)
-            end = max(end, piece.offset[dim] + piece.shape[dim])
-        if len(parts) > 1:
-            return parts
-    return [group]
-
-
-def _swept(group: list[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:
-    """Return a pair that overlaps, or None, by a sweep along the first dimension."""
+    """Return two pieces that share an element, or None, by a sweep along the first dimension."""
     active: list[PieceSpec] = []
-    for piece in sorted(group, key=lambda piece: piece.offset[:1]):
+    for piece in sorted((piece for piece in pieces if prod(piece.shape)), key=lambda piece: piece.offset[:1]):
         active = [a for a in active if not a.shape or a.offset[0] + a.shape[0] > piece.offset[0]]
         for other in active:
             if all(

@@ -28,7 +28,6 @@ from mega_rl.operations.launcher.launch import launch as start_ranks
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.preflight.host import refuse_tasks_of_srun
 from mega_rl.tracking import progress
-from mega_rl.tracking.metrics.plot import plot_runs
 from mega_rl.tracking.metrics.records import read_metrics
 
 log = logging.getLogger(__name__)
@@ -130,9 +129,8 @@ def quickstart(
     warm_start_s = launch([WARM_START, "--run-dir", str(folder), "--seed", str(seed), "--task", task], folder)
     log.info("training on %d ranks", NUM_RANKS)
     train_s = launch(["train", "--config", chosen.recipe, *overrides], folder)
-    with progress.phase("drawing the curves"):
-        seconds = {"train_s": train_s, "warm_start_s": warm_start_s, "total_s": time.perf_counter() - start}
-        summarize(folder, layout=f"{engine} {layout}", seed=seed, **seconds)
+    seconds = {"train_s": train_s, "warm_start_s": warm_start_s, "total_s": time.perf_counter() - start}
+    summarize(folder, layout=f"{engine} {layout}", seed=seed, **seconds)
     report([folder])
 
 
@@ -200,7 +198,7 @@ def launch(command: list[str], run_dir: Path) -> float:
 
 
 def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_start_s: float, total_s: float) -> None:
-    """Read the run's metrics, write summary.json and curves.png, and print what the training has changed."""
+    """Read the run's metrics, write summary.json, and print what the training has changed."""
     records = list(read_metrics(run_dir / "metrics.jsonl"))
     validations = [record.metrics for record in records if "val/reward_correct" in record.metrics]
     first, last = validations[0], validations[-1]
@@ -214,8 +212,6 @@ def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_sta
         **{"steps": records[-1].step, "layout": layout, "seed": seed, "validation": shares},  # before and after
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    plot = run_dir / "curves.png"
-    plot_runs({str(run_dir): run_dir / "metrics.jsonl"}, plot)
     rows = [
         (f"held-out {name.removeprefix('val/')}", f"{a:.1%} before, {b:.1%} after") for name, (a, b) in shares.items()
     ]
@@ -223,4 +219,4 @@ def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_sta
         rows.append(("explained variance of the critic", f"{explained:.2f}"))
     rows.append(("steps", f"{records[-1].step} on {layout}"))
     rows.append(("time", f"warm start {warm_start_s:.0f} s, training {train_s:.0f} s"))
-    print_table(("quickstart", ""), [*rows, ("plot", str(plot))])
+    print_table(("quickstart", ""), rows)

@@ -25,7 +25,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     """
     given, config = config, open_ended(config)
     problems = [*layout(config.engine.megatron, world_size), *_batches(config, world_size), *_lengths(config)]
-    problems += [*_algorithm(config), *_teacher(config), *_loss(config), *_zero_advantages(config)]
+    problems += [*_algorithm(config), *_teacher(config), *_loss(config)]
     problems += [*engine(config, world_size), *rollouts(config), *_reward(config), *_functions(config)]
     problems += [*data(config), *validation(config)]
     for key in CHOICES:
@@ -140,26 +140,6 @@ def _loss(config: Config) -> Iterator[str]:
             "policy is still the one before the update; lower trainer.minibatch_size, raise algorithm.epochs, or set "
             "algorithm.old_logprobs=rollout"
         )
-
-
-def _zero_advantages(config: Config) -> Iterator[str]:
-    """Yield what responses without an advantage would still teach, or that there are none."""
-    algorithm, moe = config.algorithm, config.engine.megatron.moe
-    if not config.trainer.microbatch.skip_zero_advantages:
-        return
-    key = "trainer.microbatch.skip_zero_advantages=true"
-    if not (ADVANTAGE.needs(config, "needs_groups") or ADVANTAGE.needs(config, "needs_greedy")):
-        yield f"{key} has no effect with algorithm.advantage={algorithm.advantage}, which compares no rewards"
-    teaching = {
-        f"algorithm.loss={algorithm.loss}": not LOSS.needs(config, "scales_with_advantage"),
-        "algorithm.entropy_coef": algorithm.entropy_coef,
-        "algorithm.loss.drift_coef": algorithm.loss.settings.get("drift_coef"),
-        "algorithm.kl=loss": algorithm.kl.name == "loss",
-        "engine.megatron.moe.aux_loss_coef": moe.aux_loss_coef,
-        "engine.megatron.moe.expert_bias_update_rate": moe.expert_bias_update_rate,
-    }
-    if settings := [setting for setting, teaches in teaching.items() if teaches]:
-        yield f"{key} with {' and '.join(settings)}: advantages of 0 would give a gradient still; set it to false"
 
 
 def _reward(config: Config) -> Iterator[str]:

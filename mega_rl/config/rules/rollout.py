@@ -126,7 +126,7 @@ _SOURCES = "data.mixture.sources"
 
 
 def data(config: Config) -> Iterator[str]:
-    """Yield the problems of mixtures, curricula and streams."""
+    """Yield the problems of mixtures, of a curriculum and of streams."""
     own, mixture, trainer = config.data.curriculum, config.data.mixture, config.trainer
     if own.name != "none" and not config.data.shuffle:
         yield f"data.curriculum={own} with data.shuffle=false: prompts come in one of two orders; set data.shuffle=true"

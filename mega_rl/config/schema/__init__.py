@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mega_rl.config.schema.data import (
-    ColumnCurriculum,
     MixtureConfig,
     SourceConfig,
     StreamConfig,

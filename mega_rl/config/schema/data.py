@@ -83,18 +83,6 @@ class SuccessCurriculum(Kind):
     right_part: str = setting("", "Named part of the reward that decides this; empty: the reward.")
 
 
-@dataclass(frozen=True)
-class ColumnCurriculum(Kind):
-    """Easy prompts first, by a column."""
-
-    name = "column"
-
-    key: str = setting("difficulty", "Column with a number.")
-    easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
-    start: float = setting(0.25, "Share of each source's easiest prompts that the first step draws from.", above=0.0)
-    steps: int = setting(100, "Steps over which the share grows to all.", unit="steps", min=1)
-
-
 def completed_sources(key: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:
     """Return the entries of a mapping of sources with values of the right types; what is wrong goes to `problems`."""
     return {name: _completed(f"{key}.{name}", entry, problems) for name, entry in given.items()}
@@ -129,11 +117,11 @@ class ValidationConfig:
     )
     right_above: float = setting(0.5, "A sample with a reward above this is right.")
     right_part: str = setting("", "Named part of the reward that decides this; empty: the reward.")
-    answer_of: str = setting(
-        "",
-        "Function path/to/file.py:name of a response's answer for maj@k, or None; empty: the last \\boxed{}, else the "
-        "text after ####, else the response.",
-    )
+
+    @property
+    def greedy(self) -> bool:
+        """Return whether a prompt has one greedy response, as long as those of training."""
+        return not (self.temperature or self.max_new_tokens)
 
     @property
     def counted(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mega_rl.config.schema.data import AllPrompts, ColumnCurriculum, MixtureConfig, StreamConfig, SuccessCurriculum
+from mega_rl.config.schema.data import AllPrompts, MixtureConfig, StreamConfig, SuccessCurriculum
 from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 
 CODE_TESTS = "code_tests"  # the reward function that reads these settings
@@ -63,9 +63,7 @@ class DataConfig:
     overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
     shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
-    curriculum: Kind = tagged(
-        by_name(AllPrompts, ColumnCurriculum, SuccessCurriculum), "none", "Prompts that are drawn first or more often."
-    )
+    curriculum: Kind = tagged(by_name(AllPrompts, SuccessCurriculum), "none", "Prompts that are drawn more often.")
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
     stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
@@ -189,7 +187,7 @@ class RolloutConfig:
     max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
     stop_token_ids: list[int] = setting([], "Token ids that end a response besides the model's.")
     dtype: str = setting("auto", "Type of its weights; auto takes model.dtype.", choices=("auto", "bf16", "fp32"))
-    verify_interval: int = setting(10, "Verify checksums at the first and every N-th publish.", unit="publishes", min=1)
+    verify_interval: int = setting(10, "Verify the first and every N-th publish by checksums.", unit="publishes", min=1)
     bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
     dynamic_sampling: DynamicSamplingConfig = dataclasses.field(default_factory=DynamicSamplingConfig)
     mismatch: MismatchConfig = dataclasses.field(default_factory=MismatchConfig)

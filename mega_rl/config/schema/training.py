@@ -169,7 +169,6 @@ class MicrobatchConfig:
     packing: bool = setting(True, "Pack sequences without padding (THD); false pads each micro-batch.")
     max_tokens: int = setting(8192, "Token budget of a packed micro-batch.", unit="tokens", min=1)
     size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
-    skip_zero_advantages: bool = setting(False, "Leave responses without advantages out of updates.")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The entry of a model family: its table of rules, what its Hugging Face code hard-wires, and where it can be used.
+"""Entry of a model family: its rules, constants of its Hugging Face code, limits of use.
 
 Everything that the package has to know of one family and not of another is a field here, so that no other module names
 a family.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe, Window
 from mega_rl.converters.families.fields import Fields
@@ -29,27 +28,12 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
-class Wrapper:
-    """A model of images and text whose config.json holds the family's own as `text_config`."""
-
-    model_type: str  # "gemma3"
-    language_model: str  # class of transformers that saves the language model on its own
-
-
-@dataclass(frozen=True)
 class KnownBug:
-    """A fault of transformers, so that parity with it proves nothing and rollouts come from another model."""
+    """A fault of transformers: parity with it proves nothing, and rollouts come from another model."""
 
     fixed_in: str  # the first release of transformers without it
     concerns: Callable[[HFConfig], bool]
     what: str
-
-
-class Scales(NamedTuple):
-    """Factors of the embedding and of attention logits; `softmax` None: 1 / sqrt of the query's head size."""
-
-    embedding: float = 1.0
-    softmax: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +65,9 @@ class Family:
     # Keys that the code reads beside those of every family, of `defaults` and of `fixed`.
     keys: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
-    wrapper: Wrapper | None = None
+    # A model of images and text whose config.json holds the family's own as `text_config`: its model_type, and the
+    # transformers class that saves the language model on its own.
+    wrapper: tuple[str, str] = ("", "")
 
     # The architecture; fields as in HFConfig unless said otherwise.
     qkv_bias: bool | str = False
@@ -100,7 +86,8 @@ class Family:
     window: Callable[[Fields, int], Window | None] | None = None
     mla: Callable[[Fields], Mla] | None = None
     moe: Callable[[Fields, int], Moe | None] | None = None
-    scales: Callable[[Fields], Scales] | None = None
+    # Factors of the embedding and of attention logits; None: 1 / sqrt of the query's head size.
+    scales: Callable[[Fields], tuple[float, float | None]] = lambda fields: (1.0, None)
 
     # What checkpoints hold beside the weights of the table.
     fused_experts: bool = False  # always one tensor of all experts per layer

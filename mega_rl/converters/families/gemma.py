@@ -1,9 +1,9 @@
-"""Gemma 3, text only: norms on both sides of attention and MLP, two rotary bases, five windows to one full layer."""
+"""Gemma 3, text only: norms on both sides, two rotary bases, windows in most layers."""
 
 from __future__ import annotations
 
 from mega_rl.converters.families import windows
-from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, Scales, Wrapper
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
 from mega_rl.converters.families.dense import ATTENTION, EMBEDDING, OUTPUT
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.rules import copy, gated, in_layers, row
@@ -22,11 +22,11 @@ GEMMA3_LAYERS = ATTENTION + in_layers(
 )
 
 
-def scales(fields: Fields) -> Scales:
+def scales(fields: Fields) -> tuple[float, float | None]:
     """Return sqrt(hidden size) for embeddings and 1 / sqrt(query_pre_attn_scalar) for attention logits."""
     scalar = fields.number("query_pre_attn_scalar", default=256.0)
     same = scalar == fields.size("head_dim")
-    return Scales(embedding=float(fields.size("hidden_size")) ** 0.5, softmax=None if same else scalar**-0.5)
+    return float(fields.size("hidden_size")) ** 0.5, None if same else scalar**-0.5
 
 
 NO_CAPPING = ((), "Megatron-Core does not cap logits")
@@ -71,5 +71,5 @@ GEMMA3_TEXT = Family(
     zero_centered_norm=True,
     post_norms=True,
     scales=scales,
-    wrapper=Wrapper("gemma3", language_model="Gemma3ForCausalLM"),
+    wrapper=("gemma3", "Gemma3ForCausalLM"),
 )

@@ -1,4 +1,4 @@
-"""Reader of config.json of a Hugging Face checkpoint: plain JSON in, `HFConfig` out, no code of the checkpoint is run.
+"""Reader of config.json of a Hugging Face checkpoint: plain JSON in, `HFConfig` out.
 
 Accepts the spellings of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`,
 `dtype`). What Megatron-Core cannot reproduce exactly is refused by field, value and reason, never guessed, and so is an
@@ -15,7 +15,6 @@ from typing import Any, Literal
 from mega_rl.config.values import ModelFacts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, REFUSED, Family
-from mega_rl.converters.families.base import Scales
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.hf.rope import read_rope
 from mega_rl.errors import UserError, UserErrors, no_such
@@ -103,7 +102,7 @@ def parse_hf_config(
         fields.refuse("num_key_value_heads", f"it must divide num_attention_heads={heads}", value=kv_heads)
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     linear_bias = _linear_bias(fields, family)
-    scales = family.scales(fields) if family.scales else Scales()
+    embedding_scale, softmax_scale = family.scales(fields)
     config = HFConfig(
         family=family.model_type,
         num_layers=num_layers,
@@ -128,8 +127,8 @@ def parse_hf_config(
         qk_norm_joint=family.qk_norm_joint,
         post_norms=family.post_norms,
         sinks=family.sinks,
-        embedding_scale=scales.embedding,
-        softmax_scale=scales.softmax,
+        embedding_scale=embedding_scale,
+        softmax_scale=softmax_scale,
         mtp_layers=fields.size(MTP_KEY, default=0, least=0, most=MOST_MTP_LAYERS) if _has_mtp(family) else 0,
         quantization=_quantization(fields),
         initializer_range=fields.number("initializer_range", default=0.02),
@@ -159,19 +158,20 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 
 def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the part that describes the language model, which may be wrapped as in its image model.
+    """Return the part that describes the language model, maybe inside its image model's.
 
     Refuses a model of images.
     """
     for family in FAMILIES.values():
-        if family.wrapper is not None and family.wrapper.model_type == raw.get("model_type"):
+        model_type, language_model = family.wrapper
+        if model_type and model_type == raw.get("model_type"):
             break
     else:
         return raw
     text = raw.get("text_config")
     if raw.get("vision_config") is not None or not isinstance(text, dict):
-        given = f'model_type="{family.wrapper.model_type}" is a model of images and text, which is not supported'
-        fix = f"save its language model on its own ({family.wrapper.language_model}) and convert that"
+        given = f'model_type="{model_type}" is a model of images and text, which is not supported'
+        fix = f"save its language model on its own ({language_model}) and convert that"
         raise UserError(f"{where}: {given}; {fix}")
     shared = ["eos_token_id", "pad_token_id"]
     if "dtype" not in text and "torch_dtype" not in text:
@@ -209,7 +209,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
 
 
 def _check_code(fields: Fields, family: Family) -> None:
-    """Refuse code from a checkpoint, unless it is the code that the family's checkpoints are known to carry."""
+    """Refuse code from a checkpoint, except code that the family's checkpoints are known to carry."""
     given = fields.object("auto_map")
     for target in given.values():
         # "repository--module.Class", or a list of those for slow and fast tokenizers.
@@ -255,7 +255,7 @@ def _switch(fields: Fields, source: bool | str) -> bool:
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    """Return the size of a head; for latent attention that of the values, which the key `head_dim` does not mean."""
+    """Return the size of a head; for latent attention that of the values."""
     if family.mla is not None:
         return fields.size("v_head_dim")
     head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
@@ -281,7 +281,7 @@ def _check_sizes(fields: Fields, config: HFConfig) -> None:
 
 
 def _quantization(fields: Fields) -> Literal["fp8"] | None:
-    """Return the kind of quantised weights: 8-bit floats with a scale per block of 128 x 128; refuse others."""
+    """Return the kind of quantised weights: fp8 in blocks of 128 x 128; refuse others."""
     given = fields.object("quantization_config")
     if not given:
         return None

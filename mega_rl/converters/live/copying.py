@@ -1,4 +1,4 @@
-"""Parameters written from the tensors of a checkpoint by the copies of a plan, with several threads.
+"""Write parameters from a checkpoint's tensors by the copies of a plan, with several threads.
 
 It serves live models, offline conversion and any source of tensors that implements `BlockReader`. Whole rows of equal
 dtype for a parameter on the CPU are read straight into the parameter; everything else passes through a small staging
@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.reader import TensorInfo
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 
@@ -30,20 +31,18 @@ PIECE_BYTES = 16 << 20
 Task = TypeVar("Task")
 
 
-class TensorLike(Protocol):
-    """The facts of a tensor that are known before it is read."""
+class ShapeAndDtype(NamedTuple):
+    """A tensor or parameter of the whole model."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the values that a read gives."""
+
+TensorLike: TypeAlias = TensorInfo | ShapeAndDtype
 
 
 class BlockReader(Protocol):
-    """A source of tensors by name, each seen as a matrix (`blocks.matrix_shape`); may be used by several threads."""
+    """A thread-safe source of tensors by name, each seen as a matrix (`matrix_shape`)."""
 
     @property
     def tensors(self) -> Mapping[str, TensorLike]:
@@ -53,7 +52,7 @@ class BlockReader(Protocol):
         """Return (file, offset): reading in this order runs forwards through the files."""
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-        """Return a rectangle, rows and columns both (low, high), as a new tensor [rows, columns] on the CPU."""
+        """Return a rectangle, rows and columns both (low, high), as a new CPU tensor."""
 
     def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
         """Read rows from `row` on, columns [low, high) of them, into `targets` one after the other.
@@ -66,7 +65,7 @@ class BlockReader(Protocol):
 
 
 def blocks_of(tensor: TensorLike) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield (rows, columns) of blocks of whole rows, each of bounded size, to read a tensor one by one."""
+    """Yield (rows, columns) of a tensor's blocks: whole rows, each block of bounded size."""
     rows, cols = matrix_shape(tensor.shape)
     step = max(1, PIECE_BYTES // max(1, cols * tensor.dtype.itemsize))
     return (((low, min(low + step, rows)), (0, cols)) for low in range(0, rows, step))
@@ -117,7 +116,7 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
 
 
 def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads: int | None = None) -> None:
-    """Do `work` on every task, roughly in order; the first error is raised when all threads have stopped.
+    """Do `work` on every task; the first error is raised when all threads have stopped.
 
     `threads` None: this rank's share of the node's cores, at most 8.
     """
@@ -164,7 +163,7 @@ def _name(copy: Copy) -> str:
 
 
 def _runs(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """Return the copies that read, in groups that read consecutive rows of the same columns of one tensor."""
+    """Return the copies that read, grouped by consecutive rows of one tensor's columns."""
     read = [copy for copy in copies if copy.hf_name is not None]
     runs = [[copy] for copy in read if copy.transposed]
     straight = (copy for copy in read if not copy.transposed)
@@ -182,7 +181,7 @@ def _runs(copies: Iterable[Copy]) -> list[list[Copy]]:
 
 
 def _split(run: Sequence[Copy], numel: int) -> Iterator[tuple[Copy, ...]]:
-    """Yield a run in parts of at most `numel` elements of the source, or of one row of it."""
+    """Yield a run in parts of at most `numel` elements, or of one row."""
     if run[0].transposed:
         (copy,) = run
         step = max(1, numel // copy.src_shape[1])
@@ -232,7 +231,7 @@ def _read(piece: FillStep, reader: BlockReader, buffers: local) -> int:
 
 
 def _staging(buffers: local, nbytes: int, device: torch.device) -> Tensor:
-    """Return [nbytes] uint8 of this thread's staging buffer, free to be overwritten; pinned where a GPU reads it."""
+    """Return [nbytes] uint8 of this thread's staging buffer, pinned where a GPU reads it."""
     if hasattr(buffers, "in_use"):
         buffers.in_use.synchronize()
     if not hasattr(buffers, "data") or buffers.data.numel() < nbytes:

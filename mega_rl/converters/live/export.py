@@ -40,11 +40,7 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """A model, how it is cut, and where this rank stands: what exporters need to know of a rank.
-
-    A group may be None where its size is 1. Each is checked against the coordinates, so that two groups of one size
-    cannot be mistaken for each other unless this rank has the same position in both.
-    """
+    """A model, its cut, and this rank's place. Groups of size 1 may be None."""
 
     sharding: Sharding
     coordinates: RankCoordinates = RankCoordinates()  # noqa: RUF009  immutable
@@ -53,21 +49,6 @@ class ModelPlace:
     expert_group: ProcessGroup | None = None  # ep x etp, etp fastest
     is_sharded: bool = False  # data parallelism has cut the parameters: reading one is collective over those ranks
     bucket_bytes: int = BUCKET_BYTES  # of parameters that are gathered together
-
-    def __post_init__(self) -> None:
-        layout, at = self.sharding.layout, self.coordinates
-        expected = {
-            "tp_group": Members(self.tp_group, layout.tp, at.tp_rank),
-            "pp_group": Members(self.pp_group, layout.pp, at.pp_rank),
-        }
-        if self.sharding.hf.moe is not None:
-            expected["expert_group"] = self.experts
-        for name, (group, size, rank) in expected.items():
-            assert group is not None or size == 1, f"{name} is missing: the layout is {layout}"
-            if group is not None:
-                assert (group.size(), group.rank()) == (size, rank), (
-                    f"{name} has rank {group.rank()} of {group.size()} here, the layout says {rank} of {size}"
-                )
 
     @classmethod
     def of(cls, sharding: Sharding, groups: Groups, *, is_sharded: bool, bucket_bytes: int) -> ModelPlace:
@@ -106,7 +87,7 @@ class ModelPlace:
 
     @property
     def gathers_first_copy(self) -> bool:
-        """Return whether exporting the first copy of all weights takes this rank: all of them where they are cut."""
+        """Return whether exporting the first copy of all weights takes this rank."""
         layout = self.sharding.layout
         return self.is_sharded or self._stage_rank < lcm(layout.tp, layout.ep * layout.etp)
 
@@ -125,7 +106,7 @@ class ModelPlace:
 def export_hf(
     chunks: Sequence[nn.Module], place: ModelPlace, *, dtype: torch.dtype | None = None, own_stage: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) of every weight, the same on all ranks of a replica, in the model's order.
+    """Yield (Hugging Face name, full tensor) of every weight, on all ranks of a replica.
 
     Collective over the replica: every rank must exhaust the iterator. `own_stage`: only the weights of this rank's
     pipeline rank, and collective over the replica's ranks that share it. Tensors are contiguous, on the device of the
@@ -169,7 +150,7 @@ def export_hf(
 
 
 def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> Iterator[list[ExportUnit]]:
-    """Yield consecutive units of one pipeline rank, holders and dtype, of at most `bucket_bytes` or of one unit.
+    """Yield consecutive units of one kind, at most `bucket_bytes` or one unit at a time.
 
     The parts of all holders count: that is what a rank has to have in memory.
     """
@@ -221,7 +202,7 @@ def join_pieces(
 
 
 def _exchange(gathered: Tensor, members: Members, unit: ExportUnit, *, pp_group: ProcessGroup | None) -> None:
-    """Fill [holders, elements] on all members, and on every stage of `pp_group`, from each holder's row, as bytes.
+    """Fill [holders, elements] on all members and stages of `pp_group` from each holder's row.
 
     unit: any of the bucket's.
     """

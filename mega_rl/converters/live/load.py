@@ -1,8 +1,8 @@
-"""Fill a live Megatron-Core model from a Hugging Face checkpoint; every rank reads only its own slices."""
+"""Fill a live Megatron-Core model from a Hugging Face checkpoint; ranks read their own slices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -11,15 +11,17 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.deepseek import MTP_REPEATED
 from mega_rl.converters.live.copying import BlockReader, blocks_of, fill_all
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, hf_tensors, ignored_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, same_bits
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.accelerator.megatron_core import stable_name
@@ -33,17 +35,16 @@ _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class LoadReport:
     """Report of loading on this rank."""
 
-    num_params: int  # parameters filled
     bytes_read: int  # of the checkpoint, by this rank
     kept_init: tuple[str, ...]  # parameters that the checkpoint has nothing for: a fresh value head
     ignored: tuple[str, ...]  # tensors of the checkpoint left aside by name
-    seconds: Mapping[str, float]  # by phase: "open" (headers), "plan" (with the proof), "read"
+    seconds: float
 
     def __str__(self) -> str:
         """Return "1.19 GB of weights in 4.1 s", and what is new in the model."""
         new = f"; new, not in the checkpoint: {', '.join(self.kept_init)}" if self.kept_init else ""
         size = f"{self.bytes_read / 1e9:.2f} GB" if self.bytes_read >= 10**8 else f"{self.bytes_read / 1e6:.2f} MB"
-        return f"{size} of weights in {sum(self.seconds.values()):.1f} s{new}"
+        return f"{size} of weights in {self.seconds:.1f} s{new}"
 
 
 def load_hf(
@@ -69,7 +70,6 @@ def load_hf(
     sharding.check()
     start = perf_counter()
     with CheckpointReader(path) as reader:
-        opened = perf_counter()
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = replace(sharding, hf=hf)
         prove_complete(sharding)
@@ -86,12 +86,10 @@ def load_hf(
             jobs += [(param, params[param.name]) for param in plan]
         kept = [param.name for param, _ in jobs if any(copy.hf_name in absent for copy in param.copies)]
         jobs = [job for job in jobs if job[0].name not in kept]
-        planned = perf_counter()
         written = fill_all([(target, param.copies) for param, target in jobs], reader, threads=threads)
         expected = sum(prod(param.shape) for param, _ in jobs)
         assert written == expected, f"{written} elements were written, the parameters have {expected}"
-        seconds = {"open": opened - start, "plan": planned - opened, "read": perf_counter() - planned}
-        return LoadReport(len(jobs), reader.bytes_read, tuple(kept), ignored, seconds)
+        return LoadReport(reader.bytes_read, tuple(kept), ignored, perf_counter() - start)
 
 
 def check_tensors(
@@ -150,7 +148,7 @@ def check_tensors(
 
 
 def repeat_faults(reader: BlockReader, hf: HFConfig, head: Head) -> list[str]:
-    """Return a line for each tensor that is left out as a copy of another one and holds other values.
+    """Return a line for each tensor left out as a copy though its values differ.
 
     Copies are a tied output layer, and embedding and head inside prediction layers that are loaded. Reads both tensors
     if a copy is there, and nothing otherwise.
@@ -179,7 +177,7 @@ def _repeats(hf: HFConfig, head: Head) -> Iterator[tuple[str, str, str]]:
 
 
 def _same(reader: BlockReader, name: str, original: str) -> bool:
-    """Return whether two tensors have the same shape and, in the wider of their dtypes, the same bits."""
+    """Return whether two tensors have equal shapes and, in the wider dtype, equal bits."""
     one, other = reader.tensors[name], reader.tensors[original]
     if one.shape != other.shape:
         return False
@@ -191,13 +189,26 @@ def _same(reader: BlockReader, name: str, original: str) -> bool:
 
 
 def weights_of(chunk: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model chunk that checkpoints hold, by name: parameters, and routers' expert biases."""
+    """Return a model chunk's tensors of checkpoints by name: parameters and routers' expert biases."""
     buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias")}
     return {stable_name(name): tensor for name, tensor in {**dict(chunk.named_parameters()), **buffers}.items()}
 
 
+def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return every weight by its name on disk; experts are views into the model's tensors.
+
+    A tied head and the embedding are one storage under two names.
+    """
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=False).items():
+        matrix = tensor.view(matrix_shape(tuple(tensor.shape)))
+        for disk in disk_tensors(model.config.model_type, name, tuple(tensor.shape)):
+            weights[disk.name] = matrix[disk.row : disk.row + disk.rows].view(disk.shape)
+    return weights
+
+
 def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, Tensor]) -> None:
-    """Assert that plan and model agree on names and shapes; else the plan or the model's spec has a bug."""
+    """Assert that plan and model agree on names and shapes."""
     planned = {param.name: param.shape for param in plan}
     faults = [f"{name} is in the model only" for name in params if name not in planned]
     for name, shape in planned.items():

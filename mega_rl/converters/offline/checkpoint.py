@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any kind, checks it against the model that it claims to hold, and reads its parameters.
+"""Open a checkpoint of any kind, check it against its model, and read its parameters.
 
 mega_rl.json, the manifest of a conversion, holds what a distributed checkpoint itself does not say about its source.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import DTYPES, read_hf_config
-from mega_rl.converters.live.copying import BlockReader, fill
+from mega_rl.converters.live.copying import BlockReader, ShapeAndDtype, fill
 from mega_rl.converters.live.load import repeat_faults
 from mega_rl.converters.offline.slabs import EXTRA_STATE, FOREIGN_PREFIXES, Slabs, whole_model
 from mega_rl.converters.offline.torch_dist import METADATA_FILE, Chunk, DistTensor, read_metadata, start_of
@@ -60,16 +60,14 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_manifest(folder: Path) -> ConversionManifest:
-    """Return the manifest of a folder. Raises UserError naming every field that is missing, unknown or wrong."""
+    """Return the manifest of a folder. Raises UserError naming every wrong field."""
     path = folder / MANIFEST_FILE
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ValueError(f"more than {MAX_MANIFEST_BYTES} bytes")
         raw = parse_object(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); convert the checkpoint again") from error
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; convert the checkpoint again") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); convert the checkpoint again") from error
     wrong = sorted({field.name for field in fields(ConversionManifest)} ^ raw.keys())
     for name, values in _ALLOWED.items():
         if not any(type(raw.get(name)) is type(value) and raw.get(name) == value for value in values):
@@ -81,16 +79,9 @@ def read_manifest(folder: Path) -> ConversionManifest:
     return ConversionManifest(**raw | {"absent": tuple(absent)})
 
 
-class ShapeAndDtype(NamedTuple):
-    """A tensor or parameter of the whole model."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass
 class WeightFiles:
-    """A checkpoint of any kind with its headers read and checked; other bytes are read when they are asked for.
+    """A checkpoint of any kind, its headers read and checked; other bytes are read later.
 
     `tensors` are those of a Hugging Face checkpoint, else the canonical parameters of the whole model. Reads as any
     `BlockReader`; a context manager that closes its files.
@@ -184,7 +175,7 @@ def hf_wholes(
     *,
     cast: torch.dtype | None = None,
 ) -> dict[str, ShapeAndDtype]:
-    """Return shape and dtype of every Hugging Face tensor whose parameters are stored, in the order of the model."""
+    """Return shape and dtype of every Hugging Face tensor that is stored, in the model's order."""
     wholes = {}
     for name, tensor in hf_tensors(sharding.hf, head=sharding.head).items():
         params = {str(copy.hf_name) for window in windows[name] for copy in window.copies}
@@ -197,7 +188,7 @@ def hf_wholes(
 
 
 def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype of a tensor made of tensors of these dtypes. Raises UserError if they differ without `cast`."""
+    """Return the dtype of a joined tensor. Raises UserError for several dtypes without `cast`."""
     distinct = set(dtypes.values())
     if cast is None and len(distinct) > 1:
         listed = ", ".join(f"{source} is {str(dtype).removeprefix('torch.')}" for source, dtype in dtypes.items())
@@ -211,7 +202,7 @@ def is_plain(window: ColumnRange) -> bool:
 
 
 def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
-    """Return the part of a plain window in rows [low, high), which become rows [0, high - low)."""
+    """Return the part of a plain window in rows [low, high), counted from 0."""
     copies = []
     for copy in window.copies:
         first, last = max(copy.dst_row, low), min(copy.dst_row + copy.rows, high)
@@ -225,7 +216,7 @@ def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
 
 
 def fill_windows(matrix: Tensor, windows: Iterable[ColumnRange], source: WeightFiles) -> None:
-    """Fill a matrix [rows, cols] from a checkpoint; a window of stepped columns passes through a copy of its size."""
+    """Fill a matrix [rows, cols] from a checkpoint; stepped columns pass through a copy."""
     for window in windows:
         copies = source.stored(window.copies)
         if window.step == 1:
@@ -297,7 +288,7 @@ def open_boxes(
     may_lack: Collection[str] = (),
     foreign: tuple[str, ...] = (),
 ) -> WeightFiles:
-    """Open tensors that are stored in boxes, and check that they make up every parameter of the model.
+    """Open tensors stored in boxes, and check that they make every parameter of the model.
 
     start_of: as for `Slabs`. objects: keys of the content besides tensors. may_lack: canonical parameters that may be
     absent. foreign: prefixes of keys that are ignored. Raises UserErrors.

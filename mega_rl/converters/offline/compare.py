@@ -10,14 +10,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from mega_rl.converters.hf.companions import config_changes
@@ -25,7 +23,6 @@ from mega_rl.converters.live.copying import BlockReader, TensorLike, blocks_of, 
 from mega_rl.converters.live.export import join_pieces
 from mega_rl.converters.live.load import repeat_faults
 from mega_rl.converters.offline.checkpoint import open_checkpoint
-from mega_rl.converters.offline.writing import World, joined_world, on_all
 from mega_rl.converters.plan.export import ExportUnit, export_plan
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
 from mega_rl.converters.plan.proof import prove_complete
@@ -34,11 +31,8 @@ from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader, bits, same_bits
 from mega_rl.errors import UserErrors
-from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import RankCoordinates
 from mega_rl.tracking import progress
-
-Advance = Callable[[int], object]  # takes the bytes compared since the last call
 
 
 @dataclass(frozen=True)
@@ -64,12 +58,6 @@ class Comparison:
     config: tuple[str, ...] = ()  # keys of config.json that differ, in words
     allowed: tuple[str, ...] = ()  # names in only one checkpoint that the caller allows
     num_equal: int = 0
-    digests: Mapping[str, str] = field(default_factory=dict)  # type, shape and bits of each tensor of the first
-
-    @property
-    def digest(self) -> str:
-        """Return a digest of the first checkpoint, independent of its shards; equal digests mean equal checkpoints."""
-        return xxhash.xxh3_128(json.dumps(sorted(self.digests.items())).encode()).hexdigest()
 
     @property
     def equal(self) -> bool:
@@ -97,37 +85,34 @@ def verify_checkpoint(
 ) -> Verification:
     """Prove a layout complete, then compare every bit of `first` with `second`.
 
-    Without `second`: against itself after import and export for the layout, in memory. Collective under torchrun.
-    Raises UserErrors when the tensors are not those that config.json asks for.
+    Without `second`: against itself after import and export for the layout, in memory. Raises UserErrors when the
+    tensors are not those that config.json asks for.
     """
     layout = str(sharding.layout)
     if second is not None:
         prove_complete(sharding)
         return Verification(layout, compare_checkpoints(first, second, allow_missing=allow_missing))
-    with CheckpointReader(first) as reader, joined_world() as world:
+    with CheckpointReader(first) as reader:
         sharding, description = describe(reader, sharding)
         if description.problems:
             raise UserErrors([f"{first}: {problem}" for problem in description.problems])
-        returned, lost = round_trip(reader, sharding, world)
+        returned, lost = round_trip(reader, sharding)
     return Verification(layout, returned=returned, lost=lost)
 
 
 def compare_checkpoints(first: Path, second: Path, *, allow_missing: Sequence[str] = ()) -> Comparison:
-    """Compare two checkpoints of one model, each of any kind, as Hugging Face tensors; collective.
+    """Compare two checkpoints of one model, each of any kind, as Hugging Face tensors.
 
     If one of them is not a Hugging Face folder, tensors that conversion leaves out by name may be absent.
     """
     with ExitStack() as stack:
-        world = stack.enter_context(joined_world())
         a = stack.enter_context(open_checkpoint(first))
         b = stack.enter_context(open_checkpoint(second, reference=first if a.kind == "hf" else None))
         allowed = list(allow_missing)
         if converted := [side for side in (a, b) if side.kind != "hf"]:
             allowed += ignored_tensors(converted[0].hf, head=converted[0].sharding.head)
         fused = next((side.hf.fused_experts for side in (a, b) if side.kind == "hf"), None)
-        comparison = compare(
-            a.as_hf(fused_experts=fused), b.as_hf(fused_experts=fused), allow_missing=allowed, world=world
-        )
+        comparison = compare(a.as_hf(fused_experts=fused), b.as_hf(fused_experts=fused), allow_missing=allowed)
     if a.kind == b.kind == "hf":
         # 8-bit blocks leave as bfloat16, and config.json says so.
         intended = [*allow_missing, *config_changes(a.hf)]
@@ -135,54 +120,35 @@ def compare_checkpoints(first: Path, second: Path, *, allow_missing: Sequence[st
     return comparison
 
 
-def compare(
-    first: BlockReader, second: BlockReader, *, allow_missing: Sequence[str] = (), world: World | None = None
-) -> Comparison:
-    """Compare the tensors of two readers by name, dtype, shape and bits; names in `allow_missing` may be in one only.
+def compare(first: BlockReader, second: BlockReader, *, allow_missing: Sequence[str] = ()) -> Comparison:
+    """Compare the tensors of two readers by name, dtype, shape and bits.
 
-    The ranks of `world` share the tensors of the first.
+    allow_missing: patterns of names that may be in only one.
     """
-    world = world or SingleRank()
     ours, theirs = set(first.tensors), set(second.tensors)
     single = {name for name in ours ^ theirs if any(fnmatchcase(name, p) for p in allow_missing)}
-    names = sorted(ours, key=first.position)[world.rank :: world.size]
-
-    def work() -> dict[str, tuple[str, dict[str, Any] | None]]:
-        total = sum(_nbytes(first.tensors[name]) for name in names)
-        with progress.phase("comparing", total=total, unit="B") as phase:
-            return {name: _compare_tensor(first, second, name, phase.advance) for name in names}
-
-    shares = world.gather_json({name: list(difference) for name, difference in on_all(work, world).items()})
-    results = {name: difference for share in shares for name, difference in share.items()}
-    mismatched = [
-        f"{name}: {_kind(first.tensors[name])} against {_kind(second.tensors[name])}"
-        for name in sorted(ours & theirs)
-        if _kind(first.tensors[name]) != _kind(second.tensors[name])
-    ]
-    different = [Different(**difference) for _, (_, difference) in sorted(results.items()) if difference is not None]
+    kinds = {name: (_kind(first.tensors[name]), _kind(second.tensors[name])) for name in sorted(ours & theirs)}
+    names = sorted((name for name, (a, b) in kinds.items() if a == b), key=first.position)
+    with progress.phase("comparing", total=sum(_nbytes(first.tensors[name]) for name in names), unit="B") as phase:
+        results = [_compare_tensor(first, second, name, phase.advance) for name in names]
+    different = sorted((one for one in results if one is not None), key=lambda one: one.name)
     return Comparison(
         only_first=tuple(sorted(ours - theirs - single)),
         only_second=tuple(sorted(theirs - ours - single)),
-        mismatched=tuple(mismatched),
+        mismatched=tuple(f"{name}: {a} against {b}" for name, (a, b) in kinds.items() if a != b),
         different=tuple(different),
         allowed=tuple(sorted(single)),
-        num_equal=len(ours & theirs) - len(mismatched) - len(different),
-        digests={name: digest for name, (digest, _) in results.items()},
+        num_equal=len(names) - len(different),
     )
 
 
 def _compare_tensor(
-    first: BlockReader, second: BlockReader, name: str, advance: Advance
-) -> tuple[str, dict[str, Any] | None]:
-    """Return (digest of the first's tensor, fields of `Different` if the second's has other bits)."""
-    a, b = first.tensors[name], second.tensors.get(name)
-    digest = xxhash.xxh3_128(_kind(a).encode())
-    comparable = b is not None and _kind(a) == _kind(b)
+    first: BlockReader, second: BlockReader, name: str, advance: Callable[[int], object]
+) -> Different | None:
+    """Return the difference of two tensors of one kind, if any. advance: takes the bytes compared."""
     elements, max_abs, total_abs, max_of_first, has_nan = 0, 0.0, 0.0, 0.0, False
-    for block in blocks_of(a):
-        x = first.read_block(name, *block)
-        digest.update(bits(x).numpy().data)
-        y = second.read_block(name, *block) if comparable else x
+    for block in blocks_of(first.tensors[name]):
+        x, y = first.read_block(name, *block), second.read_block(name, *block)
         if not same_bits(x, y):
             changed = (bits(x) != bits(y)).view(x.numel(), -1).any(dim=1)
             values = x.contiguous().view(-1).double()
@@ -192,10 +158,10 @@ def _compare_tensor(
             max_abs, total_abs = max(max_abs, float(gap.max())), total_abs + float(gap.sum())
             max_of_first = max(max_of_first, float(values.nan_to_num(0.0).abs().max()))
         advance(x.nbytes)
-    numel = prod(a.shape)
-    largest = float("nan") if has_nan else max_abs
-    difference = Different(name, elements, numel, largest, total_abs / max(1, numel), max_of_first)
-    return digest.hexdigest(), asdict(difference) if elements else None
+    if not elements:
+        return None
+    numel, largest = prod(first.tensors[name].shape), float("nan") if has_nan else max_abs
+    return Different(name, elements, numel, largest, total_abs / numel, max_of_first)
 
 
 def compare_configs(first: Path, second: Path, *, intended: Sequence[str] = ()) -> tuple[str, ...]:
@@ -220,40 +186,29 @@ def compare_configs(first: Path, second: Path, *, intended: Sequence[str] = ()) 
     return tuple(lines) if keys else ("same values, other bytes",)
 
 
-def round_trip(reader: BlockReader, sharding: Sharding, world: World | None = None) -> tuple[int, tuple[str, ...]]:
-    """Return (number of tensors that come back bit for bit, names of those that do not); collective.
+def round_trip(reader: BlockReader, sharding: Sharding) -> tuple[int, tuple[str, ...]]:
+    """Return (number of tensors that come back bit for bit, names of those that do not).
 
     Each parameter is cut as every rank of the layout would hold it, and the tensors that export makes of the parts are
-    compared with the reader's. Absent optional tensors are left out. The ranks of `world` share the units.
+    compared with the reader's. Absent optional tensors are left out.
     """
-    world = world or SingleRank()
     prove_complete(sharding)
-    units = export_plan(sharding)
-    mine = [unit for unit in units if all(name in reader.tensors for name, _, _ in unit.tensors)]
-    mine = mine[world.rank :: world.size]
-
-    def work() -> list[list[str]]:
-        """Return [names that come back, names that do not]."""
-        stages = {stage: _members(sharding, *stage) for stage in sharding.layout.stages()}
-        names: list[list[str]] = [[], []]
-        total = sum(_nbytes(reader.tensors[name]) for unit in mine for name, _, _ in unit.tensors)
-        with progress.phase("round trip", total=total, unit="B") as phase:
-            for unit in mine:
-                for name, tensor in _exported(unit, stages[unit.pp_rank, unit.vp_stage][unit.of_experts], reader):
-                    names[not _is_on_disk(reader, name, tensor)].append(name)
-                    phase.advance(tensor.nbytes)
-        return names
-
-    shares = world.gather_json(on_all(work, world))
-    made = {name for unit in units for name, _, _ in unit.tensors}
-    unmade = [name for name in hf_tensors(sharding.hf, head=sharding.head) if name in reader.tensors.keys() - made]
-    return sum(len(good) for good, _ in shares), tuple(sorted([*unmade, *(name for _, bad in shares for name in bad)]))
+    units = [u for u in export_plan(sharding) if all(name in reader.tensors for name, _, _ in u.tensors)]
+    made = [name for unit in units for name, _, _ in unit.tensors]
+    lost = [name for name in hf_tensors(sharding.hf, head=sharding.head) if name in reader.tensors.keys() - set(made)]
+    stages = {stage: _members(sharding, *stage) for stage in sharding.layout.stages()}
+    with progress.phase("round trip", total=sum(_nbytes(reader.tensors[name]) for name in made), unit="B") as phase:
+        for unit in units:
+            for name, tensor in _exported(unit, stages[unit.pp_rank, unit.vp_stage][unit.of_experts], reader):
+                lost += [] if _is_on_disk(reader, name, tensor) else [name]
+                phase.advance(tensor.nbytes)
+    return len(made) - len(set(lost) & set(made)), tuple(sorted(lost))
 
 
 def _exported(
     unit: ExportUnit, members: Sequence[Mapping[str, ParamPlan]], reader: BlockReader
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that export makes of a unit's parameters, filled as each member would hold them."""
+    """Yield the tensors that export makes of a unit's parameters, as members would hold them."""
     dtype = reader.tensors[unit.tensors[0][0]].dtype
     parts = []
     for plans in members:
@@ -272,7 +227,7 @@ def _is_on_disk(reader: BlockReader, name: str, tensor: Tensor) -> bool:
 
 
 def _members(sharding: Sharding, pp_rank: int, vp_stage: int) -> tuple[list[dict[str, ParamPlan]], ...]:
-    """Return the ranks' plans of one stage by parameter name: of the common part, and of the experts."""
+    """Return the ranks' plans of one stage by parameter name: common ones, and experts'."""
     layout = sharding.layout
     common = [common_plan(sharding, tp_rank, pp_rank, vp_stage) for tp_rank in range(layout.tp)]
     experts = [
@@ -292,16 +247,6 @@ def _kind(tensor: TensorLike) -> str:
 
 
 @dataclass(frozen=True)
-class StageSize:
-    """Size of the share of each rank of one pipeline rank."""
-
-    pp_rank: int
-    layers: tuple[str, ...]  # "0-7", one entry for each virtual stage
-    params: int
-    nbytes: int  # in the checkpoint's dtype
-
-
-@dataclass(frozen=True)
 class Description:
     """A checkpoint against the table of its family."""
 
@@ -309,7 +254,7 @@ class Description:
     num_params: int
     nbytes: int
     dtypes: dict[str, int]  # number of tensors of each
-    stages: tuple[StageSize, ...]
+    stages: tuple[dict[str, object], ...]  # layers, params, nbytes of each rank by pipeline rank
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -374,7 +319,7 @@ def describe_config(sharding: Sharding) -> Description:
     )
 
 
-def _stages(sharding: Sharding, itemsize: int) -> tuple[StageSize, ...]:
+def _stages(sharding: Sharding, itemsize: int) -> tuple[dict[str, object], ...]:
     """Return the size of each pipeline rank's share, which is that of each of its ranks."""
     layout, stages = sharding.layout, []
     for pp_rank in range(layout.pp):
@@ -382,7 +327,7 @@ def _stages(sharding: Sharding, itemsize: int) -> tuple[StageSize, ...]:
         plans = [plan for vp_stage in range(layout.vpp) for plan in build_plan(sharding, at, vp_stage=vp_stage)]
         layers = [layout.layers_of(pp_rank, sharding.hf.num_layers, vp_stage) for vp_stage in range(layout.vpp)]
         stages.append(
-            StageSize(
+            dict(
                 pp_rank=pp_rank,
                 layers=tuple(f"{held.start}-{held.stop - 1}" if held else "none" for held in layers),
                 params=sum(prod(plan.shape) for plan in plans),

@@ -3,8 +3,6 @@
 Tensors stream from file to file, so one process needs no more memory than a fixed buffer and the largest parameter.
 Everything is checked before a byte is written: the plan is complete, every tensor of the source has the name, shape and
 type that it should, the target may be written and its disk has room. The target appears as a whole, at the end.
-
-Under torchrun the ranks share the files of the target between them.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from mega_rl.converters.offline.checkpoint import (
 from mega_rl.converters.offline.slabs import extra_state_keys, slab_of, whole_model
 from mega_rl.converters.offline.torch_dist import Written, write_metadata
 from mega_rl.converters.offline.writing import Conversion, Output, Report, convert, group_outputs
-from mega_rl.converters.offline.writing import WriteOptions as WriteOptions
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, invert
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors
@@ -49,18 +46,8 @@ from mega_rl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Size of one file of a distributed checkpoint; ranks and threads share files.
+# Size of one file of a distributed checkpoint; each thread writes one.
 CHUNK_FILE_BYTES = 512 << 20
-
-
-@dataclass(frozen=True)
-class ImportOptions:
-    """Choices of `import_hf`."""
-
-    head: Head = "lm"
-    mtp: Literal["drop", "load"] = "drop"  # multi-token prediction layers
-    dtype: str | None = None  # None: values keep their type
-    allow_missing: Sequence[str] = ()  # patterns of tensors that may be absent
 
 
 @dataclass(frozen=True)
@@ -77,32 +64,34 @@ def import_hf(
     source: str | Path,
     target: str | Path,
     *,
-    options: ImportOptions = ImportOptions(),
-    writing: WriteOptions = WriteOptions(),
+    head: Head = "lm",
+    mtp: Literal["drop", "load"] = "drop",
+    dtype: str | None = None,
+    allow_missing: Sequence[str] = (),
+    overwrite: bool = False,
+    jobs: int | None = None,
 ) -> Report:
     """Write the Hugging Face checkpoint `source` as a distributed checkpoint `target`, which loads under any layout.
 
-    Parameters that are float32 in every model stay so whatever `options.dtype` is. A value head that the source does
-    not have is left out, and so are parameters whose missing tensors match `options.allow_missing`; the report names
-    them.
+    Parameters that are float32 in every model stay so whatever `dtype` is. A value head that the source does
+    not have is left out, and so are parameters whose missing tensors match the patterns of `allow_missing`; the report
+    names them.
 
-    Raises UserError or UserErrors, the same on all ranks, before anything is written, with everything that is wrong.
+    Raises UserError or UserErrors before anything is written, with everything that is wrong.
     """
 
     def prepare() -> Conversion:
-        cast = parse_dtype(options.dtype)
-        hf = replace(read_hf_config(source), mtp=options.mtp)
+        cast = parse_dtype(dtype)
+        hf = replace(read_hf_config(source), mtp=mtp)
         reader = CheckpointReader(source)
         hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
-        sharding = Sharding(hf, head=options.head)
+        sharding = Sharding(hf, head=head)
         prove_complete(sharding)
-        ignored, missing = check_tensors(reader, hf, options.head, allow_missing=options.allow_missing)
+        ignored, missing = check_tensors(reader, hf, head, allow_missing=allow_missing)
         origin = WeightFiles(Path(source), "hf", sharding, tensors_of(reader), reader)
         outputs, absent = _parameters(origin, missing, cast)
         slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
-        manifest = ConversionManifest(
-            options.head, options.mtp, options.dtype, hf.fused_experts, hf.value_head, tuple(sorted(absent))
-        )
+        manifest = ConversionManifest(head, mtp, dtype, hf.fused_experts, hf.value_head, tuple(sorted(absent)))
         files = companions(Path(source))
         if left := not_copied(Path(source), files):
             logger.info("%s", left.removeprefix("; "))
@@ -119,7 +108,7 @@ def import_hf(
         chunk_files = group_outputs(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
         return Conversion(chunk_files, complete, [origin], Report(ignored=ignored, absent=manifest.absent))
 
-    return convert(prepare, target, [source], options=writing, label="import")
+    return convert(prepare, target, [source], overwrite=overwrite, jobs=jobs, label="import")
 
 
 def _parameters(
@@ -149,7 +138,8 @@ def export_checkpoint(
     *,
     reference: str | Path | None = None,
     options: ExportOptions = ExportOptions(),
-    writing: WriteOptions = WriteOptions(),
+    overwrite: bool = False,
+    jobs: int | None = None,
     opened: Callable[[], WeightFiles] | None = None,
 ) -> Report:
     """Write the distributed checkpoint `source` as a Hugging Face checkpoint `target`.
@@ -170,7 +160,7 @@ def export_checkpoint(
         weights = open_checkpoint(reference) if reference is not None and has_weights else None
         return _to_hf(origin, weights, cast, Path(reference or Path(source) / HF_FOLDER), options)
 
-    return convert(prepare, target, [source, reference], options=writing, label="export")
+    return convert(prepare, target, [source, reference], overwrite=overwrite, jobs=jobs, label="export")
 
 
 def _to_hf(

@@ -1,28 +1,21 @@
-"""Running a conversion: planned on every rank, the files shared between them, the target complete or not there.
+"""Running a conversion: the target is complete or not there.
 
 Tensors stream from checkpoints into new files, a bounded number of bytes at a time.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from mega_rl.converters.live.copying import in_threads
 from mega_rl.converters.offline.checkpoint import WeightFiles, fill_windows, is_plain, rows_of
@@ -33,8 +26,6 @@ from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.output_folder import output_folder, require_space
 from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec, plan_shards
 from mega_rl.errors import UserError
-from mega_rl.parallel.agreement import run_on_all, run_on_one
-from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
 from mega_rl.tracking import progress
 
 logger = logging.getLogger(__name__)
@@ -46,61 +37,11 @@ BUFFER_BYTES = 64 << 20
 PIECE_BYTES = 8 << 20
 # Room for names, sizes and extra states.
 OVERHEAD_BYTES = 1 << 20
-# Ranks meet every few seconds while they work, so a rank that does not answer for this long is lost.
-DEADLINE = timedelta(minutes=5)
-
-Result = TypeVar("Result")
-World = SingleRank | GroupRanks
-
-
-@contextmanager
-def joined_world() -> Iterator[World]:
-    """Yield the ranks that RANK and WORLD_SIZE describe; an existing process group is used and kept."""
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    joins = not dist.is_initialized() and size > 1
-    if joins:
-        # New keys each time: under the old ones gloo would find the addresses of a group that was destroyed.
-        store = PrefixStore(f"mega_rl/conversion/{next(_generation)}", _store())
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=DEADLINE)
-    try:
-        yield ranks_of(dist.group.WORLD) if dist.group.WORLD is not None else SingleRank()
-    finally:
-        if joins:
-            dist.destroy_process_group()
-
-
-def on_all(work: Callable[[], Result], world: World) -> Result:
-    """Call `work` on every rank and return this rank's result; if one rank fails, all raise. Collective."""
-    return run_on_all(work, world) if world.size > 1 else work()
-
-
-def on_first(work: Callable[[], Result], world: World) -> Result:
-    """Call `work` on rank 0 and return its result (JSON) on every rank; if it fails, all raise. Collective."""
-    result: Result = run_on_one(work, world) if world.size > 1 else work()
-    return result
-
-
-_generation = itertools.count()
-
-
-@cache
-def _store() -> Store:
-    """Return torchrun's store, kept as long as the process: a second one would race with the end of the first."""
-    store: Store = next(rendezvous("env://", timeout=DEADLINE))[0]
-    return store
-
-
-@dataclass(frozen=True)
-class WriteOptions:
-    """Options of writing a target."""
-
-    overwrite: bool = False
-    jobs: int | None = None  # threads; None: one per core
 
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a conversion, over all ranks."""
+    """Result of a conversion."""
 
     num_tensors: int = 0  # written
     num_files: int = 0
@@ -149,36 +90,24 @@ def convert(
     target: str | Path,
     inputs: Sequence[str | Path | None],
     *,
-    options: WriteOptions,
+    overwrite: bool,
+    jobs: int | None,
     label: str,
 ) -> Report:
-    """Plan on every rank, write each rank's share, and let the target appear when all have ended."""
+    """Plan a conversion and write its files; the target appears as a whole. jobs: threads."""
     start = perf_counter()
-
-    def plan() -> Conversion:
-        for path in inputs:
-            if path is not None:
-                _check_apart(Path(target), Path(path))
-        return prepare()
-
-    with joined_world() as world, ExitStack() as stack, ExitStack() as folder:
-        job = on_all(plan, world)
+    for path in inputs:
+        if path is not None:
+            _check_apart(Path(target), Path(path))
+    job = prepare()
+    num_bytes = sum(file.nbytes for file in job.files)
+    with ExitStack() as stack:
         for reader in job.readers:
             stack.enter_context(reader)
-        num_bytes = sum(file.nbytes for file in job.files)
-
-        def make_folder() -> str:
-            work = folder.enter_context(output_folder(target, overwrite=options.overwrite))
-            require_space(work, num_bytes + OVERHEAD_BYTES)
-            return str(work)
-
-        work = Path(on_first(make_folder, world))
-        mine = sorted(job.files, key=lambda file: -file.nbytes)[world.rank :: world.size]
-        share = on_all(lambda: _write_files(work, mine, options.jobs, label), world)
-        shares = world.gather_json([[one.key, list(one.place), *one[2:]] for one in share])
-        places = [Written(key, tuple(place), *at) for one in shares for key, place, *at in one]
-        on_first(lambda: job.complete(work, places), world)
-        on_first(folder.close, world)
+        work = stack.enter_context(output_folder(target, overwrite=overwrite))
+        require_space(work, num_bytes + OVERHEAD_BYTES)
+        files = sorted(job.files, key=lambda file: -file.nbytes)
+        job.complete(work, _write_files(work, files, jobs, label))
     report = replace(
         job.report,
         num_tensors=sum(len(file.outputs) for file in job.files),
@@ -198,7 +127,7 @@ def _check_apart(target: Path, source: Path) -> None:
 
 
 def group_outputs(outputs: Sequence[Output], file_bytes: int, name: Callable[[int, int], str]) -> list[OutputFile]:
-    """Return consecutive outputs in files of at most `file_bytes` bytes; `name(i, n)` is the name of file i of n."""
+    """Return outputs in files of at most `file_bytes`; `name(i, n)` names file i of n."""
     by_name = {output.spec.name: output for output in outputs}
     groups = plan_shards([output.spec for output in outputs], file_bytes)
     return [OutputFile(name(i, len(groups)), [by_name[spec.name] for spec in group]) for i, group in enumerate(groups)]
@@ -258,7 +187,7 @@ def _write_safetensors(folder: Path, file: OutputFile, meter: _Meter, threads: i
 
 
 def _buffer(buffers: threading.local, num_bytes: int) -> Tensor:
-    """Return [num_bytes] uint8 of this thread's buffer, made once: freed memory of threads is not given back."""
+    """Return [num_bytes] uint8 of this thread's buffer, which is made once."""
     if num_bytes > PIECE_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)
     if not hasattr(buffers, "data"):

@@ -1,4 +1,4 @@
-"""Parameters of a model in their order, by stage, and the tensors on disk that they need.
+"""Parameters of a model in order and by stage, and their tensors on disk.
 
 Derived from the family's rules and the architecture.
 """
@@ -14,6 +14,7 @@ from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import Rule, Source
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.parallel.layout import ParallelLayout
 
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -28,10 +29,12 @@ VALUE_HEADS = (
     "reward_head.weight",
     "lm_head.weight",
 )
+# transformers (5.x) holds all experts of a layer in two tensors and calls every mixture `mlp`.
+FUSED_GATE_UP, FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 
 
 class Part(NamedTuple):
-    """One parameter of the model: its rule, its layer and its expert, counted over the whole model."""
+    """A parameter: its rule, layer and expert, counted over the whole model."""
 
     rule: Rule
     layer: int = 0
@@ -52,7 +55,7 @@ class HFTensor(NamedTuple):
 
 
 def as_on_disk(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> HFConfig:
-    """Return the config with the spellings that tensor names show: fused or single experts, the value head."""
+    """Return the config with the spellings of the tensors: fused experts, the value head."""
     moe_layer = hf.moe.layers.index(True) if hf.moe is not None and any(hf.moe.layers) else None
     if moe_layer is not None:
         fused = {
@@ -67,7 +70,7 @@ def as_on_disk(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> HFConfig:
 
 
 def hf_tensors(hf: HFConfig, *, head: Head) -> dict[str, HFTensor]:
-    """Return every tensor that the model is made of by its name on disk, in the order of the model."""
+    """Return every tensor of the model by its name on disk, in the model's order."""
     return {
         source.name.format(layer=part.layer, expert=part.expert): HFTensor(
             source_shape(source, hf), part.rule.optional, part.rule.float32
@@ -103,7 +106,7 @@ def mtp_tensors(hf: HFConfig) -> dict[str, HFTensor]:
 
 
 def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, bool]:
-    """Return the tensors of prediction layers that a model leaves out, among `names`, each with whether it is float32.
+    """Return which of `names` are left-out prediction layers, each with whether it is float32.
 
     An export takes them over from the model's source.
     """
@@ -115,7 +118,7 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
 
 
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
-    """Return the rules in force, with the output head that the model has; a tied head has no tensor."""
+    """Return the rules in force, with the model's output head; a tied one has no tensor."""
     rules = []
     for rule in FAMILIES[hf.family].rules:
         if not all(name in hf.switches for name in rule.when if name not in ("dense", "moe")):
@@ -130,7 +133,7 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
 
 
 def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
-    """Yield the parameters of one layer: the common ones (`experts` None), or these experts, one after the other."""
+    """Yield the parameters of one layer: the common ones (`experts` None), or these experts'."""
     other_kind = "dense" if is_moe(hf, layer) else "moe"
     held = [rule for rule in rules if rule.per_expert == (experts is not None) and other_kind not in rule.when]
     if experts is None:
@@ -194,3 +197,34 @@ def stage_experts(sharding: Sharding, pp_rank: int, vp_stage: int, held: range) 
 
 def _is_last(layout: ParallelLayout, pp_rank: int, vp_stage: int) -> bool:
     return (pp_rank, vp_stage) == (layout.pp - 1, layout.vpp - 1)
+
+
+class DiskTensor(NamedTuple):
+    """A tensor on disk as whole rows of a model's tensor, both seen as matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: int  # its first one in the model's tensor
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return matrix_shape(self.shape)[0]
+
+
+def disk_tensors(model_type: str, name: str, shape: tuple[int, ...]) -> Iterator[DiskTensor]:
+    """Yield the tensors on disk that make tensor `name` of a transformers model."""
+    names = FAMILIES[model_type].expert_names
+    prefix = name.rpartition(".")[0].replace(".mlp.", f".{names.block}.")
+    if name.endswith(FUSED_GATE_UP):
+        experts, width, hidden = shape[0], shape[1] // 2, shape[2]  # the gate's rows, then the up projection's
+        for expert in range(experts):
+            row = 2 * expert * width
+            yield DiskTensor(f"{prefix}.{expert}.{names.gate}.weight", (width, hidden), row)
+            yield DiskTensor(f"{prefix}.{expert}.{names.up}.weight", (width, hidden), row + width)
+    elif name.endswith(FUSED_DOWN):
+        experts, hidden, width = shape
+        for expert in range(experts):
+            yield DiskTensor(f"{prefix}.{expert}.{names.down}.weight", (hidden, width), expert * hidden)
+    else:
+        yield DiskTensor(name.replace(".mlp.", f".{names.block}."), shape, 0)

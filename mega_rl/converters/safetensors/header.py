@@ -12,15 +12,15 @@ import struct
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.untrusted import JsonFields, parse_object, shorten
+from mega_rl.untrusted import JsonFields, is_shape, parse_object, shorten
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's limit, also applied to an index
 METADATA = "__metadata__"
-_MAX_DIMS, _MAX_NAME = 16, 1024
+_MAX_NAME = 1024
 
 # Bytes of an element, by the name that a header gives the dtype.
 ITEM_BYTES = {
@@ -42,7 +42,7 @@ class HeaderEntry(NamedTuple):
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (rows, columns) of a tensor as a matrix: columns are its last dimension; a vector is one column."""
+    """Return (rows, columns) of a tensor as a matrix; a vector is one column."""
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
 
 
@@ -78,7 +78,7 @@ def read_entries(path: Path) -> dict[str, HeaderEntry]:
 
 
 def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict[str, HeaderEntry]:
-    """Return the tensors of a parsed header by name, for a file of `size` bytes whose data begins at byte `start`.
+    """Return a parsed header's tensors by name. size: of the file; start: of its data.
 
     Raises UserErrors as `read_entries`.
     """
@@ -92,7 +92,7 @@ def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict
 
 
 def encode_header(entries: Mapping[str, Any]) -> bytes:
-    """Return length and text of a header, padded so that the data after it begins at a multiple of 8 bytes."""
+    """Return length and text of a header, padded to a multiple of 8 bytes."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -118,9 +118,9 @@ def _entry(name: str, raw: Any, path: Path, start: int, problems: list[str]) -> 
     dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         problems.append(f"{where}: dtype={shorten(repr(dtype))} is unknown, must be one of {', '.join(ITEM_BYTES)}")
-    elif not _is_sizes(shape):
+    elif not is_shape(shape):
         problems.append(f"{where}: shape={shorten(repr(shape))} must be a list of sizes")
-    elif not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    elif not is_shape(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         problems.append(f"{where}: data_offsets={shorten(repr(offsets))} must be [begin, end]")
     else:
         nbytes, need = offsets[1] - offsets[0], prod(shape) * ITEM_BYTES[dtype]
@@ -128,13 +128,6 @@ def _entry(name: str, raw: Any, path: Path, start: int, problems: list[str]) -> 
             return HeaderEntry(name, dtype, tuple(shape), start + offsets[0], nbytes)
         problems.append(f"{where}: {nbytes} bytes, but shape {shape} of {dtype} takes {need}")
     return None
-
-
-def _is_sizes(value: Any) -> TypeGuard[list[int]]:
-    """Return whether a value is a short list of sizes; the product of a long one could take for ever."""
-    return (
-        isinstance(value, list) and len(value) <= _MAX_DIMS and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
-    )
 
 
 def _extent_faults(entries: Iterable[HeaderEntry], path: Path, start: int, size: int) -> list[str]:

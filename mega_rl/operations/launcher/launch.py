@@ -31,11 +31,10 @@ from mega_rl.operations.launcher.nodes import (
     finish,
     gather,
 )
-from mega_rl.operations.launcher.ranks import KEY, NodeRanks, interface_of
-from mega_rl.operations.launcher.reaper import SAVE_S, StopSignals
+from mega_rl.operations.launcher.ranks import KEY, LOOPBACK, NodeRanks, StopSignals, interface_of, listen
 from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
-from mega_rl.operations.launcher.store import LOOPBACK, listen
 from mega_rl.operations.launcher.supervisor import Conclusion, Supervisor
+from mega_rl.tracking.health.records import SAVE_S
 from mega_rl.tracking.progress import printable
 from mega_rl.tracking.progress.terminal import ERASE_LINE
 from mega_rl.untrusted import read_record
@@ -100,7 +99,7 @@ def launch(
     variables: Mapping[str, str] | None = None,
     newest: NewestCheckpoints = lambda run_dir: ("", ""),
 ) -> int:
-    """Run this node's ranks to their last end; return the exit code: the first failed one's, 128 + signal, or 0.
+    """Run this node's ranks to their end; return the exit code.
 
     variables: of the ranks, in addition to this process's. newest: finds checkpoints to restart from.
     """

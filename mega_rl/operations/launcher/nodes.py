@@ -1,4 +1,4 @@
-"""Nodes of a run as node 0 sees them: who takes part, what each is ordered and reports."""
+"""Nodes of a run as node 0 sees them: members, orders and reports."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.channel import Channel, ChannelLost, Door, Joining, Message
-from mega_rl.operations.launcher.ranks import Assignment, NodeRanks, RankEnd
-from mega_rl.operations.launcher.reaper import SIGNALS
+from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd, RankStore
 from mega_rl.operations.launcher.run_health import RunHealth
-from mega_rl.operations.launcher.store import RankStore
 from mega_rl.untrusted import read_record, shown
 
 log = logging.getLogger(__name__)
@@ -126,7 +124,7 @@ def gather(
     stopped: Callable[[], bool],
     join_s: float,
 ) -> None:
-    """Let launchers in until a run has its nodes, sorted by their numbers, or a signal came.
+    """Let launchers in until a run has its nodes, or a signal came; sort them.
 
     command: digest that launchers must join with. Raises RunError with the missing numbers after `join_s` seconds.
     """
@@ -156,7 +154,7 @@ def gather(
 
 
 def finish(nodes: Sequence[RunNode], code: int, reason: str) -> None:
-    """Let the launchers of other nodes end, and wait at most FINISH_S for them to hang up."""
+    """End the launchers of other nodes, and wait at most FINISH_S for them."""
     left = [node for node in nodes if isinstance(node, RemoteNode)]
     for node in left:
         node.order(FINISH, code=code, line=reason)

@@ -1,4 +1,10 @@
-"""Start and end the ranks of one node: child processes of its launcher."""
+"""Start and end the ranks of one node, and the store in which all ranks meet.
+
+    python -m mega_rl.operations.launcher.ranks ADDRESS LISTENER LIFELINE
+
+is that store. It outlives ranks and a killed launcher, listens at one address and unpickles no value. Each start of the
+ranks has a new store, without keys of dead ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +12,24 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 
 import psutil
 
 from mega_rl.environment import own_cores, python_module
 from mega_rl.errors import LAST_WORD, UserError
-from mega_rl.operations.launcher.reaper import STOPPED, Reaper
-from mega_rl.processes import Child, ChildDeadlineError
-from mega_rl.tracking.health.failure_kinds import GENERATION, INNOCENT_CODES, UNSAID
+from mega_rl.processes import DEVNULL, Child, ChildDeadlineError, ChildStartError
+from mega_rl.tracking.health.records import GENERATION, INNOCENT_CODES, UNSAID
 
+LOOPBACK = "127.0.0.1"
 KEY = "MEGA_RL_LAUNCH_KEY"  # only launchers see it: other programs inherit the environment of ranks
+# Slurm sends SIGUSR1 before the time limit; SIGHUP and SIGQUIT end ranks without a checkpoint, as they end any program.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+STOPPED = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))  # ranks that have saved
 INNOCENT = tuple(INNOCENT_CODES.values())
 # Exit codes with a meaning. Believed only if the rank's command reports them: a library may call os._exit(0).
 MEANINGFUL = (0, UserError.exit_code, *INNOCENT, *STOPPED)
@@ -97,7 +108,6 @@ class NodeRanks:
     ) -> None:
         """program: a module and its arguments. variables: as `base` of `environment`."""
         self._program, self._variables, self._interface, self._clock = program, variables, interface, clock
-        self._reaper = Reaper()
         self._running: dict[int, Child] = {}
         self._last_words = -1  # descriptor of the generation's file, see LAST_WORD
         self._kill_at = float("inf")
@@ -116,7 +126,7 @@ class NodeRanks:
         self._last_words = word = os.memfd_create("last words of ranks")
         for local_rank, rank in enumerate(assignment.ranks):
             variables = environment(assignment, local_rank, self._variables, interface=self._interface)
-            self._running[rank] = child = Child(
+            self._running[rank] = Child(
                 f"rank {rank}",
                 python_module(*self._program, *resume),
                 dies_by=signal.SIGTERM,
@@ -124,7 +134,6 @@ class NodeRanks:
                 streams=(None, None, None),
                 env={**variables, LAST_WORD: str(word)},
             )
-            self._reaper.watch(child.pid)
 
     def poll(self) -> list[RankEnd]:
         """Return the ranks that have ended since the last call; kill those whose time is over."""
@@ -161,14 +170,13 @@ class NodeRanks:
             child.kill()
 
     def close(self) -> None:
-        """Kill the ranks that still run, and end the reaper."""
+        """Kill the ranks that still run."""
         self.kill()
         for child in self._running.values():
             with contextlib.suppress(ChildDeadlineError):  # in a file system that does not answer
                 child.wait(CLOSE_S)
         self._running.clear()
         self._forget_last_words()
-        self._reaper.close()
 
     def _forget_last_words(self) -> None:
         if self._last_words >= 0:
@@ -183,3 +191,103 @@ def interface_of(address: str) -> str:
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.address.partition("%")[0] == address:
                 return str(name)
     return ""
+
+
+class StopSignals:
+    """Context manager that collects the signals to this process in their order.
+
+    A signal that the process ignored at its start, as SIGHUP under nohup, stays ignored. Signals blocked before are let
+    through.
+    """
+
+    def __init__(self, numbers: Sequence[signal.Signals] = SIGNALS) -> None:
+        self.first = 0
+        self._numbers = numbers
+        self._pending: list[int] = []
+        self._previous: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopSignals:
+        numbers = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._remember) for number in numbers}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def take(self) -> list[int]:
+        """Return the signals that came since the last call."""
+        taken, self._pending = self._pending, []
+        return taken
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self._pending.append(number)
+
+
+class RankStore:
+    """A store's process, as its launcher sees it. The port answers at once."""
+
+    def __init__(self, address: str) -> None:
+        """address: an address of this machine.
+
+        Raises UserError for an address of another machine, RunError when no further process may start.
+        """
+        listener = listen(address)
+        self.port = int(listener.getsockname()[1])
+        # The store ends when the last holder of the other end does: the launcher or, if it was killed, the ranks, which
+        # need their store while they save.
+        read, self.lifeline = os.pipe()
+        fds = [listener.fileno(), read]
+        own = str(listener.getsockname()[0])
+        command = python_module("mega_rl.operations.launcher.ranks", own, *map(str, fds))
+        try:
+            with listener:
+                streams = (DEVNULL, DEVNULL, None)
+                self._child = Child("the ranks' store", command, blocks=SIGNALS, pass_fds=fds, streams=streams)
+        except ChildStartError:
+            os.close(self.lifeline)
+            raise
+        finally:
+            os.close(read)
+
+    def close(self) -> None:
+        """End the store; the ranks have ended."""
+        os.close(self.lifeline)
+        self._child.end()
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at an address; port 0: any free one. Raises UserError."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+    except OSError as error:
+        raise UserError(
+            f"--master-addr={address}: node 0 cannot listen at port {port or 'any'} of it ({error.strerror or error}); "
+            "give a name or an address of node 0 that the other nodes reach, and a free --master-port"
+        ) from None
+    listener.listen(1024)
+    return listener
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Keep the store until no process holds the lifeline's other end."""
+    from torch._C._distributed_c10d import TCPStore
+
+    address, listener, lifeline = arguments[0], int(arguments[1]), int(arguments[2])
+    with socket.socket(fileno=os.dup(listener)) as copy:
+        port = int(copy.getsockname()[1])
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    assert store.port == port
+    os.read(lifeline, 1)
+    os._exit(0)  # without torch's teardown
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

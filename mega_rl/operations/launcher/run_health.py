@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
 
-from mega_rl.operations.diagnosis.cause import diagnose, kills_for_memory
-from mega_rl.operations.diagnosis.observations import in_words
-from mega_rl.operations.diagnosis.stacks import collect
+from mega_rl.operations.diagnosis import diagnose, kills_for_memory
 from mega_rl.operations.launcher.ranks import INNOCENT, RankEnd
+from mega_rl.operations.observations import collect, in_words
 from mega_rl.processes import Running
 from mega_rl.tracking.health.records import RankRecord, clear, health_folder, read_records
 

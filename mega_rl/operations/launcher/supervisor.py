@@ -1,4 +1,4 @@
-"""Supervise a run on all nodes from node 0: start its ranks, find why they ended, decide on restarts."""
+"""Supervise a run from node 0: start ranks, find why they ended, decide on restarts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from mega_rl.errors import RunError, UserError, name_of_signal
-from mega_rl.operations.diagnosis.observations import in_words
 from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, LocalNode, RunNode
-from mega_rl.operations.launcher.ranks import INNOCENT, Assignment, RankEnd
-from mega_rl.operations.launcher.reaper import SAVE_S, SIGNALS, STOPPED, StopSignals
+from mega_rl.operations.launcher.ranks import INNOCENT, SIGNALS, STOPPED, Assignment, RankEnd, StopSignals
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
-from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, UNSAID
+from mega_rl.operations.observations import in_words
+from mega_rl.tracking.health.records import LOST_PEER_CODE, SAVE_S, UNSAID
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ OVERDUE_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Conclusion:
-    """End of a launch: its exit code, and the line with the reason, empty if already said."""
+    """End of a launch: exit code and reason, empty if already said."""
 
     code: int
     line: str = ""

@@ -1,4 +1,4 @@
-"""Start runs by Slurm, Kubernetes or Ray, with a launcher on every node; options that all three have."""
+"""Start runs by Slurm, Kubernetes or Ray: what all three have."""
 
 import os
 from collections.abc import Sequence
@@ -8,21 +8,35 @@ from typing import Annotated, TypeAlias
 import typer
 
 from mega_rl.errors import UserError
+from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 
-Nodes: TypeAlias = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the run.")]
-RanksPerNode: TypeAlias = Annotated[
-    int, typer.Option("--nproc-per-node", min=1, help="Ranks on each node, one GPU for each.")
-]
-MaxRestarts: TypeAlias = Annotated[
-    int, typer.Option("--max-restarts", min=0, help="Restarts of dead or stuck ranks by their launchers, as of train.")
-]
 NodeRestarts: TypeAlias = Annotated[
     int, typer.Option("--node-restarts", min=0, help="Restarts of the run on new nodes or pods after a failure of one.")
 ]
-Variables: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the ranks; without a value, as it is here."),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterRun:
+    """Options that all schedulers have; every field is an option of the command."""
+
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the run.")]
+    nproc_per_node: Annotated[
+        int, typer.Option("--nproc-per-node", min=1, help="Ranks on each node, one GPU for each.")
+    ]
+    max_restarts: Annotated[
+        int,
+        typer.Option("--max-restarts", min=0, help="Restarts of dead or stuck ranks by their launchers, as of train."),
+    ] = DEFAULT_RESTARTS
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the ranks; without a value, as it is here."),
+    ] = None
+
+    @property
+    def launcher_options(self) -> list[str]:
+        """Return the options of `mega-rl train` that are the same on every node."""
+        options = ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.nproc_per_node)]
+        return [*options, "--max-restarts", str(self.max_restarts)]
 
 
 @dataclass(frozen=True)

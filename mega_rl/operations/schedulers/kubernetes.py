@@ -16,17 +16,7 @@ import yaml
 
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.ranks import KEY
-from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.operations.schedulers import (
-    MaxRestarts,
-    NodeRestarts,
-    Nodes,
-    RanksPerNode,
-    RecipeFacts,
-    Variables,
-    is_below,
-    variables,
-)
+from mega_rl.operations.schedulers import ClusterRun, NodeRestarts, RecipeFacts, is_below, variables
 
 TEMPLATE = Path(__file__).with_name("jobset.yaml")
 KEY_FIELD = "launch-key"
@@ -45,13 +35,11 @@ def parse_mount(text: str) -> tuple[str, dict[str, object]]:
     return path.rstrip("/") or "/", {"persistentVolumeClaim": claim} if source == "pvc" else {"hostPath": folder}
 
 
-@dataclass(frozen=True)
-class JobSetRun:
+@dataclass(frozen=True, kw_only=True)
+class JobSetRun(ClusterRun):
     """A run on nodes of a Kubernetes cluster; every field is an option of the command."""
 
-    nodes: Nodes
     image: Annotated[str, typer.Option("--image", help="Image whose entry point is mega-rl, with a tag or digest.")]
-    nproc_per_node: RanksPerNode = 8
     name: Annotated[str, typer.Option("--name", help="Name of the JobSet and its Secret.")] = "mega-rl"
     mount: Annotated[
         list[str] | None,
@@ -62,11 +50,9 @@ class JobSetRun:
     rdma: Annotated[
         list[str] | None, typer.Option("--rdma", metavar="RESOURCE=COUNT", help="RDMA devices of a pod, as rdma/hca=8.")
     ] = None
-    env: Variables = None
     secret: Annotated[
         list[str] | None, typer.Option("--secret", help="Secret whose entries are variables of the ranks.")
     ] = None
-    max_restarts: MaxRestarts = DEFAULT_RESTARTS
     node_restarts: NodeRestarts = 3
 
 
@@ -142,8 +128,7 @@ def _container(run: JobSetRun, facts: RecipeFacts) -> dict[str, object]:
     resources |= {} if facts.device == "cpu" else {"nvidia.com/gpu": str(run.nproc_per_node)}
     key = {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}}
     values = {"HOME": "/cache", **variables(run.env)}
-    options = ["--nnodes", str(run.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"]  # Kubernetes puts the number in
-    options += ["--nproc-per-node", str(run.nproc_per_node), "--max-restarts", str(run.max_restarts)]
+    options = [*run.launcher_options, "--node-rank", "$(JOB_COMPLETION_INDEX)"]  # Kubernetes puts the number in
     options += ["--master-addr", f"{pod_name(run, 0)}.{run.name}", "--master-port", "29500"]
     settings = [setting.replace("$(", "$$(") for setting in facts.overrides]  # else a variable's value
     return {

@@ -1,4 +1,4 @@
-"""Runs on Ray: nodes of a placement group, a launcher on each as an actor, and the driver that watches them."""
+"""Runs on Ray: a placement group, a launcher on each node, the driver that watches them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,12 @@ from typing import Annotated, TypeAlias
 import psutil
 import typer
 
-from mega_rl.checkpoint.folders import CHECKPOINTS, complete
-from mega_rl.checkpoint.lock import LOCK_FILE
+from mega_rl.checkpoint.folders import CHECKPOINTS, LOCK_FILE, complete
 from mega_rl.disk import lock_file
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError, name_of_signal
-from mega_rl.operations.launcher.ranks import KEY
-from mega_rl.operations.launcher.reaper import STOPPED, StopSignals
-from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.operations.schedulers import (
-    MaxRestarts,
-    NodeRestarts,
-    Nodes,
-    RanksPerNode,
-    RecipeFacts,
-    Variables,
-    variables,
-)
+from mega_rl.operations.launcher.ranks import KEY, STOPPED, StopSignals
+from mega_rl.operations.schedulers import ClusterRun, NodeRestarts, RecipeFacts, variables
 from mega_rl.processes import DEVNULL, PIPE, STDOUT, Child, ChildStartError
 
 log = logging.getLogger(__name__)
@@ -61,23 +50,19 @@ GIVE_UP_S = 120.0  # after the kill, a node that says nothing is lost
 Output: TypeAlias = tuple[int, Sequence[str], int | str | None]
 
 
-@dataclass(frozen=True)
-class RayRun:
+@dataclass(frozen=True, kw_only=True)
+class RayRun(ClusterRun):
     """A run on nodes of a Ray cluster; every field is an option of the command."""
 
-    nodes: Nodes
-    nproc_per_node: RanksPerNode
     cpus_per_node: Annotated[
         int, typer.Option("--cpus-per-node", min=0, help="CPUs asked of each node; default: one for each rank.")
     ] = 0
     address: Annotated[
         str,
-        typer.Option("--address", help="Ray cluster as HOST:PORT, or local for this machine's; default: RAY_ADDRESS."),
+        typer.Option("--address", help="Ray cluster as HOST:PORT; default: RAY_ADDRESS, or this machine's."),
     ] = ""
     wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Longest wait for free nodes, in seconds.")] = 600.0
-    max_restarts: MaxRestarts = DEFAULT_RESTARTS
     node_restarts: NodeRestarts = 3
-    env: Variables = None
 
 
 class NodeLost(RunError):
@@ -85,7 +70,7 @@ class NodeLost(RunError):
 
 
 class NodeLauncher:
-    """Actor on a node, whose launcher is a child process: one thread runs it, others pass on signals."""
+    """Actor whose child process is a node's launcher; its threads run it and pass on signals."""
 
     def __init__(self, program: Sequence[str] = TRAIN) -> None:
         """program: gets the arguments of `mega-rl train`."""
@@ -104,7 +89,7 @@ class NodeLauncher:
     def run(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: str, wait_for_lock_of: str = ""
     ) -> Iterator[list[str] | int]:
-        """Run `mega-rl train` with these arguments in a folder; yield lines of its output, last its exit code.
+        """Run `mega-rl train` in a folder; yield lines of its output, last its exit code.
 
         environment: added to the actor's. wait_for_lock_of: run folder that ranks of a lost node may still write to;
         the launcher starts when they have ended.
@@ -174,7 +159,7 @@ class RayCluster:
     """A Ray cluster that this process is connected to as a driver."""
 
     def __init__(self, address: str) -> None:
-        """address: HOST:PORT; "": RAY_ADDRESS, or the Ray on this machine; "local": start one for this process.
+        """address: HOST:PORT; "": RAY_ADDRESS, or the Ray on this machine.
 
         Raises UserError without the package Ray, or a cluster.
         """
@@ -186,22 +171,16 @@ class RayCluster:
                 f"--address={address}: signals and exit codes need a driver inside the cluster; use 'ray job submit "
                 "--address http://HEAD:8265 -- mega-rl launch ray ...', or run it on a node of the cluster"
             )
-        settings = {"log_to_driver": False, "logging_level": logging.WARNING}
-        if address == "local":
-            # The ports of Ray are open to the network and run what they are sent: require a token, start no dashboard.
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-            settings |= {"include_dashboard": False}
         try:
-            self._ray.init(address=address or "auto", **settings)
+            self._ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
         except ConnectionError as error:
             raise UserError(
                 f"no Ray cluster at {address or os.environ.get('RAY_ADDRESS') or 'this machine'} "
-                f"({_last_line(error)}); start one with RAY_AUTH_MODE=token ray start --head, give its --address, or "
-                "--address local for a Ray of only this machine"
+                f"({_last_line(error)}); start one with RAY_AUTH_MODE=token ray start --head, or give its --address"
             ) from error
 
     def close(self) -> None:
-        """Leave the cluster; a cluster started here ends."""
+        """Leave the cluster."""
         self._ray.shutdown()
 
     def has_gpus(self) -> bool:
@@ -347,8 +326,7 @@ def drive(
 
 def commands(run: RayRun, facts: RecipeFacts, address: str, port: int, *, resume: str) -> list[list[str]]:
     """Return each node's arguments of `mega-rl train`. address, port: node 0's launcher."""
-    options = ["--nnodes", str(run.nodes), "--nproc-per-node", str(run.nproc_per_node)]
-    options += ["--master-addr", address, "--master-port", str(port), "--max-restarts", str(run.max_restarts)]
+    options = [*run.launcher_options, "--master-addr", address, "--master-port", str(port)]
     overrides = [*facts.overrides, *([] if resume == facts.resume else [f"checkpoint.resume={resume}"])]
     recipe = ["--config", facts.recipe]
     return [[*options, "--node-rank", str(node), *recipe, *overrides] for node in range(run.nodes)]
@@ -395,7 +373,7 @@ def _watch(
 
 
 def _end_of(codes: Mapping[int, int], lost: Mapping[int, str], *, stopped_by: int) -> tuple[int, str]:
-    """Return (exit code, why to place the run again; empty: do not). A mistake of the user is not tried again."""
+    """Return (exit code, why to place the run again; empty: do not)."""
     failures = [code for code in codes.values() if code]
     if UserError.exit_code in failures:
         return UserError.exit_code, ""

@@ -17,20 +17,10 @@ from typing import Annotated
 
 import typer
 
-from mega_rl.checkpoint.folders import CHECKPOINTS
-from mega_rl.checkpoint.lock import LOCK_FILE
+from mega_rl.checkpoint.folders import CHECKPOINTS, LOCK_FILE
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.operations.schedulers import (
-    MaxRestarts,
-    Nodes,
-    RanksPerNode,
-    RecipeFacts,
-    Variables,
-    is_below,
-    variables,
-)
+from mega_rl.operations.schedulers import ClusterRun, RecipeFacts, is_below, variables
 
 MAX_WARNING_S = 65_535  # limit of sbatch --signal
 SCRIPT = Path(__file__).with_name("job.sh")
@@ -48,12 +38,10 @@ RESERVED = frozenset((
 ))  # fmt: skip
 
 
-@dataclass(frozen=True)
-class SlurmRun:
+@dataclass(frozen=True, kw_only=True)
+class SlurmRun(ClusterRun):
     """A run on nodes of a Slurm cluster; every field is an option of the command."""
 
-    nodes: Nodes
-    nproc_per_node: RanksPerNode
     submit: Annotated[
         bool, typer.Option("--submit", help="Submit the script with sbatch and print the job's number.")
     ] = False
@@ -81,11 +69,9 @@ class SlurmRun:
     venv: Annotated[
         Path | None, typer.Option("--venv", help="Environment with mega-rl on every node; default: this one.")
     ] = None
-    env: Variables = None
     requeue: Annotated[
         bool, typer.Option("--requeue/--no-requeue", help="Again after the time limit, preemption or a lost node.")
     ] = True
-    max_restarts: MaxRestarts = DEFAULT_RESTARTS
 
 
 def directives(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> dict[str, str]:
@@ -178,9 +164,7 @@ def _train_command(run: SlurmRun, facts: RecipeFacts) -> list[str]:
     if not run.image and not Path(python).exists():
         raise UserError(f"--venv={run.venv}: has no bin/python; give the folder of a virtual environment")
     program = ["mega-rl"] if run.image else python_module("mega_rl.cli", python=python)
-    options = ["--nnodes", str(run.nodes), "--nproc-per-node", str(run.nproc_per_node)]
-    options += ["--max-restarts", str(run.max_restarts)]
-    return [*program, "train", *options, "--config", facts.recipe, *facts.overrides]
+    return [*program, "train", *run.launcher_options, "--config", facts.recipe, *facts.overrides]
 
 
 def _step_options(run: SlurmRun, names: Sequence[str], folder: str) -> list[str]:
@@ -227,7 +211,7 @@ STEP_STRIDE = 97  # ports between steps of one job, which may run at the same ti
 
 
 def is_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several tasks of a step, without a launcher for ranks."""
+    """Return whether this process is one of several tasks of a step, without a launcher."""
     if "RANK" in environment or "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return False
     return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"

@@ -18,8 +18,8 @@ from mega_rl.config.schema.rollout import runs_code
 from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of
-from mega_rl.data.hub.names import dataset_name
-from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
+from mega_rl.data.downloads import HubNames, fetch, hub_names
+from mega_rl.data.hub import dataset_name
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.plan.preflight.checkpoints import (
     check_reference,
@@ -123,7 +123,7 @@ def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
 
 
 def check_data(config: Config, *, trains: bool = True) -> Iterator[str]:
-    """Yield the problems of the files of prompts, and of the function that extracts a response's answer."""
+    """Yield the problems of the files of prompts."""
     data, validation = config.data, config.validation
     if trains and not data.train_files and data.reads_train_files:
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
@@ -134,8 +134,6 @@ def check_data(config: Config, *, trains: bool = True) -> Iterator[str]:
     yield from _data_files("data.val_files", data.val_files, data)
     for name, files in validation.sets.items():
         yield from _data_files(f"validation.sets.{name}", files_of(files), data)
-    if validation.answer_of and (problem := missing_function(validation.answer_of, builtin=())):
-        yield f"validation.answer_of={validation.answer_of!r}: {problem}"
 
 
 def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[str]:
@@ -271,6 +269,5 @@ def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
             "trainer.minibatch_size": world_size,
             "trainer.val_interval": 1,
             "trainer.microbatch.max_tokens": max(micro.max_tokens, 2 * longest if micro.packing else 1),
-            "trainer.microbatch.skip_zero_advantages": False,
         },
     )

@@ -18,7 +18,7 @@ from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
 from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.safetensors.header import read_entries
-from mega_rl.data.hub.resolve import checkpoint_paths
+from mega_rl.data.downloads import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError
 

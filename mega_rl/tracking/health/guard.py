@@ -11,9 +11,8 @@ from types import FrameType, TracebackType
 from typing import TypeAlias
 
 from mega_rl.errors import PeerError, RunError, StalledError, UserError
-from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES, kind_of
 from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts, place_of_error
-from mega_rl.tracking.health.records import LastWords
+from mega_rl.tracking.health.records import INNOCENT_CODES, LastWords, kind_of
 
 Investigate: TypeAlias = Callable[[RankFacts, str], str | None]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import queue
+import signal
 import socket
 import sys
 import sysconfig
@@ -25,10 +27,11 @@ import psutil
 import mega_rl
 from mega_rl.errors import HungError
 from mega_rl.tracking import progress
-from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES
 from mega_rl.tracking.health.records import (
+    INNOCENT_CODES,
     MAX_LOG_LINES,
     MAX_TEXT,
+    SAVE_S,
     Collective,
     LastWords,
     PhaseRecord,
@@ -96,6 +99,7 @@ class Heartbeat:
         self._lock = threading.Lock()  # guards `_last`; not held while a file is written
         self._collectives: tuple[Collective, ...] = ()
         self._beats = 0
+        self._parent, self._orphan_since = os.getppid(), math.inf
         self._made_folder = not facts.run_dir.exists()
         self._withdrawn = False
         self._last: RankRecord | None = None
@@ -173,6 +177,7 @@ class Heartbeat:
         seen, due = _moment(), 0.0
         look_s = min(self.facts.interval_s, max(SHORTEST_INTERVAL_S, self.facts.world_size / RANKS_OF_A_FOLDER))
         while True:
+            self._end_orphan()
             try:
                 request = self._requests.get(timeout=look_s)
             except queue.Empty:
@@ -187,6 +192,13 @@ class Heartbeat:
                 self.beat()
             finally:
                 request.set()
+
+    def _end_orphan(self) -> None:
+        """Kill this rank if it lives SAVE_S after its launcher was killed."""
+        if self.facts.launched and os.getppid() != self._parent:
+            self._orphan_since = min(self._orphan_since, time.monotonic())
+        if time.monotonic() > self._orphan_since + SAVE_S:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _record(self, error: BaseException | None = None) -> RankRecord:
         """Return the state of the rank now, or where `error` was raised."""

@@ -1,4 +1,4 @@
-"""Records of ranks: one small file per rank in RUN_DIR/health, written in place.
+"""Records of ranks, a small file each in RUN_DIR/health, and kinds of ends.
 
 A file is a JSON object of fixed length, `{"record": ..., "crc32": ...}` and blanks. One write without a rename is
 cheap enough for thousands of ranks on a shared file system. The checksum finds files read while they were written.
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mega_rl.errors import UserError
+from mega_rl.errors import HungError, StalledError, UserError
 from mega_rl.untrusted import parse_object, read_file, read_record
 
 FOLDER = "health"  # in the run's folder
@@ -42,6 +42,49 @@ STATES: Mapping[str, str] = {
     "t": "stopped by a debugger",
 }
 STOPPED = ("T", "t")
+SAVE_S = 300.0  # for ranks that were told to stop: to end their step and save
+
+GENERATION = "MEGA_RL_GENERATION"  # environment variable of ranks that a launcher of this package has started
+# Exit codes of ranks that a launcher has started and that did nothing wrong: the connection to another rank broke
+# (EX_TEMPFAIL of sysexits.h), or another rank did not come to a collective in time. The launcher names the cause.
+LOST_PEER_CODE, TIMEOUT_CODE = 75, 76
+INNOCENT_CODES: Mapping[str, int] = {"lost peer": LOST_PEER_CODE, "timeout": TIMEOUT_CODE}  # kind of failure: exit code
+UNSAID = 256  # added to the exit code of a rank whose command did not report that it ends with that code
+LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
+# Messages of ranks that another rank has ended, outside of a run, whose guard names phase and collective.
+BY_OTHERS = {
+    LOST_PEER_CODE: LOST_CONNECTION,
+    TIMEOUT_CODE: "waited in a collective for a rank that did not come in time",
+}
+
+# Words of gloo, NCCL and torch's store, in which ranks meet before they have groups.
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed by peer",
+    "Application timeout caused pair closure",
+    "Connection was likely closed",
+    "failed to recv, got 0 bytes",
+    "Connection refused",
+    "NCCL communicator was aborted",
+    "remote process exited or there was a network error",
+    "ncclRemoteError",
+)
+WHOLE_TEXTS = ("Application timeout caused pair closure",)  # an error of gloo that does not name it
+OF_THE_STORE = ("DistNetworkError", "DistStoreError")
+TIMED_OUT = (
+    "Timed out waiting",
+    "timed out after",
+    "Timed out after",
+    "Watchdog caught collective operation timeout",
+    "wait timeout after",
+    "Wait timeout",
+    "Socket Timeout",
+    "Gloo connectFullMesh failed",
+    "monitoredBarrier",
+)
+BACKENDS = ("gloo", "NCCL", "nccl", "TCPStore", "store", "c10d", "rendezvous", "Rendezvous")
 
 
 @dataclass(frozen=True)
@@ -120,7 +163,7 @@ class RankRecord:
 
     @property
     def process_state(self) -> str:
-        """Return the letter of the state of this rank's process on this host; empty once it has ended."""
+        """Return the state letter of this rank's process; empty once it has ended."""
         state, started = state_and_start(self.pid)
         return state if started == self.started else ""
 
@@ -132,7 +175,7 @@ def silent_s(record: RankRecord, now: float) -> float:
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
-    """Return the letter of a process's state and the kernel's time of its start; ("", 0) once it has ended."""
+    """Return a process's state letter and start by the kernel's time; ("", 0) once ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -251,3 +294,39 @@ def _cut(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_cut(one) for one in value[:MAX_MEMBERS]]
     return value
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher of this package started this rank and reports its end."""
+    return GENERATION in os.environ
+
+
+def innocent_code(error: BaseException) -> int | None:
+    """Return the exit code of a rank that another rank brought down, else None.
+
+    The first error of a chain decides: later ones come up while files and groups are closed.
+    """
+    while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = before
+    return INNOCENT_CODES.get(kind_of(error))
+
+
+def kind_of(error: BaseException) -> str:
+    """Return "lost peer" or "timeout" for an error of another rank, else "hung", "stopped", "error"."""
+    if not isinstance(error, Exception | SystemExit):
+        return "stopped"
+    if isinstance(error, StalledError | HungError):
+        return "timeout" if isinstance(error, StalledError) else "hung"
+    # The errors of torch.distributed are RuntimeErrors; any other class comes from a user's code.
+    if not isinstance(error, RuntimeError | TimeoutError):
+        return "error"
+    text = str(error)
+    if text not in WHOLE_TEXTS and not any(
+        backend in text or backend in type(error).__name__ for backend in (*BACKENDS, "Dist")
+    ):
+        return "error"
+    if any(words in text for words in LOST_PEER):
+        return "lost peer"
+    if any(words in text for words in TIMED_OUT):
+        return "timeout"
+    return "lost peer" if type(error).__name__ in OF_THE_STORE else "error"

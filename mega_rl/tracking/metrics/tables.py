@@ -111,7 +111,7 @@ def summary_rows(run_dir: Path) -> list[tuple[str, str]]:
         rows.append((f"validation reward{named and ' of '}{named}", left_out + "  ".join(shown)))
     files = _files(run_dir)
     export = [("export", f"mega-rl checkpoint export {run_dir} FOLDER")] * ("checkpoint" in dict(files))
-    return [*rows, *files, *export, ("page", f"mega-rl report {run_dir}"), ("plot", f"mega-rl plot {run_dir}")]
+    return [*rows, *files, *export, ("page", f"mega-rl report {run_dir}")]
 
 
 def _files(run_dir: Path) -> list[tuple[str, str]]:

@@ -13,7 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mega_rl.tracking.progress.terminal import Display
 
 log = logging.getLogger(__name__)
 
@@ -69,25 +72,13 @@ class Phase:
         _tell_listener()
 
 
-class Listener(Protocol):
-    """Receiver of phases as they begin, advance and end."""
-
-    def changed(self, phases: tuple[Phase, ...]) -> None:
-        """Take the phases in progress, the outermost first, after one has begun or ended."""
-        ...
-
-    def close(self) -> None:
-        """Stop showing phases."""
-        ...
-
-
 _PHASES = "_mega_rl_phases"  # attribute of an error that has left a phase
 _lock = threading.Lock()
 _active: list[Phase] = []
-_listener: Listener | None = None
+_listener: Display | None = None
 
 
-def listen(listener: Listener | None) -> None:
+def listen(listener: Display | None) -> None:
     """Show phases from now on with `listener` instead of the current one; None shows nothing."""
     global _listener
     with _lock:

@@ -45,7 +45,7 @@ class _StandardError(Console):
 
 
 class Display:
-    """A `Listener` that draws one line while there are phases, and writes log lines above it."""
+    """Listener that draws a line while there are phases, log lines above it."""
 
     def __init__(self, console: Console | None = None, *, live: bool = True, shows: bool = True) -> None:
         """console: standard error unless given. live: draw the line. shows: show phases at all."""

@@ -20,8 +20,17 @@ from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.tracking.health.records import read_records
 from mega_rl.tracking.metrics.records import Series, read_series
-from mega_rl.tracking.report.page import OVERVIEW, THEMES, explain, render, reward_parts, shorten, theme_of
-from mega_rl.tracking.report.samples import MAX_CHARACTERS, read_samples
+from mega_rl.tracking.report.page import (
+    MAX_CHARACTERS,
+    OVERVIEW,
+    THEMES,
+    explain,
+    read_samples,
+    render,
+    reward_parts,
+    shorten,
+    theme_of,
+)
 from mega_rl.tracking.report.symptoms import RULES, symptoms_of
 from mega_rl.untrusted import JsonFields, read_file
 

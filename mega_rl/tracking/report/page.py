@@ -1,8 +1,11 @@
-"""The page of a report: one HTML text with its styles, program and data inside.
+"""The page of a report, one HTML text with styles, program and data inside, and the samples on it.
 
 Data is JSON in an element that no browser runs, and the program puts texts into the page as texts. The page's content
 security policy allows this program and these styles, by their hashes, and nothing else. Units and meanings of metrics
 come from a table that `make docs` makes of docs/metrics.md.
+
+A sample is a dumped response, or a record's row with values of tokens. It has the fields source ("step 20"), prompt,
+response, numbers, and for records texts (of each token) and values (by name, one for each text).
 """
 
 from __future__ import annotations
@@ -11,12 +14,22 @@ import base64
 import hashlib
 import html
 import json
+import logging
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mega_rl.untrusted import JsonFields
+from mega_rl.errors import UserError
+from mega_rl.untrusted import JsonFields, open_regular, parse_object
+
+if TYPE_CHECKING:
+    from mega_rl.tracking.records.reader import Record
+
+logger = logging.getLogger(__name__)
 
 # Title and the beginnings of names; the first title that fits counts.
 THEMES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -34,6 +47,14 @@ OVERVIEW = (
     "rollout/logprob_diff_max", "actor/clip_fraction_high", "values/explained_variance", "rollout/truncated_fraction",
     "reward/equal_groups_fraction", "time/step_s",
 )  # fmt: skip
+MAX_CHARACTERS = 400_000  # all samples of a page together, as JSON
+MAX_LINE = 16 << 20  # characters of a row that is read
+MAX_TEXT = 6_000  # characters of a prompt or response
+MAX_TOKENS = 1_500  # a longer sample is cut
+NUM_SOURCES = 4  # dumps and records of a run that are shown, the newest of each
+NUM_ROWS = 12  # rows of each, the first ones
+_DUMP, _RECORD = re.compile(r"(?:step|val)_(\d+)\.jsonl"), re.compile(r"step_(\d{6,12})")
+_TEXTS = ("prompt", "rendered_prompt", "response", "token_texts")
 DIGITS = 4
 _PLACE = re.compile(r"<[a-z]+>")
 
@@ -109,3 +130,123 @@ def _file(name: str) -> str:
 
 def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def read_samples(run_dir: Path, *, max_characters: int = MAX_CHARACTERS) -> tuple[list[JsonFields], int]:
+    """Return the newest samples, those of records first, and the number without room.
+
+    A damaged file is logged and left out.
+    """
+    rows: list[JsonFields] = []
+    room, left_out = max_characters, 0
+    for sample in _newest(run_dir):
+        size = len(json.dumps(sample, ensure_ascii=True))
+        if size <= room:
+            rows.append(sample)
+            room -= size
+        else:
+            left_out += 1
+    return rows, left_out
+
+
+def _newest(run_dir: Path) -> Iterator[JsonFields]:
+    for folder in _by_step(run_dir / "records", _RECORD):
+        try:
+            yield from _of_record(folder)
+        except UserError as error:
+            logger.warning("%s; left out of the report", error)
+    for file in _by_step(run_dir / "rollouts", _DUMP):
+        validation, step = file.name.startswith("val"), int(file.stem.partition("_")[2])
+        source = f"validation of step {step}" if validation else f"step {step}"
+        try:
+            yield from (_sample(row, source) for row in _rows(file))
+        except UserError as error:
+            logger.warning("%s; left out of the report", error)
+        except (OSError, ValueError) as error:
+            logger.warning("%s: cannot be read: %s; left out of the report", file, error)
+
+
+def _by_step(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    """Return the newest entries of a folder that have such a name, newest step first."""
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    steps = [(int(match[1]), path) for path in entries if (match := name.fullmatch(path.name))]
+    return [path for _, path in sorted(steps, reverse=True)][:NUM_SOURCES]
+
+
+def _rows(file: Path) -> Iterator[JsonFields]:
+    """Yield the first rows of a dump. Raises UserError for a pipe or device."""
+    with open(open_regular(file)[0], encoding="utf-8") as lines:
+        for _ in range(NUM_ROWS):
+            line = lines.readline(MAX_LINE)
+            if not line.endswith("\n"):
+                return  # the end, or a row that is being written
+            yield parse_object(line)
+
+
+def _sample(row: JsonFields, source: str) -> JsonFields:
+    numbers = {key: value for key, value in row.items() if key not in _TEXTS and not isinstance(value, (list, dict))}
+    return {
+        "source": source,
+        "prompt": _cut(str(row.get("rendered_prompt") or row.get("prompt") or "")),
+        "response": _cut(str(row.get("response", ""))),
+        "numbers": {key: _short(value) for key, value in numbers.items()},
+        "texts": [],
+        "values": {},
+    }
+
+
+def _short(value: object) -> object:
+    return shorten(value) if isinstance(value, float) else _cut(value) if isinstance(value, str) else value
+
+
+def _cut(text: str) -> str:
+    """Return a text with its middle left out if it is long."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+def _of_record(folder: Path) -> Iterator[JsonFields]:
+    """Yield samples of a record's first rows; values off the loss mask are None.
+
+    Raises UserError for a record that is damaged or of another format.
+    """
+    from mega_rl.tracking.records.reader import read_record  # imports numpy, which other commands need not wait for
+
+    record = read_record(folder)
+    for number, row in enumerate(record.rows[:NUM_ROWS]):
+        try:
+            texts, values = [str(text) for text in row["token_texts"]], _values(record, number)
+            if any(len(column) != len(texts) for column in values.values()):
+                raise ValueError("texts of tokens and their values differ in number")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{folder}: row {number} does not fit a record ({error}); it is damaged") from error
+        short = {
+            name: [shorten(value) if math.isfinite(value) else None for value in column[:MAX_TOKENS]]
+            for name, column in values.items()
+        }
+        yield _sample(row, f"record of step {row['step']}") | {"texts": texts[:MAX_TOKENS], "values": short}
+
+
+def _values(record: Record, row: int) -> dict[str, list[float]]:
+    """Return the values of a row's tokens by name; none without the trainer's log-probs."""
+    import numpy as np
+
+    length = int(record.tensors["lengths"][row])
+    mask = record.tensors["loss_mask"][row, :length].astype(bool)
+    columns = {name: tensor[row, :length] for name, tensor in record.tensors.items() if tensor.ndim == 2}
+    trainer = columns.get("policy_logprobs", columns.get("old_logprobs"))
+    if trainer is None:
+        return {}
+    shown = {"advantage": columns.get("advantages")}
+    if "rollout_logprobs" in columns:
+        shown["log-prob difference"] = trainer - columns["rollout_logprobs"]
+    if "entropy" in columns:
+        shown["entropy"] = columns["entropy"]
+    else:  # -log p of the sampled token, whose expectation is the entropy
+        shown["entropy estimate (-log p)"] = -trainer
+    if "ref_logprobs" in columns:
+        shown["log-prob over reference"] = trainer - columns["ref_logprobs"]
+    shown["value"] = columns.get("values")
+    return {name: np.where(mask, column, np.nan).tolist() for name, column in shown.items() if column is not None}

@@ -1,21 +1,35 @@
-"""The work of steps: the source of batches, and the algorithm that learns from them."""
+"""The work of steps: the source of batches, the algorithm that learns from them, and their meter."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.losses import AGGREGATIONS, Correction, PolicyObjective
-from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects, reads_reference
 from mega_rl.config.needs import is_on_policy
-from mega_rl.config.schema import Config, KlConfig, SuccessCurriculum
+from mega_rl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    OptimConfig,
+    OverlongConfig,
+    RolloutConfig,
+    SuccessCurriculum,
+    TrainerConfig,
+)
+from mega_rl.config.setting import Kind
 from mega_rl.ddp.optimizer import learning_rate
+from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator import Accelerator
+from mega_rl.parallel.accelerator.base import resident_bytes
 from mega_rl.protocols import ModelPasses
+from mega_rl.tracking.metrics.flops import peak_flops
+from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
 from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
 from mega_rl.trainer.loop import Stages, StepLog
@@ -25,7 +39,6 @@ from mega_rl.trainer.rows import Overlong
 from mega_rl.types import Rollout
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.models import LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
-from mega_rl.workers.rollout import check_vocabulary
 
 if TYPE_CHECKING:
     from mega_rl.trainer.assemble.load import LoadedRun
@@ -34,158 +47,187 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def build_estimator(config: Config) -> AdvantageEstimator:
-    """Return the advantage estimator that the recipe chooses. Raises UserError as `Choice.build` does."""
-    return cast("AdvantageEstimator", ADVANTAGE.build(config))
+@dataclass(frozen=True)
+class Method:
+    """The algorithm of a run: its parts as the recipe names them, and what they need."""
+
+    settings: AlgorithmConfig
+    estimator: AdvantageEstimator
+    objective: PolicyObjective
+    correction: Correction | None  # of token losses, for what sampled the tokens
+    on_policy: bool  # see `config.needs.is_on_policy`
+    reads_reference: bool
+    needs_teacher: bool
+    needs_parts: bool
+    needs_greedy: bool
+
+    def reward_kl(self, controller: KLController) -> RewardKL | None:
+        """Return the KL penalty in token rewards; None without one."""
+        kl = self.settings.kl
+        return RewardKL(controller, KL_ESTIMATORS[kl.estimator]) if kl.name == "reward" else None
 
 
-def build_objective(config: Config) -> PolicyObjective:
-    """Return the policy loss that the recipe chooses. Raises UserError as `Choice.build` does."""
-    return cast("PolicyObjective", LOSS.build(config))
-
-
-def build_correction(config: Config) -> Correction | None:
-    """Return the correction that the recipe chooses, None for none. Raises UserError as `Choice.build` does."""
+def choose_method(config: Config) -> Method:
+    """Return the algorithm that a recipe chooses. Raises UserError as `Choice.build` does."""
     if config.algorithm.correction.name == "auto":
         log.info("algorithm.correction=auto takes %s", chosen(config, CORRECTION))
-    return CORRECTION.build(config) if corrects(config) else None
-
-
-def build_reward_kl(kl: KlConfig, controller: KLController) -> RewardKL | None:
-    """Return the KL penalty in token rewards; None without one."""
-    return RewardKL(controller, KL_ESTIMATORS[kl.estimator]) if kl.name == "reward" else None
+    return Method(
+        config.algorithm,
+        estimator=cast("AdvantageEstimator", ADVANTAGE.build(config)),
+        objective=cast("PolicyObjective", LOSS.build(config)),
+        correction=CORRECTION.build(config) if corrects(config) else None,
+        on_policy=is_on_policy(config),
+        reads_reference=reads_reference(config),
+        needs_teacher=LOSS.needs(config, "needs_teacher"),
+        needs_parts=ADVANTAGE.needs(config, "needs_parts"),
+        needs_greedy=ADVANTAGE.needs(config, "needs_greedy"),
+    )
 
 
 def build_actor_role(
-    config: Config,
+    method: Method,
+    optim: OptimConfig,
     engine: ModelPasses,
     kl: KLController,
+    *,
+    total_steps: int,
     lessons: Lessons | None = None,
     meter: RoleMeter | None = None,
 ) -> LearningWorker:
     """Return the role of the policy on its engine; it learns after the critic's warm-up."""
-    algorithm, objective = config.algorithm, build_objective(config)
+    algorithm, objective = method.settings, method.objective
     loss = PolicyLoss(
         objective,
         kl=kl if algorithm.kl.name == "loss" else None,
         kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
         entropy_coef=algorithm.entropy_coef,
         drift_coef=getattr(objective, "drift_coef", 0.0),
-        correction=build_correction(config),
-        on_policy=is_on_policy(config),
+        correction=method.correction,
+        on_policy=method.on_policy,
     )
-    first_step, skipped = algorithm.critic_warmup_steps, config.optim.max_skipped_steps
-    steps = config.trainer.steps - first_step
-    rate = partial(learning_rate, peak=config.optim.lr, optim=config.optim, total_steps=steps)
-    return LearningWorker("actor", engine, loss, rate, first_step, skipped, lessons, meter)
+    first = algorithm.critic_warmup_steps
+    rate = partial(learning_rate, peak=optim.lr, optim=optim, total_steps=total_steps - first)
+    return LearningWorker("actor", engine, loss, rate, first, optim.max_skipped_steps, lessons, meter)
 
 
-def build_critic_role(config: Config, engine: ModelPasses, meter: RoleMeter | None = None) -> LearningWorker:
+def build_critic_role(
+    method: Method, optim: OptimConfig, engine: ModelPasses, *, total_steps: int, meter: RoleMeter | None = None
+) -> LearningWorker:
     """Return the role of the critic on its engine."""
-    loss, optim = ValueLoss(value_clip=config.algorithm.value_clip), config.optim
-    rate = partial(learning_rate, peak=optim.critic_lr, optim=optim, total_steps=config.trainer.steps)
+    loss = ValueLoss(value_clip=method.settings.value_clip)
+    rate = partial(learning_rate, peak=optim.critic_lr, optim=optim, total_steps=total_steps)
     return LearningWorker("critic", engine, loss, rate, max_skipped_steps=optim.max_skipped_steps, meter=meter)
 
 
-def build_overlong(config: Config) -> Overlong:
-    """Return the treatment of responses that reach the length limit."""
-    return Overlong(config.rollout.max_new_tokens, **asdict(config.reward.overlong))
+def build_meter(run: LoadedRun, accelerator: Accelerator, *, in_bf16: bool, scores: bool, done: int) -> StepMeter:
+    """Return the meter of steps; it has traces if this rank writes them.
+
+    in_bf16: training. scores: the run has rewards.
+    """
+    profile, rank = run.trainer.profile, run.world.rank
+    if profile.memory and accelerator.name != "cuda":
+        raise UserError(
+            "trainer.profile.memory=true: there is no GPU, whose allocator has the history; set it to false"
+        )
+    traces = None
+    if profile.steps and rank in profile.ranks:
+        folder = Path(run.trainer.run_dir) / "profile"
+        traces = StepTraces(folder, steps=profile.steps, rank=rank, memory=profile.memory)
+    return StepMeter(
+        PhaseTimer(synchronize=accelerator.synchronize),
+        run.roles.work,
+        ranks=run.world,
+        peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),
+        peak_memory=lambda: {**accelerator.take_peak_memory(), "host": resident_bytes()},
+        traces=traces,
+        step=done,
+        scores=scores,
+    )
 
 
-def build_collector(run: LoadedRun, prompts: RunPrompts, stage: Stages, step_log: StepLog, *, drawn: int) -> Collector:
-    """Return the source of a step's samples; drawn: prompts before the run begins."""
-    config, order, sync = run.config, prompts.order, run.rollouts.sync
-    success, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
-    per_step = config.trainer.prompts_per_step
+def build_collector(
+    run: LoadedRun, prompts: RunPrompts, rollout: RolloutConfig, success: Kind, overlong: OverlongConfig,
+    stage: Stages, step_log: StepLog, *, drawn: int,
+) -> Collector:  # fmt: skip
+    """Return the source of a step's samples; success: data.curriculum; drawn: prompts before the run begins."""
+    order, sync, method, trainer = prompts.order, run.rollouts.sync, run.roles.method, run.trainer
+    dynamic, per_step = rollout.dynamic_sampling, trainer.prompts_per_step
     meter = None
     if prompts.rates is not None and isinstance(success, SuccessCurriculum):
         meter = SuccessMeter(prompts.rates, success.right_above, success.right_part)
+
+    def count(rollout: Rollout) -> None:
+        """Count sampled tokens; with generation ahead the phase is a wait for samples, whose rate means nothing."""
+        if not trainer.async_steps:
+            run.roles.work.count(float(rollout.loss_mask.sum()) / run.roles.actor_engine.replica.size)
+
     collector = Collector(
         order=order,
         source=run.rollouts.source,
         rewards=run.scorer,
         plan=SamplingPlan(
-            samples=config.rollout.n,
+            samples=rollout.n,
             waves=dynamic.max_generations,
             prompts_per_step=per_step,
             prompts=dynamic.prompts or per_step,
-            by_parts=ADVANTAGE.needs(config, "needs_parts"),
-            greedy=ADVANTAGE.needs(config, "needs_greedy"),
+            by_parts=method.needs_parts,
+            greedy=method.needs_greedy,
         ),
         ranks=run.replicas,
         stage=stage,
         log=step_log,
-        watch=_watch_samples(run),
-        staleness=StalenessGuard(config.trainer.async_steps, run.replicas, current=lambda: sync.weight_version),
+        watch=count,
+        staleness=StalenessGuard(trainer.async_steps, run.replicas, current=lambda: sync.weight_version),
         count_data=lambda drawn: order.metrics(drawn) | order.waits(),
-        overlong=build_overlong(config),
+        overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         success=meter,
     )
     collector.drawn = drawn
     return collector
 
 
-def _watch_samples(run: LoadedRun) -> Callable[[Rollout], None]:
-    """Return the function that counts sampled tokens and checks them against every reader's vocabulary.
-
-    With generation ahead the phase is a wait for samples, whose rate means nothing: tokens are not counted then.
-    """
-    roles, counts = run.roles, not run.config.trainer.async_steps
-    actor = roles.actor_engine
-    readers = [roles.engines[role] for role in ("critic", "reference") if role in roles.engines]
-    smallest = min((actor, *readers), key=lambda engine: engine.sharding.hf.vocab_size)
-
-    def watch(rollout: Rollout) -> None:
-        if smallest is not actor:
-            check_vocabulary(rollout, smallest.sharding.hf.vocab_size, reader=smallest.name, everyone=run.world)
-        if counts:
-            roles.work.count(float(rollout.loss_mask.sum()) / actor.replica.size)
-
-    return watch
-
-
-def build_algorithm(run: LoadedRun, stage: Stages, step_log: StepLog) -> PolicyGradient:
+def build_algorithm(
+    run: LoadedRun, rollout: RolloutConfig, overlong: OverlongConfig, stage: Stages, step_log: StepLog
+) -> PolicyGradient:
     """Return the algorithm; generation ahead gets its comparison of log-probs."""
-    config, source, sync = run.config, run.rollouts.source, run.rollouts.sync
-    rollout, settings = config.rollout, config.rollout.mismatch
-    in_fp32 = config.model.dtype == "fp32" and rollout.dtype in ("auto", "fp32")
-    limits = usual_limits(
-        in_fp32=in_fp32, mean=settings.mean_limit, share=settings.share_limit, largest=settings.max_limit
-    )
-    current = (lambda: sync.weight_version) if config.trainer.async_steps else None
-    guard = MismatchGuard(limits, run.replicas, current=current)
+    source, sync = run.rollouts.source, run.rollouts.sync
+    current = (lambda: sync.weight_version) if run.trainer.async_steps else None
+    guard = MismatchGuard(usual_limits(rollout.mismatch, in_fp32=run.in_fp32), run.replicas, current=current)
     if isinstance(source, OneStepAhead):
         source.compare = lambda sampled: guard(sampled, run.roles.actor.evaluate(sampled))
-    return build_policy_gradient(config, run.roles, guard, stage, step_log)
+    return build_policy_gradient(
+        run.roles, run.trainer, guard, stage, step_log,
+        max_response_tokens=rollout.max_new_tokens, filter_truncated=overlong.filter,
+    )  # fmt: skip
 
 
 def build_policy_gradient(
-    config: Config, roles: Roles, guard: Guard, stage: Stages, step_log: StepLog
-) -> PolicyGradient:
-    """Return the policy gradient that the config asks for, over these roles."""
-    algorithm, trainer = config.algorithm, config.trainer
+    roles: Roles, trainer: TrainerConfig, guard: Guard, stage: Stages, step_log: StepLog,
+    *, max_response_tokens: int, filter_truncated: bool,
+) -> PolicyGradient:  # fmt: skip
+    """Return the policy gradient over these roles."""
+    method, algorithm = roles.method, roles.method.settings
     return PolicyGradient(
         actor=roles.actor,
         critic=roles.critic,
         reference=roles.reference,
-        estimator=build_estimator(config),
+        estimator=method.estimator,
         minibatches=MinibatchPlan(
             minibatch_size=trainer.minibatch_size,
             epochs=algorithm.epochs,
             aggregation=AGGREGATIONS[algorithm.loss_aggregation],
-            max_response_tokens=config.rollout.max_new_tokens,
+            max_response_tokens=max_response_tokens,
             seed=trainer.seed,
             ranks=roles.actor_engine.data_parallel,
         ),
         guard=guard,
-        reward_kl=build_reward_kl(algorithm.kl, roles.kl),
+        reward_kl=method.reward_kl(roles.kl),
         kl=roles.kl,
         update_reference=roles.update_reference,
         rules=PolicyGradientRules(
             # A single on-policy update takes the old log-probs from its own forward.
-            recompute_old_logprobs=not (algorithm.old_logprobs == "rollout" or is_on_policy(config)),
-            filter_truncated=config.reward.overlong.filter,
-            skip_zero_advantages=trainer.microbatch.skip_zero_advantages,
+            recompute_old_logprobs=not (algorithm.old_logprobs == "rollout" or method.on_policy),
+            filter_truncated=filter_truncated,
         ),
         stage=stage,
         log=step_log,

@@ -6,8 +6,8 @@ import copy
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -15,26 +15,22 @@ from typing import Literal, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mega_rl.config.choices import DATA, chosen
-from mega_rl.config.keys import with_settings
-from mega_rl.config.rules import check
 from mega_rl.config.rules.rollout import files_of
-from mega_rl.config.schema import ChatConfig, Config
+from mega_rl.config.schema import ChatConfig, DataConfig, RolloutConfig, TrainerConfig
 from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order
 from mega_rl.data.chat import check_template
-from mega_rl.data.columns import RewardColumns
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.data.prompts import fingerprint, load_prompts, split
 from mega_rl.data.rows import DataContext, RowSource
 from mega_rl.data.stream import StreamReader
 from mega_rl.data.tokenizer_identity import check_bounds
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import broadcast_json, first_failure, run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.build import RunRewards, check_tests
 from mega_rl.rewards.score import ResponseReader
-from mega_rl.rollout.stop_tokens import check_stop_tokens
+from mega_rl.rollout.tokens import check_stop_tokens
 from mega_rl.tracking import progress
 from mega_rl.types import Prompt, PromptSet
 
@@ -63,15 +59,15 @@ class Tokens:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
-def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
+def read_tokens(
+    folder: Path, chat: ChatConfig, rollout: RolloutConfig, *, skip_special_tokens: bool, is_writer: bool = False
+) -> Tokens:
     """Return the actor's tokenizer. Raises UserError when no token ends a response."""
-    folder = Path(config.model.path)
     with progress.phase("reading the tokenizer"):
-        tokenizer = load_tokenizer(folder)
-        has_template = config.data.chat.template != "false"
-        extra = config.rollout.stop_token_ids
-        stop_ids = check_stop_tokens(folder, tokenizer, extra=extra, chat_template=has_template, is_writer=is_writer)
-    return Tokens(tokenizer, stop_ids, config.reward.skip_special_tokens)
+        tokenizer, templated = load_tokenizer(folder), chat.template != "false"
+        extra = rollout.stop_token_ids
+        stop_ids = check_stop_tokens(folder, tokenizer, extra=extra, chat_template=templated, is_writer=is_writer)
+    return Tokens(tokenizer, stop_ids, skip_special_tokens)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -87,32 +83,28 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-Split = Literal["train", "validation"]
-ReadSource = Callable[[Tokens, Split], RowSource]
+@dataclass(frozen=True)
+class OwnRows:
+    """A user's rows, in place of data.train_files, and of data.val_files if it has held-out ones."""
 
+    make: Callable[[object], object]  # the source from its `DataContext`
+    name: str
+    seed: int
+    validates: bool  # the run evaluates on its held-out rows
 
-def load_data_source(config: Config) -> ReadSource | None:
-    """Return the function that gives the user's rows of a split; None without a source.
+    def read(self, tokens: Tokens, split: Literal["train", "validation"]) -> RowSource:
+        """Return the rows of a split. Raises UserError, also while they are read, for code that raises."""
+        setting = f"data.source={self.name!r}"
 
-    Raises UserError as `Choice.own` does; when rows are read, for code that raises.
-    """
-    make = DATA.maker(config)
-    if make is None:
-        return None
-    setting = f"data.source={chosen(config, DATA)!r}"
+        def iterated(rows: Iterable[object]) -> Iterator[object]:
+            with users_code(f"{setting} fails while it yields rows"):
+                yield from rows
 
-    def iterated(rows: Iterable[object]) -> Iterator[object]:
-        with users_code(f"{setting} fails while it yields rows"):
-            yield from rows
-
-    def rows(tokens: Tokens, split: Split) -> RowSource:
         with users_code(f"{setting} cannot be made"):
-            made = make(DataContext(split, config.trainer.seed, tokens.tokenizer))
+            made = self.make(DataContext(split, self.seed, tokens.tokenizer))
         if not isinstance(made, Iterable):
             raise UserError(f"{setting}: made {type(made).__name__}, which yields no rows; give it __iter__")
         return RowSource(f"{setting} ({split})", iterated(made))
-
-    return rows
 
 
 class RunPrompts(NamedTuple):
@@ -126,21 +118,19 @@ class RunPrompts(NamedTuple):
 
 
 def build_prompts(
-    config: Config, tokens: Tokens, rewards: RunRewards, source: ReadSource | None, vocab_size: int, world: Ranks
-) -> RunPrompts:
+    data: DataConfig, sets: Mapping[str, object], trainer: TrainerConfig, tokens: Tokens, rewards: RunRewards,
+    source: OwnRows | None, *, vocab_size: int, world: Ranks,
+) -> RunPrompts:  # fmt: skip
     """Read the prompts of a run, and check that its rewards can score them; collective."""
-    data, trainer = config.data, config.trainer
-    columns = rewards.columns(data.answer_key)
-    train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
-    check = partial(rewards.check, held_out=held_out, source_key=data.source_key)
+    columns = rewards.columns(data.answer_key, data.source_key)
+    reader = PromptReader(data, tokens.tokenizer, vocab_size, columns)
+    train, held_out = load_data(reader, sets, tokens, seed=trainer.seed, source=source)
     identity = agreed_fingerprint(train, held_out, world)
     if data.stream.rows:
-        readers, identity = open_streams(
-            config, tokens, vocab_size=vocab_size, columns=columns, ranks=world, check=check
-        )
+        readers, identity = open_streams(reader, tokens, rewards, held_out, seed=trainer.seed, ranks=world)
         order = build_stream_order(data, trainer, readers, partial(run_on_one, ranks=world))
         return RunPrompts(train, held_out, order, None, identity)
-    run_on_one(partial(check, train), world)
+    run_on_one(partial(rewards.check, train, held_out, source_key=data.source_key), world)
     if world.rank == 0 and len(train) < trainer.prompts_per_step:
         log.warning(
             "the data have %d prompts, fewer than trainer.prompts_per_step=%d: a step has some of them more than once",
@@ -151,73 +141,62 @@ def build_prompts(
 
 
 def load_data(
-    config: Config,
+    reader: PromptReader,
+    sets: Mapping[str, object],
     tokens: Tokens,
     *,
-    vocab_size: int,
-    columns: RewardColumns,
-    source: ReadSource | None = None,
+    seed: int,
+    source: OwnRows | None = None,
     trains: bool = True,
 ) -> tuple[list[Prompt], list[PromptSet]]:
     """Return (training prompts, sets of held-out prompts), each with the columns that the reward reads.
 
-    A run that streams its training prompts, or does not train, gets none of them. source: gives the rows of a split of
-    a user's own data, in place of data.train_files.
+    A run that streams its training prompts, or does not train, gets none of them. sets: as validation.sets.
     """
-    data, streams = config.data, config.data.stream.rows
-    key = data.source_key if config.reward.sources else ""
-    reader = PromptReader(data, tokens.tokenizer, vocab_size, columns)
+    data, streams = reader.data, reader.data.stream.rows
 
-    def load(rows: Sequence[str] | RowSource, *, difficulty: str = "") -> list[Prompt]:
-        return load_prompts(rows, reader.reading(source_key=key, difficulty=difficulty))
+    def load(rows: Sequence[str] | RowSource) -> list[Prompt]:
+        return load_prompts(rows, reader.reading())
 
     with progress.phase("reading and tokenizing the data", announce=True):
         prompts: list[Prompt] = []
         if data.mixture.sources and not streams:
             prompts = reader.mixture()
         elif trains and not streams:
-            rows = data.train_files if source is None else source(tokens, "train")
-            prompts = load(rows, difficulty=getattr(data.curriculum, "key", ""))
+            prompts = load(data.train_files if source is None else source.read(tokens, "train"))
         held_out: Sequence[Prompt] = []
-        if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
-            held_out = load(source(tokens, "validation"))
+        if source is not None and source.validates:
+            held_out = load(source.read(tokens, "validation"))
         elif data.val_files:
             held_out = load(data.val_files)
         elif trains and not streams:
-            prompts, held_out = split(prompts, data.val_size, seed=config.trainer.seed)
+            prompts, held_out = split(prompts, data.val_size, seed=seed)
         warn_of_prompts(tokens, data.chat, [*prompts, *held_out])
-        named = [PromptSet(name, load(files_of(files))) for name, files in config.validation.sets.items()]
+        named = [PromptSet(name, load(files_of(files))) for name, files in sets.items()]
         return prompts, [PromptSet("", held_out), *named] if held_out else named
 
 
 def open_streams(
-    config: Config,
-    tokens: Tokens,
-    *,
-    vocab_size: int,
-    columns: RewardColumns,
-    ranks: Ranks,
-    check: Callable[[list[Prompt]], None],
+    of_run: PromptReader, tokens: Tokens, rewards: RunRewards, held_out: Sequence[PromptSet], *, seed: int, ranks: Ranks
 ) -> tuple[dict[str, StreamReader], str]:
     """Read each stream's first block on rank 0; return streams (there) and fingerprint; collective.
 
-    check: raises UserError for prompts of the first blocks that the reward cannot score; every block has its tests of
-    programs tried. Raises UserErrors on all ranks.
+    The rewards must be able to score the first blocks, and every block has its tests of programs tried. Raises
+    UserErrors on all ranks.
     """
-    readers = dict[str, StreamReader]()
-    own = copy.deepcopy(tokens.tokenizer)  # readers have a thread
+    readers, data = dict[str, StreamReader](), of_run.data
+    streams = replace(of_run, tokenizer=copy.deepcopy(tokens.tokenizer))  # readers have a thread
 
     def read() -> str:
         digest, first = hashlib.sha256(), list[Prompt]()
-        streams = PromptReader(config.data, own, vocab_size, columns)
-        for name, reader in streams.streams(config.trainer.seed, partial(check_tests, config.reward)):
+        for name, reader in streams.streams(seed, partial(check_tests, rewards.settings)):
             readers[name] = reader
             prompts = reader.first_block()
             first += prompts
             content = [name, str(reader.plan), *(shard.identity() for shard in reader.shards), fingerprint(prompts)]
             digest.update("\n".join(content).encode() + b"\n")
-        warn_of_prompts(tokens, config.data.chat, first)
-        check(first)
+        warn_of_prompts(tokens, data.chat, first)
+        rewards.check(first, held_out, source_key=data.source_key)
         return digest.hexdigest()
 
     with progress.phase("reading the first rows of the data", announce=True):
@@ -234,17 +213,18 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
     return own[0]
 
 
-def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
-    """Return the config with trainer.steps computed from trainer.epochs."""
-    trainer = config.trainer
+def with_length(trainer: TrainerConfig, num_prompts: int, *, warmup: int) -> TrainerConfig:
+    """Return the settings with the steps of trainer.epochs; warmup: steps of both warm-ups. Raises UserError."""
     if not trainer.epochs:
-        return config
+        return trainer
     steps = max(1, math.ceil(Fraction(repr(trainer.epochs)) * num_prompts / trainer.prompts_per_step))
-    config = with_settings(config, {"trainer.steps": steps, "trainer.epochs": 0.0})
     log.info("trainer.epochs=%g of %d prompts are trainer.steps=%d", trainer.epochs, num_prompts, steps)
-    if problems := check(config, world_size=world_size):
-        raise UserErrors([f"trainer.epochs={trainer.epochs:g} is trainer.steps={steps}: {line}" for line in problems])
-    return config
+    if 0 < warmup >= steps:
+        raise UserError(
+            f"trainer.epochs={trainer.epochs:g} is trainer.steps={steps}: optim.warmup_steps and "
+            f"algorithm.critic_warmup_steps are {warmup} together and do not end within the run; lower them"
+        )
+    return replace(trainer, steps=steps, epochs=0.0)
 
 
 def warn_of_prompts(tokens: Tokens, chat: ChatConfig, prompts: Sequence[Prompt]) -> None:

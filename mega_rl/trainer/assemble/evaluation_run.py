@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,18 @@ from typing import Any
 from mega_rl import __version__
 from mega_rl.config.keys import as_record
 from mega_rl.config.schema import Config
+from mega_rl.data.build import PromptReader
 from mega_rl.disk import rename, replace_text
 from mega_rl.environment import installed_version
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import Ranks
 from mega_rl.tracking import progress
-from mega_rl.tracking.health.flight_recorder import FlightRecorder
 from mega_rl.tracking.health.guard import Guard, Investigate, stop_on_signals
-from mega_rl.tracking.health.heartbeat import Heartbeat
 from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data
 from mega_rl.trainer.assemble.load import build_evaluation, load_run, read_inputs
-from mega_rl.trainer.assemble.run import device_bytes, rank_facts, session
+from mega_rl.trainer.assemble.run import heartbeat_of, session
 from mega_rl.trainer.rows import ReadResponse, scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome
 from mega_rl.types import JsonObject
@@ -42,72 +40,56 @@ def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate 
     fails or hangs ends all, with its cause, as in training. Raises StoppedBySignal after SIGTERM, SIGUSR1 or Ctrl-C.
     """
     with (
-        Heartbeat(rank_facts(config), FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        heartbeat_of(config.trainer, accelerator) as heartbeat,
         stop_on_signals(),
         Guard(heartbeat, investigate) as guard,
         session(config, accelerator) as groups,
         ExitStack() as resources,
         guard,  # says the cause before servers and groups are taken down, which a peer that is gone may hold up
     ):
-        samples = SamplesFile(Path(config.trainer.run_dir), ranks_of(groups.host_world))
-        outcomes = _run(config, accelerator, groups, resources, samples)
-        results = _results(config, outcomes)
-        samples.finish(results)
+        results = _results(config, _run(config, accelerator, groups, resources))
+        run_on_one(partial(_finish, Path(config.trainer.run_dir), results), ranks_of(groups.host_world))
     return results
 
 
-def _run(
-    config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack, samples: SamplesFile
-) -> list[SetOutcome]:
-    world = ranks_of(groups.host_world)
+def _run(config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack) -> list[SetOutcome]:
+    world, folder, count = ranks_of(groups.host_world), Path(config.trainer.run_dir), 0
     inputs = read_inputs(config, accelerator, world, resources, trains=False)
-    columns = inputs.rewards.columns(config.data.answer_key)
-    _, sets = load_data(config, inputs.tokens, vocab_size=inputs.vocab_size, columns=columns, trains=False)
-    run_on_one(partial(inputs.rewards.check, [], sets, source_key=config.data.source_key), world)
+    data, tokens, seed = config.data, inputs.tokens, config.trainer.seed
+    columns = inputs.rewards.columns(data.answer_key, data.source_key)
+    reader = PromptReader(data, tokens.tokenizer, inputs.vocab_size, columns)
+    _, sets = load_data(reader, config.validation.sets, tokens, seed=seed, trains=False)
+    run_on_one(partial(inputs.rewards.check, [], sets, source_key=data.source_key), world)
     agreed_fingerprint([], sets, world)
-    run = load_run(inputs, accelerator, groups, resources)
-    evaluation = build_evaluation(inputs, run, sets, run.rollouts.devices.enter)
+    run = load_run(inputs, config.rollout, config.trainer, accelerator, groups, resources)
+    evaluation = build_evaluation(run, config.validation, sets, run.rollouts.devices.enter)
     run.rollouts.devices.publish(run.rollouts.sync)
     prompts = sum(len(one.prompts) for one in sets)
 
     def each(scored: ScoredSamples) -> None:
+        nonlocal count
         parts = run.replicas.gather_json(list(sample_rows(scored, evaluation.read)))
-        samples.append([row for part in parts for row in part])
-        progress.report(samples.count // evaluation.plan.n, prompts, unit="prompts")
+        rows = sorted((r for part in parts for r in part), key=lambda row: (row["prompt_index"], row["sample_index"]))
+        run_on_one(partial(_append, folder, rows, mode="a" if count else "w"), world)
+        count += len(rows)
+        progress.report(count // evaluation.plan.n, prompts, unit="prompts")
 
     with progress.phase("evaluating"):
         return evaluation.run(0, each=each)
 
 
-@dataclass
-class SamplesFile:
-    """samples.jsonl, written by rank 0 part by part, and named when it is complete."""
+def _append(folder: Path, rows: Sequence[JsonObject], *, mode: str) -> None:
+    """Write the samples of the next prompts, by prompt and sample."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / UNFINISHED).open(mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
-    folder: Path
-    everyone: Ranks
-    count: int = field(default=0, init=False)  # samples
 
-    def append(self, rows: Sequence[JsonObject]) -> None:
-        """Write the samples of the next prompts, in order of prompt and sample; collective."""
-        ordered = sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
-
-        def work() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / UNFINISHED).open("a" if self.count else "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in ordered)
-
-        run_on_one(work, self.everyone)
-        self.count += len(rows)
-
-    def finish(self, results: JsonObject) -> None:
-        """Name the samples and write results.json; collective."""
-
-        def work() -> None:
-            rename(self.folder / UNFINISHED, self.folder / "samples.jsonl")
-            text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-            replace_text(self.folder / "results.json", text)
-
-        run_on_one(work, self.everyone)
+def _finish(folder: Path, results: JsonObject) -> None:
+    """Name the complete samples and write results.json."""
+    rename(folder / UNFINISHED, folder / "samples.jsonl")
+    text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    replace_text(folder / "results.json", text)
 
 
 def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str, Any]]:
@@ -138,11 +120,11 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
 def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
     sets = {}
     for outcome in outcomes:
-        means = {name.removeprefix("val/"): value for name, value in outcome.metrics.items()}
-        edges = {f"{name}{edge}" for name in outcome.estimates for edge in ("", "_low", "_high")}
+        edges = {f"val/{name}{edge}" for name in outcome.estimates for edge in ("", "_low", "_high")}
+        means = {name.removeprefix("val/"): outcome.metrics[name] for name in outcome.metrics if name not in edges}
         sets[outcome.prompts.name] = {
             "prompts": len(outcome.prompts.prompts),
-            "means": {name: value for name, value in means.items() if name not in edges},
+            "means": means,
             "estimates": {name: asdict(estimate) for name, estimate in outcome.estimates.items()},
         }
     names = ("torch", "transformers", "megatron-core", "sglang")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mega_rl.algorithms.kl import KLController
-from mega_rl.config.choices import LOSS, has_reference, needs_critic, reads_reference
-from mega_rl.config.needs import Role, models_take_turns, requested_attention
-from mega_rl.config.rules.parallel import has_own_layout
+from mega_rl.config.needs import Role, models_take_turns, requested_models
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
@@ -27,10 +25,10 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups, another, current
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, TokenModel
-from mega_rl.rollout.hidden_tokens import hidden_tokens
+from mega_rl.rollout.tokens import hidden_tokens
 from mega_rl.tracking.metrics.flops import ModelWork
 from mega_rl.tracking.metrics.steps import WorkMeter
-from mega_rl.trainer.assemble.algorithms import build_actor_role, build_critic_role, build_objective
+from mega_rl.trainer.assemble.algorithms import Method, build_actor_role, build_critic_role, choose_method
 from mega_rl.types import Metrics
 from mega_rl.workers.models import Lessons, ReferenceWorker, RoleMeter, reference_updates
 from mega_rl.workers.residency import ResidentModels
@@ -43,20 +41,27 @@ _HEADS: dict[Role, Head] = {"actor": "lm", "critic": "value", "reference": "lm",
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run before anything is built: settings, models by role, dtype of rollouts."""
+    """The models of a run before they are built, and the method that trains them."""
 
-    config: Config
     engine: EngineSettings
     models: Mapping[Role, ModelRequest]
+    method: Method
     rollout_dtype: torch.dtype
 
 
 def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
     """Return the plan of a run on this machine."""
     settings, device_type = engine_settings(config), accelerator.device.type
-    models = {role: _model_of(config, role, settings, device_type, _HEADS[role]) for role in roles_of(config)}
+    asked = requested_models(config)
+    models = {
+        role: resolve_model(
+            role, one.path, head=_HEADS[role], trainable=role in TRAINED_ROLES,
+            settings=settings, attention=one.attention, device_type=device_type,
+        )
+        for role, one in asked.items()
+    }  # fmt: skip
     if any(model.impl == "te" for model in models.values()):
-        check_one_backend({role: requested_attention(config, role) for role in models})
+        check_one_backend({role: model.attention for role, model in asked.items()})
     elif (
         device_type == "cuda"
         and config.engine.backend == "megatron"
@@ -64,28 +69,19 @@ def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
     ):
         log.info("Transformer Engine is not installed: Megatron-Core's own layers run instead, which are slower")
     rollout_dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-    return RunPlan(config, settings, models, DTYPES[rollout_dtype])
+    return RunPlan(settings, models, choose_method(config), DTYPES[rollout_dtype])
 
 
 def build_actor(
     config: Config, groups: Groups, accelerator: Accelerator, *, head: Head = "lm", trainable: bool = True
 ) -> ModelEngine:
     """Return the engine of `config.model.path` only, with its weights loaded; collective. Raises UserError."""
-    settings = engine_settings(config)
-    model = _model_of(config, "actor", settings, accelerator.device.type, head)
-    return build_engine(replace(model, trainable=trainable), settings=settings, groups=groups, accelerator=accelerator)
-
-
-def _model_of(config: Config, role: Role, settings: EngineSettings, device_type: str, head: Head) -> ModelRequest:
-    return resolve_model(
-        role,
-        checkpoint_of(config, role),
-        head=head,
-        trainable=role in TRAINED_ROLES,
-        settings=settings,
-        attention=requested_attention(config, role),
-        device_type=device_type,
-    )
+    settings, asked = engine_settings(config), requested_models(config)["actor"]
+    model = resolve_model(
+        "actor", asked.path, head=head, trainable=trainable,
+        settings=settings, attention=asked.attention, device_type=accelerator.device.type,
+    )  # fmt: skip
+    return build_engine(model, settings=settings, groups=groups, accelerator=accelerator)
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -105,24 +101,6 @@ def engine_settings(config: Config) -> EngineSettings:
     )
 
 
-def roles_of(config: Config) -> list[Role]:
-    """Return the roles of a run that are models."""
-    there: dict[Role, bool] = {
-        "actor": True,
-        "critic": needs_critic(config),
-        "reference": has_reference(config),
-        "reward": config.reward.source.name == "model",
-    }
-    return [role for role, is_there in there.items() if is_there]
-
-
-def checkpoint_of(config: Config, role: Role) -> Path:
-    """Return the checkpoint that the model of a role comes from."""
-    model = config.model
-    own = {"critic": model.critic_path, "reference": model.ref_path, "reward": config.reward.model_path}
-    return Path(own.get(role) or model.path)
-
-
 @dataclass(frozen=True)
 class Roles:
     """The models of a run in their roles, and the engines under them."""
@@ -133,6 +111,8 @@ class Roles:
     average: WeightAverage | None  # reference that follows the policy
     update_reference: Callable[[int], Metrics]  # given the steps done; collective
     kl: KLController
+    method: Method
+    paths: Mapping[Role, Path]  # checkpoints that the models come from
     engines: Mapping[Role, ModelEngine]  # the actor's first
     models: ResidentModels  # the same, on and off the device
     work: WorkMeter  # this rank's in all of them
@@ -143,20 +123,25 @@ class Roles:
         return self.engines["actor"]
 
 
-def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colocated: bool) -> Roles:
-    """Return every role of the plan with its weights loaded; collective. colocated: servers share the devices."""
-    config = plan.config
-    models = ResidentModels(accelerator, one_at_a_time=models_take_turns(config, colocated=colocated))
+def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, steps: int, colocated: bool) -> Roles:
+    """Return every role of the plan with its weights loaded; collective.
+
+    steps: length of the run, which learning rates follow. colocated: servers share the devices.
+    """
+    method, settings, config = plan.method, plan.method.settings.kl, plan.engine.engine
+    turns = models_take_turns(config, len(plan.models) > 1, colocated=colocated)
+    models = ResidentModels(accelerator, one_at_a_time=turns)
+    of_reference = config.of_reference if config.backend == "megatron" else config
     engines: dict[Role, ModelEngine] = {}
     for role, model in plan.models.items():
         own = groups
-        if role == "reference" and has_own_layout(config):
-            layout = ParallelLayout.of_engine(config.engine.of_reference, world_size=groups.layout.world_size)
-            own = another(layout, groups, timeout_s=config.trainer.timeout_s)
+        if role == "reference" and of_reference != config:
+            layout = ParallelLayout.of_engine(of_reference, world_size=groups.layout.world_size)
+            own = another(layout, groups, timeout_s=plan.engine.timeout_s)
         with nullcontext() if own is groups else current(own):
             engine = build_engine(model, settings=plan.engine, groups=own, accelerator=accelerator)
         engines[role] = models.add(role, engine)
-    actor, work, settings = engines["actor"], WorkMeter(), config.algorithm.kl
+    actor, work = engines["actor"], WorkMeter()
     kl = KLController(settings.coef, settings.target if settings.control == "adaptive" else None, settings.horizon)
 
     def meter(role: Role) -> RoleMeter:
@@ -168,15 +153,20 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
     if "reference" in engines:
         frozen, counted, relaid = engines["reference"], meter("reference"), None
         if frozen.groups is not actor.groups:
-            relaid = OwnLayout(frozen, frozen, actor, DTYPES[config.model.dtype])
-        if reads_reference(config):
+            relaid = OwnLayout(frozen, frozen, actor, DTYPES[plan.engine.model.dtype])
+        if method.reads_reference:
             reference = ReferenceWorker(frozen.forward if relaid is None else relaid.evaluate, counted)
-        if LOSS.needs(config, "needs_teacher"):
-            lessons = Lessons(relaid or frozen, getattr(build_objective(config), "beta", 1.0), models, counted)
+        if method.needs_teacher:
+            lessons = Lessons(relaid or frozen, getattr(method.objective, "beta", 1.0), models, counted)
         if interval := settings.reference_interval:
             stored = (models.stored("reference"), models.stored("actor"))
             average = WeightAverage(*stored, settings.reference_rate, ranks_of(groups.host_world))
             updates = reference_updates(interval, average.update)
-    learner = build_actor_role(config, actor, kl, lessons, meter("actor"))
-    critic = build_critic_role(config, engines["critic"], meter("critic")) if "critic" in engines else None
-    return Roles(learner, critic, reference, average, updates, kl, engines, models, work)
+    optim, critic = plan.engine.optim, None
+    learner = build_actor_role(
+        method, optim, actor, kl, total_steps=steps, lessons=lessons, meter=meter("actor")
+    )  # fmt: skip
+    if "critic" in engines:
+        critic = build_critic_role(method, optim, engines["critic"], total_steps=steps, meter=meter("critic"))
+    paths = {role: model.path for role, model in plan.models.items()}
+    return Roles(learner, critic, reference, average, updates, kl, method, paths, engines, models, work)

@@ -1,7 +1,8 @@
-"""Recorder of a run's steps."""
+"""Records that a run writes of itself: its config, start-up table and steps."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,34 +14,89 @@ from torch import Tensor
 
 import mega_rl
 from mega_rl.checkpoint.identity import model_identity
-from mega_rl.config.keys import as_record
-from mega_rl.config.needs import is_on_policy
-from mega_rl.config.schema import Config
+from mega_rl.config.keys import recorded, short_commit
+from mega_rl.config.needs import requested_models
+from mega_rl.config.render import resolved_yaml
+from mega_rl.config.rules import advice
+from mega_rl.config.schema import Config, RewardHttpConfig
+from mega_rl.config.schema.training import RecordsConfig
 from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.data.build import source_lines
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
+from mega_rl.rollout.tokens import name_stop_tokens
+from mega_rl.tracking.metrics.tables import RoleFacts, show_startup
 from mega_rl.tracking.metrics.trackers import without_secrets
 from mega_rl.tracking.records.reader import FOLDER, RecordDescription
 from mega_rl.tracking.records.writer import RecordWriter, clear_records
-from mega_rl.trainer.assemble.algorithms import build_correction, build_reward_kl
+from mega_rl.trainer.assemble.data import RunPrompts, prompt_line
 from mega_rl.trainer.assemble.load import LoadedRun
-from mega_rl.trainer.assemble.plan import TRAINED_ROLES, Roles, checkpoint_of
+from mega_rl.trainer.assemble.plan import TRAINED_ROLES, Roles
 from mega_rl.trainer.events import StepColumns, StepRecorder
 from mega_rl.trainer.loop import Stages
 from mega_rl.trainer.policy_gradient import Evaluated
 from mega_rl.types import JsonObject
 from mega_rl.workers.residency import PARAMETERS
 
+log = logging.getLogger(__name__)
+
 PACKAGES = ("torch", "transformers", "megatron-core")
 
 
-def build_recorder(run: LoadedRun, stage: Stages, *, done: int) -> StepRecorder | None:
-    """Return the recorder that the config asks for, and remove records of steps after `done`; collective."""
-    config, roles, world = run.config, run.roles, run.world
-    settings = config.metrics.records
+def show_run(config: Config, run: LoadedRun, prompts: RunPrompts) -> None:
+    """Write the run's config, and log what is unusual and the start-up table."""
+    run_dir, saves = Path(config.trainer.run_dir), config.checkpoint
+    if not (saves.save_final or saves.save_interval or saves.hf_final or saves.hf_interval):
+        log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
+    for line in advice(config):
+        log.warning("%s", line)
+    for line in source_lines(prompts.train, prompts.order, steps=run.trainer.steps):
+        log.info("%s", line)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(resolved_yaml(config))
+    stop_tokens = name_stop_tokens(run.tokens.tokenizer, run.tokens.stop_ids)
+    facts = role_facts(config, run.roles)
+    show_startup(facts, prompts=prompt_line(run.tokens, prompts.train), stop_tokens=stop_tokens)
+
+
+def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
+    """Return the rows of the start-up table, one per role."""
+    reward, facts, named = config.reward, list[RoleFacts](), requested_models(recorded(config))
+    for engine in roles.engines.values():
+        sharding = engine.sharding
+        names = ("tp", "pp", "vpp", "cp", *(() if sharding.hf.moe is None else ("ep", "etp")), "dp")
+        sizes = {name: getattr(sharding.layout, name) for name in names}
+        facts.append(
+            RoleFacts(
+                role=engine.name,
+                model=short_commit(str(named[engine.name].path)),
+                family=sharding.hf.family,
+                parameters=sum(prod(tensor.shape) for tensor in hf_tensors(sharding.hf, head=sharding.head).values()),
+                engine=config.engine.backend,
+                layout=" ".join(f"{name}{size}" for name, size in sizes.items() if size > 1),
+                attention=engine.attention,
+                dtype=config.model.dtype,
+                trains=engine.name in TRAINED_ROLES,
+            )
+        )
+    if isinstance(reward.source, RewardHttpConfig):
+        facts.append(RoleFacts("reward", reward.source.url))
+    elif reward.source.name == "function":
+        facts.append(RoleFacts("reward", ", ".join(reward.functions.values()) or reward.function))
+    return facts
+
+
+def build_recorder(
+    run: LoadedRun, settings: RecordsConfig, config: JsonObject, stage: Stages, *, done: int
+) -> StepRecorder | None:
+    """Return the recorder that the settings ask for, and remove records of steps after `done`; collective.
+
+    config: the run's, as records keep it.
+    """
+    roles, world, dtype = run.roles, run.world, str(config["model"]["dtype"])
     if not settings.interval:
         return None
-    root = Path(config.trainer.run_dir) / FOLDER
+    root = Path(run.trainer.run_dir) / FOLDER
     all_succeed(lambda: clear_records(root, after=done) if world.rank == 0 else None, world)
     engine = roles.actor_engine
     first = engine.replica.rank == 0
@@ -51,23 +107,24 @@ def build_recorder(run: LoadedRun, stage: Stages, *, done: int) -> StepRecorder 
     if settings.weights:
         shardings = [roles.engines[role].sharding for role in changing]
         tensors = [tensor for one in shardings for tensor in hf_tensors(one.hf, head=one.head).values()]
-        nbytes = DTYPES[config.model.dtype].itemsize * sum(prod(tensor.shape) for tensor in tensors)
+        nbytes = DTYPES[dtype].itemsize * sum(prod(tensor.shape) for tensor in tensors)
 
         def save(folder: Path) -> None:
             stage.hold("save")
             for role in changing:
                 roles.models.take_turn(role, PARAMETERS)
-                roles.engines[role].save_hf(folder / role, source=checkpoint_of(config, role))
+                roles.engines[role].save_hf(folder / role, source=roles.paths[role])
 
         writer = replace(writer, save_weights=save, weights_bytes=nbytes)
 
+    kept = tuple(changing) if settings.weights else ()
+
     def write(step: int, evaluated: Evaluated, columns: Mapping[str, Tensor], rows: Sequence[JsonObject]) -> None:
-        description = _describe(run, step, evaluated)
-        writer(replace(description, weights=tuple(changing) if settings.weights else ()), columns, rows)
+        writer(_describe(run, config, step, evaluated, kept), columns, rows)
 
     return StepRecorder(
         interval=settings.interval,
-        columns=step_columns(config, roles),
+        columns=step_columns(roles, entropy=settings.entropy),
         read=run.tokens.reader.written,
         render=run.tokens.render,
         write=write,
@@ -76,8 +133,10 @@ def build_recorder(run: LoadedRun, stage: Stages, *, done: int) -> StepRecorder 
     )
 
 
-def _describe(run: LoadedRun, step: int, evaluated: Evaluated) -> RecordDescription:
-    config, roles, samples = run.config, run.roles, evaluated.batch.samples
+def _describe(
+    run: LoadedRun, config: JsonObject, step: int, evaluated: Evaluated, weights: tuple[str, ...]
+) -> RecordDescription:
+    roles, samples = run.roles, evaluated.batch.samples
     engine, parts = roles.actor_engine, samples.rewards.parts
     models = roles.engines if run.world.rank == 0 else ()
     return RecordDescription(
@@ -86,27 +145,26 @@ def _describe(run: LoadedRun, step: int, evaluated: Evaluated) -> RecordDescript
         kl_coef=roles.kl.value,
         reward_parts=() if parts is None else parts.names,
         reward_weights=() if parts is None else parts.weights,
-        config=without_secrets(as_record(config)),
-        model={role: model_identity(checkpoint_of(config, role)) for role in models},
-        weights=(),
+        config=without_secrets(config),
+        model={role: model_identity(roles.paths[role]) for role in models},
+        weights=weights,
         layout=str(engine.groups.layout),
         world_size=run.world.size,
         device=engine.device.type,
-        dtype=config.model.dtype,
+        dtype=str(config["model"]["dtype"]),
         versions={"mega_rl": mega_rl.__version__, **{name: version(name) for name in PACKAGES}},
     )
 
 
-def step_columns(config: Config, roles: Roles) -> StepColumns:
-    """Return the columns of a run's steps."""
-    on_policy, engine = is_on_policy(config), roles.actor_engine
-    from_sampler = on_policy or config.algorithm.old_logprobs == "rollout"
-    evaluates = from_sampler or config.metrics.records.entropy
+def step_columns(roles: Roles, *, entropy: bool) -> StepColumns:
+    """Return the columns of a run's steps; entropy: with each token's."""
+    method, engine = roles.method, roles.actor_engine
+    from_sampler = method.on_policy or method.settings.old_logprobs == "rollout"
     return StepColumns(
         engine.data_parallel,
-        policy=partial(engine.forward, with_entropy=True) if evaluates else None,
+        policy=partial(engine.forward, with_entropy=True) if from_sampler or entropy else None,
         from_sampler=from_sampler,
-        reward_kl=build_reward_kl(config.algorithm.kl, roles.kl),
-        correction=build_correction(config),
-        on_policy=on_policy,
+        reward_kl=method.reward_kl(roles.kl),
+        correction=method.correction,
+        on_policy=method.on_policy,
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mega_rl.checkpoint.run_state import seed_python
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, TrainerConfig
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.accelerator import Accelerator, deterministic
 from mega_rl.parallel.agreement import check_commits
@@ -20,10 +20,10 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.health import records
-from mega_rl.tracking.health.failure_kinds import GENERATION, has_launcher
 from mega_rl.tracking.health.flight_recorder import FlightRecorder
 from mega_rl.tracking.health.guard import Guard, Investigate
 from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.tracking.health.records import GENERATION, has_launcher
 from mega_rl.tracking.metrics.tables import show_summary
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.assemble.trainer import build_trainer
@@ -52,9 +52,8 @@ def running(
     reward: RewardFunction | None = None,
 ) -> Iterator[tuple[Trainer, StopRequest]]:
     """Yield the trainer of a run and its stop request; both end with the block."""
-    facts = rank_facts(config)
     with (
-        Heartbeat(facts, FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        heartbeat_of(config.trainer, accelerator) as heartbeat,
         Guard(heartbeat, investigate) as guard,
         session(config, accelerator) as groups,
         ExitStack() as resources,
@@ -76,25 +75,20 @@ def running(
             heartbeat.end("stopped", f"by {signal.Signals(stop.exit_code - 128).name}")
 
 
-def rank_facts(config: Config) -> RankFacts:
-    """Return the facts of this rank; without a launcher rank 0 removes records of earlier ranks."""
-    launched = has_launcher()
+def heartbeat_of(trainer: TrainerConfig, accelerator: Accelerator) -> Heartbeat:
+    """Return the heartbeat of this rank; without a launcher rank 0 removes records of earlier ranks."""
     facts = RankFacts(
-        run_dir=Path(config.trainer.run_dir),
+        run_dir=Path(trainer.run_dir),
         rank=int(os.environ.get("RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         generation=int(os.environ.get(GENERATION, "0")),
-        timeout_s=config.trainer.timeout_s,
-        launched=launched,
+        timeout_s=trainer.timeout_s,
+        launched=has_launcher(),
     )
-    if facts.rank == 0 and not launched:
+    if facts.rank == 0 and not facts.launched:
         records.clear(facts.run_dir)
-    return facts
-
-
-def device_bytes(accelerator: Accelerator) -> Callable[[], int]:
-    """Return the function that counts tensors' memory on a device; it is 0 on a CPU."""
-    return accelerator.memory_allocated if accelerator.name == "cuda" else lambda: 0
+    on_device = accelerator.memory_allocated if accelerator.name == "cuda" else lambda: 0
+    return Heartbeat(facts, FlightRecorder(), device_bytes=on_device)
 
 
 @contextmanager

@@ -13,24 +13,22 @@ from mega_rl.checkpoint.identity import run_identity
 from mega_rl.checkpoint.run_state import ORDER, RandomState
 from mega_rl.checkpoint.store import HfExports, RunCheckpoints
 from mega_rl.config.keys import as_record, recorded
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import CheckpointConfig, Config
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink
+from mega_rl.protocols import MetricsSink, Ranks
 from mega_rl.rewards.builtin import RewardFunction
-from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.tracking import progress
-from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector
+from mega_rl.tracking.metrics.sinks import make_sink
+from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector, build_meter
 from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, with_length
 from mega_rl.trainer.assemble.load import LoadedRun, build_evaluation, load_run, read_inputs
-from mega_rl.trainer.assemble.metrics import build_meter, open_sink
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES
-from mega_rl.trainer.assemble.records import build_recorder
+from mega_rl.trainer.assemble.records import build_recorder, show_run
 from mega_rl.trainer.collect import Collector, OrderState
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
-from mega_rl.trainer.loop import Event, Stages, StepLog, Trainer
-from mega_rl.trainer.validation import Evaluation
+from mega_rl.trainer.loop import Stages, StepLog, Trainer
 from mega_rl.types import JsonObject
 
 log = logging.getLogger(__name__)
@@ -48,72 +46,65 @@ def build_trainer(
     """Return the trainer of a run; `resources` ends servers, files of metrics and locks."""
     # Mistakes in data, rewards and attention end the run before weights are loaded and before anything is written.
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
-    prompts = build_prompts(config, inputs.tokens, inputs.rewards, inputs.rows, inputs.vocab_size, inputs.world)
-    resources.callback(prompts.order.close)
-    plan, hidden = inputs.plan, inputs.plan.engine.hidden_tokens
-    if inputs.world.rank == 0 and (
-        zero_rows := describe_zero_rows(Path(config.model.path), hidden, inputs.tokens.stop_ids)
-    ):
-        log.warning("%s", zero_rows)
-    config_of_length = with_length(config, len(prompts.train), world_size=inputs.world.size)
-    inputs = replace(inputs, plan=replace(plan, config=config_of_length))
-    # From here on no other run writes into this one's folder.
-    checkpoints = open_checkpoints(inputs.plan.config, groups, fingerprint=prompts.fingerprint)
-    resources.enter_context(checkpoints)
-    run = load_run(inputs, accelerator, groups, resources, prompts=prompts.order.batch)
-    done, drawn = restore(checkpoints, run, prompts, in_epochs=config.trainer.epochs > 0)
-    checkpoints.move_earlier_run(Path(config.trainer.run_dir))
-    sink = open_sink(run, prompts, done=done)
-    resources.push(partial(_close_sink, sink))
-    meter = build_meter(run, accelerator, done=done)
-    stage, steps = Stages(meter, run.rollouts.devices), StepLog(sink, meter)
-    batches = build_collector(run, prompts, stage, steps, drawn=drawn)
-    algorithm = build_algorithm(run, stage, steps)
-    saves = build_saves(run, checkpoints, batches, stage, steps, done=done, stop_requested=stop_requested)
-    evaluation = build_evaluation(inputs, run, prompts.held_out, stage.hold)
-    events = _build_events(run, evaluation, saves, done=done)
-    return Trainer(batches, algorithm, run.rollouts.sync, events, stage, steps, run.config.trainer.steps, done)
-
-
-def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, *, done: int) -> list[Event]:
-    """Return the events around steps, in this order; done: steps when the run begins."""
-    trainer, metrics, tokens = run.config.trainer, run.config.metrics, run.tokens
-    stage, log = saves.stage, saves.log
-    dumps = DumpRollouts(
-        log.sink, tokens.reader.written, tokens.render, stage,
-        steps=trainer.steps, interval=metrics.rollout_interval, count=metrics.rollout_samples,
+    world, run_dir, tokens = inputs.world, Path(config.trainer.run_dir), inputs.tokens
+    prompts = build_prompts(
+        config.data, config.validation.sets, config.trainer, tokens, inputs.rewards, inputs.rows,
+        vocab_size=inputs.vocab_size, world=world,
     )  # fmt: skip
-    validate = Validate(evaluation, dumps, stage, log, trainer.steps, trainer.val_interval)
-    recorder = build_recorder(run, stage, done=done)
-    return [*([] if recorder is None else [recorder]), dumps, Warn(log), validate, saves]
+    resources.callback(prompts.order.close)
+    warmup = config.optim.warmup_steps + config.algorithm.critic_warmup_steps
+    config = replace(config, trainer=with_length(config.trainer, len(prompts.train), warmup=warmup))
+    trainer, rollout, overlong, record = config.trainer, config.rollout, config.reward.overlong, as_record(config)
+    # From here on no other run writes into this one's folder.
+    identity = identify(config, prompts.fingerprint, world)
+    checkpoints = RunCheckpoints(
+        root=run_dir / "checkpoints", engines={}, ranks=world, settings=config.checkpoint, identity=identity,
+        layout=str(groups.layout), config=record, rank_states={"random": RandomState()},
+    )  # fmt: skip
+    resources.enter_context(checkpoints)
+    run = load_run(inputs, rollout, trainer, accelerator, groups, resources, prompts=prompts.order.batch)
+    done, drawn = restore(checkpoints, run, prompts)
+    checkpoints.move_earlier_run(run_dir)
+    if world.rank == 0:
+        show_run(config, run, prompts)
+    sink = make_sink(
+        config.metrics, run_dir,
+        is_writer=world.rank == 0, resume_step=done + 1, total_steps=trainer.steps, settings=record,
+    )  # fmt: skip
+    resources.push(partial(_close_sink, sink))
+    in_bf16, scores = config.model.dtype == "bf16", config.reward.source.name != "none"
+    meter = build_meter(run, accelerator, in_bf16=in_bf16, scores=scores, done=done)
+    stage, steps = Stages(meter, run.rollouts.devices), StepLog(sink, meter)
+    batches = build_collector(run, prompts, rollout, config.data.curriculum, overlong, stage, steps, drawn=drawn)
+    algorithm = build_algorithm(run, rollout, overlong, stage, steps)
+    saves = build_saves(run, config.checkpoint, checkpoints, batches, stage, steps, done=done, stop=stop_requested)
+    evaluation = build_evaluation(run, config.validation, prompts.held_out, stage.hold)
+    recorder = build_recorder(run, config.metrics.records, record, stage, done=done)
+    dumps = DumpRollouts(
+        sink, tokens.reader.written, tokens.render, stage,
+        steps=trainer.steps, interval=config.metrics.rollout_interval, count=config.metrics.rollout_samples,
+    )  # fmt: skip
+    validate = Validate(evaluation, dumps, stage, steps, trainer.steps, trainer.val_interval)
+    events = [*([] if recorder is None else [recorder]), dumps, Warn(steps), validate, saves]
+    return Trainer(batches, algorithm, run.rollouts.sync, events, stage, steps, trainer.steps, done)
 
 
 def _close_sink(sink: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
     sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
 
 
-def open_checkpoints(config: Config, groups: Groups, *, fingerprint: str) -> RunCheckpoints:
-    """Return the store of checkpoints with the identity that they must match, without engines."""
-    ranks = ranks_of(groups.host_world)
+def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
+    """Return the identity of a run that its checkpoints must match; collective."""
     named, local = recorded(config).data, config.data
     names = [*named.train_files, *named.mixture.files()]
     files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
     known = {"seed": config.trainer.seed, "data": fingerprint, "engine": config.engine.backend}
-    return RunCheckpoints(
-        root=Path(config.trainer.run_dir) / "checkpoints",
-        engines={},
-        ranks=ranks,
-        settings=config.checkpoint,
-        identity=run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=ranks),
-        layout=str(groups.layout),
-        config=as_record(config),
-        rank_states={"random": RandomState()},
-    )
+    return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 
-def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *, in_epochs: bool) -> tuple[int, int]:
+def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) -> tuple[int, int]:
     """Restore the latest checkpoint; return (steps done, prompts drawn), zeros for a new run; collective."""
-    roles, trainer, sync = run.roles, run.config.trainer, run.rollouts.sync
+    roles, trainer, sync = run.roles, run.trainer, run.rollouts.sync
     if prompts.rates is not None or prompts.order.numbers():
         checkpoints.add_engine(ORDER, OrderState(prompts.order, prompts.rates, run.world))
     for role in TRAINED_ROLES:
@@ -132,24 +123,16 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *,
     sync.resume_at(state["weight_version"])
     log.info("resumed after step %d", step)
     if step >= trainer.steps:
-        length = "trainer.epochs" if in_epochs else "trainer.steps"
-        log.info("step %d of %d is done: nothing is left to train; raise %s to train on", step, trainer.steps, length)
-    # Versions that drew the same number in each step did not keep it.
-    return step, int(state.get("prompts_drawn", step * trainer.prompts_per_step))
+        log.info("step %d of %d is done: nothing is left to train; raise trainer.steps or epochs", step, trainer.steps)
+    return step, int(state["prompts_drawn"])
 
 
 def build_saves(
-    run: LoadedRun,
-    checkpoints: RunCheckpoints,
-    batches: Collector,
-    stage: Stages,
-    log: StepLog,
-    *,
-    done: int,
-    stop_requested: Callable[[], bool],
-) -> SaveAndExport:
+    run: LoadedRun, settings: CheckpointConfig, checkpoints: RunCheckpoints, batches: Collector,
+    stage: Stages, log: StepLog, *, done: int, stop: Callable[[], bool],
+) -> SaveAndExport:  # fmt: skip
     """Return the event that saves and exports; done: steps when the run begins."""
-    config, roles = run.config, run.roles
+    roles, steps = run.roles, run.trainer.steps
 
     def state(done: int) -> JsonObject:
         return {
@@ -160,11 +143,9 @@ def build_saves(
 
     export = HfExports(
         engine=roles.actor_engine,
-        root=Path(config.trainer.run_dir) / "hf",
-        source=Path(config.model.path),
+        root=Path(run.trainer.run_dir) / "hf",
+        source=roles.paths["actor"],
         ranks=run.world,
-        on_error=config.checkpoint.on_error,
+        on_error=settings.on_error,
     )
-    return SaveAndExport(
-        checkpoints, export, state, stop_requested, config.checkpoint, stage, log, config.trainer.steps, done
-    )
+    return SaveAndExport(checkpoints, export, state, stop, settings, stage, log, steps, done)

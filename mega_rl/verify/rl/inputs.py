@@ -14,8 +14,8 @@ from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, ReferenceLayoutConfig
-from mega_rl.data.hub.names import model_name
-from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.data.downloads import checkpoint_folder
+from mega_rl.data.hub import model_name
 from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import Layout
 
@@ -28,13 +28,16 @@ STAND_IN = "the quickstart's architecture"
 STEPS = 5
 NUM_PROMPTS, LONGEST_PROMPT = 64, 8
 CHARACTERS = "0123456789abcdefghijklmnopqrs"  # a token each
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+PAD = SPECIAL.index("<pad>")
+VOCABULARY = (*SPECIAL, *CHARACTERS)
 STOP_TOKENS = [3, 4, 5, 6]  # the first characters: one token in six ends a response, so that lengths differ
 
 EOS = 1  # number of the token that ends a response, too
 # Settings whose values are the recipe's, with those of the sections below.
 KEPT = (
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.dynamic_sampling.max_generations"),
-    *("trainer.seed", "trainer.microbatch.packing", "trainer.microbatch.skip_zero_advantages", "reward.weights"),
+    *("trainer.seed", "trainer.microbatch.packing", "reward.weights"),
 )
 KEPT_SECTIONS = ("algorithm", "optim", "reward.overlong")
 DRAWN = "rollout.dynamic_sampling.prompts"

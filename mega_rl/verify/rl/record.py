@@ -16,7 +16,7 @@ from mega_rl.config.schema import Config
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp import FSDPEngine
 from mega_rl.engines.megatron import MegatronEngine
-from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.operations.diagnosis import investigate
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Inspect, Ranks, RolloutSource, Scorer
 from mega_rl.trainer import Trainer

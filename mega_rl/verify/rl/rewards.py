@@ -1,4 +1,4 @@
-"""Read the algorithm of a config, and compute rewards of a recorded run from its tokens without the reward role."""
+"""Read a config's algorithm, and compute rewards of a recorded run from its tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from mega_rl.verify.rl.independent import records
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES
 from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES
 from mega_rl.verify.rl.independent.records import LockstepSettings, ScoredSample, StepBatch
-from mega_rl.verify.rl.inputs import EOS, reward_of
-from mega_rl.verify.rl.model import SPECIAL, VOCABULARY
+from mega_rl.verify.rl.inputs import EOS, SPECIAL, VOCABULARY, reward_of
 
 _TEXT = files("mega_rl.verify.rl").joinpath("algorithms.toml").read_text("utf-8")
 # Settings of an algorithm that differ from the defaults, by its name.

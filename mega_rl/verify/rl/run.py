@@ -1,52 +1,51 @@
-"""Follow a run on each layout: record the real trainer, then train the independent one."""
+"""Follow a run on each layout: write a model, record the trainer, train the independent one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
-from mega_rl.config.keys import flat
+from torch import Tensor
+from transformers import Qwen3Config
+
+from mega_rl.config.choices import ADVANTAGE
+from mega_rl.config.keys import flat, with_settings
 from mega_rl.config.schema import Config
-from mega_rl.errors import RunError, UserError
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.safetensors.writer import write_checkpoint
+from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_task
-from mega_rl.verify.layouts import REFERENCE, TOLERANCES, Layout, resolve_all, stages
+from mega_rl.verify.layouts import Layout, resolve_all, stages
 from mega_rl.verify.rl.compare import UpdateErrors, follow, off
-from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.independent.formulas import Formulas
-from mega_rl.verify.rl.inputs import LockstepRun, algorithm_run, with_layout
-from mega_rl.verify.rl.model import read_architecture, write_inputs
-from mega_rl.verify.rl.rewards import ALGORITHMS, lockstep_settings, reward_rule
+from mega_rl.verify.rl.independent.records import LockstepSettings
+from mega_rl.verify.rl.inputs import EOS, PAD, SPECIAL, STAND_IN, VOCABULARY, LockstepRun, rows, with_layout
+from mega_rl.verify.rl.rewards import RewardRule, lockstep_settings, reward_rule
+from mega_rl.verify.tiny_models import write_tokenizer
+from mega_rl.verify.twin import random_tensors, shrink
 
-
-@dataclass(frozen=True)
-class Lockstep:
-    """Result of following a run on one layout."""
-
-    layout: Layout
-    updates: tuple[UpdateErrors, ...]
-    problem: str  # first error out of tolerance, or how the ranks failed; empty: the two trainers agree
-
-    @property
-    def good(self) -> bool:
-        """Return whether the two trainers agree."""
-        return not self.problem
-
-
-class PlantedFault(NamedTuple):
-    """A fault and how it was named; `phase` is empty where it was not found."""
-
-    fault: Fault
-    phase: str = ""
-    where: str = ""  # update
-    error: float = 0.0
-
-    @property
-    def good(self) -> bool:
-        """Return whether the fault is named by its phase."""
-        return self.phase == self.fault.phase
+# The architecture without a model: that of the quickstart, with grouped heads.
+ARCHITECTURE = {
+    "model_type": Qwen3Config.model_type,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "vocab_size": len(VOCABULARY),
+    "tie_word_embeddings": False,
+}
+# Parts of an independent trainer.
+Trial: TypeAlias = tuple[LockstepSettings, Formulas, RewardRule]
+# A layout, its updates, and the first error out of tolerance or how the ranks failed; "": the two trainers agree.
+Lockstep: TypeAlias = tuple[Layout, Sequence[UpdateErrors], str]
 
 
 def prepare_run(run: LockstepRun, names: str, folder: Path) -> tuple[Config, list[Layout]]:
@@ -70,18 +69,20 @@ def follow_layouts(
         except UserError as mistake:
             raise UserError(f"{layout.name}: {mistake}") from None
         except RanksFailed as failure:
-            yield Lockstep(layout, (), str(failure))
+            yield layout, (), str(failure)
             continue
         with progress.phase(f"following {layout.name}"):
             updates = tuple(follow_config(config, target))
-        yield Lockstep(layout, updates, problem_of(updates, tolerances))
+        yield layout, updates, problem_of(updates, tolerances)
 
 
-def follow_config(config: Config, trace: Path, fault: Fault | None = None) -> Iterator[UpdateErrors]:
-    """Follow a run's trace, with a fault in the independent trainer; yields each update's errors."""
-    trial = lockstep_settings(config), Formulas(), reward_rule(config)
+def follow_config(
+    config: Config, trace: Path, plant: Callable[[Trial], Trial] = lambda trial: trial
+) -> Iterator[UpdateErrors]:
+    """Follow a run's trace; yields each update's errors. plant: puts a fault into the independent trainer."""
+    trial = plant((lockstep_settings(config), Formulas(), reward_rule(config)))
     reference = Path(config.model.ref_path) if config.model.ref_path else None
-    yield from follow(trace, Path(config.model.path), *(fault.plant(trial) if fault else trial), reference=reference)
+    yield from follow(trace, Path(config.model.path), *trial, reference=reference)
 
 
 def record_runs(runs: Mapping[Path, Config], *, label: str, ranks: int, timeout_s: float) -> None:
@@ -102,28 +103,47 @@ def problem_of(updates: Sequence[UpdateErrors], tolerances: Mapping[str, float])
     return f"{update.title}: {phase}{what} off by {update.errors[phase]:.2g}, tolerance {tolerances[phase]:g}"
 
 
-def self_check(folder: Path, *, timeout_s: float) -> Iterator[PlantedFault]:
-    """Yield how the lockstep named each planted fault. Raises RunError if it is off without one."""
-    runs: dict[str, tuple[Config, Path]] = {}
-    for name in dict.fromkeys(fault.algorithm for fault in FAULTS):
-        inputs, trace = folder / f"inputs_{name}", folder / "traces" / name
-        inputs.mkdir()
-        config, _ = write_inputs(algorithm_run({**SHARED, **ALGORITHMS[name]}), inputs, multiple=1)
-        runs[name] = with_layout(config, REFERENCE, run_dir=trace / "run"), trace
-    record_runs({trace: config for config, trace in runs.values()}, label="real runs", ranks=1, timeout_s=timeout_s)
-    for name, (config, trace) in runs.items():
-        if problem := problem_of(tuple(follow_config(config, trace)), TOLERANCES):
-            raise RunError(f"{name} is off without a planted fault: {problem}")
-    with progress.rounds("fault", len(FAULTS)) as rounds:
-        for fault in FAULTS:
-            yield find(fault, *runs[fault.algorithm])
-            rounds.advance()
+def read_architecture(run: LockstepRun) -> HFConfig:
+    """Return the architecture of a run's model before it is shrunk. Raises UserError."""
+    return parse_hf_config(ARCHITECTURE, where=STAND_IN) if run.source is None else read_hf_config(run.source)
 
 
-def find(fault: Fault, config: Config, trace: Path) -> PlantedFault:
-    """Follow a trace with a fault until it is found."""
-    first = off(follow_config(config, trace, fault))
-    if first is None:
-        return PlantedFault(fault)
-    update, phase = first
-    return PlantedFault(fault, phase, update.title, update.errors[phase])
+def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Config, HFConfig]:
+    """Write the shrunk random model, its tokenizer and the prompts; return the config with them.
+
+    multiple: its number of layers is one of it, for pipelines. An algorithm that learns from a reference gets another
+    model of random weights as model.ref_path. Raises UserError for a model that cannot be shrunk.
+    """
+    seed = run.config.trainer.seed
+    hf = read_architecture(run)
+    where = str(run.source or STAND_IN)
+    if FAMILIES[hf.family].stand_in:
+        raise UserError(
+            f"model.path={where}: transformers has no model of model_type={hf.family} for the independent trainer; "
+            "give the config of another family"
+        )
+    twin = shrink(hf, where=where, multiple=multiple, narrow=True)
+    raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS, "pad_token_id": PAD}
+    small = parse_hf_config(raw, where=f"{where}, shrunk")
+    model, config_file, prompts = folder / "model", folder / "config.json", folder / "prompts.jsonl"
+    config_file.write_text(json.dumps(raw), encoding="utf-8")
+    write_checkpoint(model, _with_zero_row(random_tensors(small, seed=seed)), files={"config.json": config_file})
+    pad, eos, unknown = SPECIAL
+    write_tokenizer(model, VOCABULARY, unknown=unknown, pad_token=pad, eos_token=eos, unk_token=unknown)
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows(seed)), "utf-8")
+    named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(prompts)]}
+    named["data.source"] = "files"
+    if ADVANTAGE.needs(run.config, "needs_reference"):
+        teacher = folder / "teacher"
+        write_checkpoint(teacher, random_tensors(small, seed=seed + 1), files={"config.json": config_file})
+        write_tokenizer(teacher, VOCABULARY, unknown=unknown, pad_token=pad, eos_token=eos, unk_token=unknown)
+        named["model.ref_path"] = str(teacher)
+    return with_settings(run.config, named), small
+
+
+def _with_zero_row(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors with a zero row for padding, as transformers writes it: nobody samples it."""
+    for name, tensor in tensors:
+        if name.endswith("embed_tokens.weight"):
+            tensor[PAD] = 0.0
+        yield name, tensor

@@ -18,9 +18,8 @@ import pytest
 
 from mega_rl import disk
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.folders import complete, torn
+from mega_rl.checkpoint.folders import RunLock, complete, torn
 from mega_rl.checkpoint.format.reader import Checkpoint
-from mega_rl.checkpoint.lock import RunLock
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint.watching import instrumented
 from tests.unit_tests.checkpoint.written import manifest_of, save, tensors, write_shards
@@ -201,7 +200,7 @@ def test_the_lock_is_refused_to_a_second_process(root: Path) -> None:
         assert message.startswith(f"trainer.run_dir={root.parent}: another run (host {socket.gethostname()}, pid ")
         assert f"pid {os.getpid()}, since {record['since']}" in message
         assert "choose another trainer.run_dir" in message
-        code = "import sys; from pathlib import Path; from mega_rl.checkpoint.lock import RunLock\n"
+        code = "import sys; from pathlib import Path; from mega_rl.checkpoint.folders import RunLock\n"
         code += "try: RunLock(Path(sys.argv[1])).take()\nexcept ValueError as error: print(error)"
         other = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
         assert other.stdout.strip() == message
@@ -213,7 +212,7 @@ def test_killed_process_frees_lock_despite_fork(root: Path) -> None:
     code = """
 import os, sys, time
 from pathlib import Path
-from mega_rl.checkpoint.lock import RunLock
+from mega_rl.checkpoint.folders import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.take()
 child = os.fork()

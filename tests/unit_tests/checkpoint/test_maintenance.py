@@ -10,7 +10,7 @@ import pytest
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
-from mega_rl.checkpoint.lock import RunLock
+from mega_rl.checkpoint.folders import RunLock
 from mega_rl.cli import app as cli
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint.written import flip, save

@@ -33,13 +33,13 @@ def test_written_files_are_read_back() -> None:
 
 def test_every_mistake_is_in_one_error() -> None:
     raw = json.loads(manifest_text(example()))
-    raw |= {"step": -1, "saved_at": "yesterday", "metrics": {"a": "b"}}
+    raw |= {"step": -1, "world_size": 0, "metrics": {"a": "b"}}
     raw["shards"][0]["bytes"] = "many"
     with pytest.raises(UserErrors) as caught:
         parse_manifest(json.dumps(raw).encode(), "F/manifest.json")
     problems = caught.value.problems
     assert len(problems) == 4
-    assert problems[0].startswith("F/manifest.json: step=-1 must be a whole number of at least 0")
+    assert problems[0].startswith("F/manifest.json: step=-1 is not as a save writes it")
     assert all(problem.startswith("F/manifest.json: ") for problem in problems)
 
 

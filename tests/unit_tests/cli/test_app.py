@@ -19,7 +19,7 @@ from mega_rl.config.user_files import load_from_file
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.tracking.health.failure_kinds import LOST_CONNECTION
+from mega_rl.tracking.health.records import LOST_CONNECTION
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 ROOT = Path(__file__).parents[3]

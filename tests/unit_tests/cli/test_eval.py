@@ -127,7 +127,6 @@ def test_a_signal_ends_it_at_once_and_leaves_nothing_running(
     [
         (("validation.k=[9]",), "validation.k=[9]: 9 is not among 1 to validation.n=4"),
         (("validation.sets.x=no.jsonl",), "validation.sets.x: no.jsonl: no such file"),
-        (("validation.answer_of=none.py:f",), "validation.answer_of='none.py:f': "),
     ],
 )
 def test_mistakes_end_with_2_and_a_line(

@@ -10,7 +10,7 @@ import pytest
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, Choice
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.trainer.assemble.algorithms import build_correction, build_estimator, build_objective
+from mega_rl.trainer.assemble.algorithms import choose_method
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 RECIPES = dict(re.findall(r"^\| ([^|`]+) \| `([^`|]+=[^`|]+)` \|$", PAGE, re.MULTILINE))
@@ -20,9 +20,7 @@ RECIPES = dict(re.findall(r"^\| ([^|`]+) \| `([^`|]+=[^`|]+)` \|$", PAGE, re.MUL
 def test_a_recipe_breaks_no_rule_and_is_built(name: str) -> None:
     config = load(None, RECIPES[name].split())
     assert check(config, world_size=1) == []
-    build_estimator(config)
-    build_objective(config)
-    build_correction(config)
+    choose_method(config)
 
 
 @pytest.mark.parametrize("choice", [ADVANTAGE, LOSS, CORRECTION])

@@ -11,18 +11,17 @@ from typing import ClassVar
 import pytest
 
 import mega_rl
-from mega_rl.algorithms.advantages.returns import GAE
+from mega_rl.algorithms.advantages import GAE
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, OWN_CHOICES, chosen, needs_critic, reads_reference
 from mega_rl.config.loader import load
-from mega_rl.config.needs import has_several_models, is_on_policy
+from mega_rl.config.needs import is_on_policy, requested_models
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.setup import models_of
-from mega_rl.trainer.assemble.algorithms import build_correction, build_estimator
-from mega_rl.trainer.assemble.plan import roles_of
+from mega_rl.trainer.assemble.algorithms import choose_method
 from tests.helpers.inputs import qwen3_config
 
 MINE = """
@@ -90,8 +89,8 @@ def test_a_config_has_every_setting_of_its_choices() -> None:
         ),
         ("reward.source.url=http://h/", "reward.source=function has no such setting; it belongs to reward.source=http"),
         ("reward.sandbox.url=http://h/", "it belongs to reward.sandbox=remote"),
-        ("data.curriculum.easy=high", "it belongs to data.curriculum=column"),
-        ("data.curriculum=hard", "data.curriculum='hard': legal: none, column, success"),
+        ("data.curriculum.explore=0.5", "it belongs to data.curriculum=success"),
+        ("data.curriculum=hard", "data.curriculum='hard': legal: none, success"),
     ],
 )
 def test_a_setting_of_another_name_is_unknown(overrides: str, line: str) -> None:
@@ -194,8 +193,7 @@ def split(overrides: str) -> list[str]:
 def test_needs_are_those_of_the_users_class(mine: Path) -> None:
     config = load(None, [f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage.alpha=1"])
     assert problems(f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage.alpha=1") == []
-    assert needs_critic(config)
-    assert has_several_models(config)
+    assert list(requested_models(config)) == ["actor", "critic"]
     assert ADVANTAGE.needs(config, "needs_groups")
     assert not ADVANTAGE.needs(config, "takes_kl")
     assert needs_critic(load(None, [f"algorithm.advantage={mine}/mine.py:Heir"]))
@@ -214,8 +212,7 @@ def test_a_teacher_is_a_reference_without_a_kl() -> None:
             "trainer.minibatch_size=8",
         ],
     )
-    assert roles_of(config) == ["actor", "reference"]
-    assert has_several_models(config)
+    assert list(requested_models(config)) == ["actor", "reference"]
     assert not is_on_policy(config)
     architecture = parse_hf_config(qwen3_config("8b"))
     teacher = replace(architecture, num_layers=2)
@@ -227,7 +224,7 @@ def test_a_teacher_is_a_reference_without_a_kl() -> None:
     other = load(
         None, ["algorithm.advantage=grpo", "rollout.n=2", "trainer.prompts_per_step=8", "trainer.minibatch_size=8"]
     )
-    assert roles_of(other) == ["actor"]
+    assert list(requested_models(other)) == ["actor"]
     assert is_on_policy(other)
 
 
@@ -235,7 +232,7 @@ def test_a_teacher_of_whole_distributions_costs_one_forward() -> None:
     """The reference is there, its log-probs are not asked for, and old ones come from the update."""
     overrides = ["trainer.prompts_per_step=8", "trainer.minibatch_size=8", "model.ref_path=teacher"]
     config = load(None, [*overrides, "algorithm.advantage=distillation", "algorithm.loss=distillation"])
-    assert roles_of(config) == ["actor", "reference"]
+    assert list(requested_models(config)) == ["actor", "reference"]
     assert not reads_reference(config)
     assert is_on_policy(config)
     assert problems(*overrides, "algorithm.advantage=distillation", "algorithm.loss=distillation") == []
@@ -282,7 +279,7 @@ def test_the_correction_of_auto(
     Path("mixture/config.json").write_text(json.dumps(qwen3_config("30b-a3b")))
     config = load(None, settings.split())
     with caplog.at_level("INFO"):
-        correction = build_correction(config)
+        correction = choose_method(config).correction
     assert chosen(config, CORRECTION) == taken
     assert f"algorithm.correction=auto takes {taken}" in caplog.messages
     assert (type(correction) is CORRECTIONS[taken]) if taken != "none" else correction is None
@@ -307,7 +304,7 @@ def test_a_program_registers_its_own_by_name(monkeypatch: pytest.MonkeyPatch) ->
     config = load(None, ["algorithm.advantage=mine", "algorithm.advantage.alpha=3"])
     assert config.algorithm.advantage.plain == {"name": "mine", "alpha": 3}
     assert needs_critic(config)
-    assert build_estimator(config)(None) == 3  # type: ignore[arg-type, comparison-overlap]
+    assert ADVANTAGE.build(config)(None) == 3  # type: ignore[arg-type, comparison-overlap]
     assert problems("algorithm.advantage=mine", "algorithm.advantage.alpha=3") == []
     (line,) = problems("algorithm.advantage=mine")
     assert line.endswith("made or called with the settings {}, but missing a required argument: 'alpha'")
@@ -321,9 +318,9 @@ def test_a_program_registers_its_own_by_name(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_class_that_takes_no_inputs_is_refused(mine: Path) -> None:
     (mine / "deaf.py").write_text("class Deaf:\n    def __call__(self): ...\n\ndef deaf(): ...\n")
     with pytest.raises(UserError, match=r"or a call with one AdvantageInputs: too many"):
-        build_estimator(load(None, [f"algorithm.advantage={mine}/deaf.py:Deaf"]))
+        ADVANTAGE.build(load(None, [f"algorithm.advantage={mine}/deaf.py:Deaf"]))
     with pytest.raises(UserError, match=r"made or called with one AdvantageInputs and the settings \{\}, but too"):
-        build_estimator(load(None, [f"algorithm.advantage={mine}/deaf.py:deaf"]))
+        ADVANTAGE.build(load(None, [f"algorithm.advantage={mine}/deaf.py:deaf"]))
 
 
 def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
@@ -334,6 +331,6 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
     file.write_text(text)
     config = load(None, [f"algorithm.advantage={file}:Mine"])
     check(config, world_size=1)
-    build_estimator(config)
+    ADVANTAGE.build(config)
     assert problems(f"algorithm.advantage={file}:Mine") == []
     assert ran.read_text() == "x"

@@ -22,7 +22,7 @@ from tests.unit_tests.converters import tiny_configs
 from tests.unit_tests.distributed.family_cases import CASES
 
 PACKAGE = Path(mega_rl.__file__).parent
-WRAPPERS = {family.wrapper.model_type for family in FAMILIES.values() if family.wrapper is not None}
+WRAPPERS = {family.wrapper[0] for family in FAMILIES.values() if family.wrapper[0]}
 WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
@@ -87,10 +87,11 @@ def test_transformers_knows_the_names(family: Family) -> None:
     """The model_type, or that of the class that stands in; what wraps it, and the class of the language model."""
     assert CONFIG_MAPPING[family.transformers_type].model_type == family.transformers_type
     assert family.model_type in CONFIG_MAPPING or family.stand_in
-    if family.wrapper is not None:
-        wrapper = CONFIG_MAPPING[family.wrapper.model_type]
+    model_type, language_model = family.wrapper
+    if model_type:
+        wrapper = CONFIG_MAPPING[model_type]
         assert wrapper.sub_configs["text_config"].model_type == family.model_type
-        assert getattr(transformers, family.wrapper.language_model).config_class.model_type == family.model_type
+        assert getattr(transformers, language_model).config_class.model_type == family.model_type
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)

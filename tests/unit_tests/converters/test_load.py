@@ -63,8 +63,6 @@ def test_every_rank_gets_its_slices(tmp_path: Path, layout: ParallelLayout, tied
         plans = [param for stage in range(layout.vpp) for param in build_plan(sharding, at, vp_stage=stage)]
         share = sum(c.rows * c.cols for param in plans for c in param.copies if c.hf_name is not None)
         assert report.bytes_read == 4 * share  # its own share, of column-cut tensors too; zero rows cost nothing
-        assert report.seconds.keys() == {"open", "plan", "read"}
-        assert report.num_params == sum(len(list(chunk.parameters())) for chunk in chunks)
         assert (report.kept_init, report.ignored) == ((), ())
 
 

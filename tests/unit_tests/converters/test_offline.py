@@ -17,8 +17,7 @@ from mega_rl.converters.offline import convert as offline
 from mega_rl.converters.offline import writing
 from mega_rl.converters.offline.checkpoint import open_checkpoint, read_manifest
 from mega_rl.converters.offline.compare import compare, round_trip
-from mega_rl.converters.offline.convert import ExportOptions, ImportOptions, export_checkpoint, import_hf
-from mega_rl.converters.offline.writing import WriteOptions
+from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint, import_hf
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
@@ -26,33 +25,6 @@ from mega_rl.errors import UserError, UserErrors
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.random_checkpoints import contents, layouts_of, write_random
 from tests.unit_tests.converters.tiny_configs import TINY
-
-
-def convert_all(rank: int, root: str) -> list[int]:
-    """Do the conversions of test_two_processes_write_what_one_writes; return numbers of tensors and files."""
-    folder = Path(root)
-    reports = [
-        import_hf(folder / "hf", folder / "two-dist", options=ImportOptions(mtp="load")),
-        export_checkpoint(folder / "two-dist", folder / "two-hf", options=ExportOptions(shard_bytes=60_000)),
-    ]
-    return [number for report in reports for number in (report.num_tensors, report.num_files)]
-
-
-def fail_on_rank_1(rank: int, source: str, target: str) -> str:
-    """Return the message with which a conversion ends whose second rank cannot write."""
-    write = writing._write_files
-
-    def unlucky(*arguments: object) -> object:
-        if rank == 1:
-            raise UserError("out of luck")
-        return write(*arguments)  # type: ignore[arg-type]
-
-    writing._write_files = unlucky  # type: ignore[assignment]
-    try:
-        import_hf(source, target)
-    except UserError as error:
-        return str(error)
-    return "no error"
 
 
 def peak_growth(rank: int, verb: str, source: str, target: str) -> int:
@@ -73,7 +45,6 @@ def _peak() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
-WITH_MTP = ImportOptions(mtp="load")
 SMALL_SHARDS = ExportOptions(shard_bytes=60_000)
 
 
@@ -99,7 +70,7 @@ def rewritten(source: Path, target: Path, **changed: torch.Tensor) -> Path:
 def test_checkpoint_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     """From disk through a distributed checkpoint, and in memory through every layout."""
     source = write_random(tmp_path / "hf", family)
-    assert not import_hf(source, tmp_path / "dist", options=WITH_MTP).absent
+    assert not import_hf(source, tmp_path / "dist", mtp="load").absent
     export_checkpoint(tmp_path / "dist", tmp_path / "back", options=SMALL_SHARDS)
     assert_same_weights(source, tmp_path / "back")
     with CheckpointReader(source) as reader:
@@ -114,23 +85,23 @@ def test_checkpoint_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
 def test_large_tensors_are_written_in_pieces(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows at a time; a buffer of less than a tensor, shared by four threads."""
     source = write_random(tmp_path / "hf", family)
-    import_hf(source, tmp_path / "whole", options=WITH_MTP)
+    import_hf(source, tmp_path / "whole", mtp="load")
     monkeypatch.setattr(writing, "PIECE_BYTES", 500)
     monkeypatch.setattr(writing, "BUFFER_BYTES", 700)
-    import_hf(source, tmp_path / "pieces", options=WITH_MTP, writing=WriteOptions(jobs=4))
+    import_hf(source, tmp_path / "pieces", mtp="load", jobs=4)
     assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
-    export_checkpoint(tmp_path / "pieces", tmp_path / "back", options=SMALL_SHARDS, writing=WriteOptions(jobs=4))
+    export_checkpoint(tmp_path / "pieces", tmp_path / "back", options=SMALL_SHARDS, jobs=4)
     assert_same_weights(source, tmp_path / "back")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
 def test_fused_and_single_experts_are_equal_parameters(family: str, tmp_path: Path) -> None:
     single = write_random(tmp_path / "single", family)
-    import_hf(single, tmp_path / "a", options=WITH_MTP)
+    import_hf(single, tmp_path / "a", mtp="load")
     export_checkpoint(tmp_path / "a", tmp_path / "fused", options=ExportOptions(experts="fused"))
     with CheckpointReader(tmp_path / "fused") as reader:
         assert any(len(info.shape) == 3 for info in reader.tensors.values())
-    import_hf(tmp_path / "fused", tmp_path / "b", options=WITH_MTP)
+    import_hf(tmp_path / "fused", tmp_path / "b", mtp="load")
     chunks = [{n: c for n, c in contents(tmp_path / name).items() if "distcp" in n} for name in "ab"]
     assert chunks[0] == chunks[1]
     # A reference decides the format; without one the checkpoint's own record does.
@@ -143,7 +114,7 @@ def test_fused_and_single_experts_are_equal_parameters(family: str, tmp_path: Pa
 def test_value_head_is_kept_or_reported_absent(tmp_path: Path) -> None:
     critic = write_random(tmp_path / "critic", "qwen3", head="value")
     policy = write_random(tmp_path / "policy", "qwen3")
-    assert import_hf(critic, tmp_path / "a", options=ImportOptions(head="value")).absent == ()
+    assert import_hf(critic, tmp_path / "a", head="value").absent == ()
     export_checkpoint(tmp_path / "a", tmp_path / "back")
     assert_same_weights(critic, tmp_path / "back")
     with CheckpointReader(critic) as reader:
@@ -152,7 +123,7 @@ def test_value_head_is_kept_or_reported_absent(tmp_path: Path) -> None:
                 len(reader.tensors),
                 (),
             )
-    report = import_hf(policy, tmp_path / "b", options=ImportOptions(head="value"))
+    report = import_hf(policy, tmp_path / "b", head="value")
     assert (report.absent, report.ignored) == (("output_layer.weight",), ("lm_head.weight",))
     assert export_checkpoint(tmp_path / "b", tmp_path / "headless").absent == ("output_layer.weight",)
     with CheckpointReader(policy) as a, CheckpointReader(tmp_path / "headless") as b:
@@ -183,7 +154,7 @@ def test_prediction_layers_are_kept_from_reference_or_dropped(tmp_path: Path) ->
 
 def test_dtype_spares_parameters_that_are_always_float32(tmp_path: Path) -> None:
     source, dist = write_random(tmp_path / "hf", "deepseek_v3", dtype=torch.float32), tmp_path / "dist"
-    import_hf(source, dist, options=ImportOptions(dtype="bfloat16", mtp="load"))
+    import_hf(source, dist, dtype="bfloat16", mtp="load")
     for dtype, said in ((None, "bfloat16"), ("float16", "float16")):
         back = tmp_path / f"back-{said}"
         report = export_checkpoint(dist, back, options=ExportOptions(dtype=dtype))
@@ -218,22 +189,22 @@ def test_missing_tensors_need_permission_and_are_named(tmp_path: Path) -> None:
     lost = {"model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"}
     source, dist = write_random(tmp_path / "hf", "qwen2", left_out=lost), tmp_path / "dist"
     with pytest.raises(UserErrors, match=r"model\.layers\.1\.mlp\.down_proj\.weight is missing"):
-        import_hf(source, dist, options=ImportOptions(allow_missing=["*.2.*"]))
+        import_hf(source, dist, allow_missing=["*.2.*"])
     assert not dist.exists()
     names = ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.2.input_layernorm.weight")
-    assert import_hf(source, dist, options=ImportOptions(allow_missing=["*"])).absent == names
+    assert import_hf(source, dist, allow_missing=["*"]).absent == names
     assert export_checkpoint(dist, tmp_path / "back").absent == names
     assert_same_weights(source, tmp_path / "back")
     half = write_random(tmp_path / "half", "qwen2", left_out=["model.layers.0.self_attn.k_proj.weight"])
     with pytest.raises(UserError, match=r"k_proj.weight is missing but .*q_proj.weight is not"):
-        import_hf(half, tmp_path / "never", options=ImportOptions(allow_missing=["*"]))
+        import_hf(half, tmp_path / "never", allow_missing=["*"])
 
 
 def test_interrupted_run_leaves_nothing_and_overwriting_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = (write_random(tmp_path / name, "qwen3", seed=seed) for seed, name in enumerate(("old", "new")))
-    target, overwrite = tmp_path / "stored", WriteOptions(overwrite=True)
+    target, overwrite = tmp_path / "stored", True
     import_hf(old, target)
     before = contents(target)
     with pytest.raises(UserError, match="exists and is not empty"):
@@ -246,12 +217,12 @@ def test_interrupted_run_leaves_nothing_and_overwriting_is_whole(
         with monkeypatch.context() as patch:
             patch.setattr(offline, where, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                import_hf(new, target, writing=overwrite)
+                import_hf(new, target, overwrite=overwrite)
             with pytest.raises(KeyboardInterrupt):
                 import_hf(new, tmp_path / "fresh")
         assert contents(target) == before
         assert not (tmp_path / "fresh").exists()
-    import_hf(new, target, writing=overwrite)
+    import_hf(new, target, overwrite=overwrite)
     import_hf(new, tmp_path / "fresh")
     assert contents(target) == contents(tmp_path / "fresh") != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "new", "old", "stored"]
@@ -260,11 +231,11 @@ def test_interrupted_run_leaves_nothing_and_overwriting_is_whole(
 def test_impossible_sources_and_targets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, dist = write_random(tmp_path / "hf", "qwen2"), tmp_path / "dist"
     import_hf(source, dist)
-    overwrite = WriteOptions(overwrite=True)
+    overwrite = True
     cases = {
         "inside one another": lambda: import_hf(source, source / "x"),
-        "choose another directory": lambda: import_hf(source, source, writing=overwrite),
-        "not inside|inside one another": lambda: export_checkpoint(dist, tmp_path, writing=overwrite),
+        "choose another directory": lambda: import_hf(source, source, overwrite=overwrite),
+        "not inside|inside one another": lambda: export_checkpoint(dist, tmp_path, overwrite=overwrite),
         "no such directory": lambda: export_checkpoint(tmp_path / "nothing", tmp_path / "y"),
         "Hugging Face checkpoint already": lambda: export_checkpoint(source, tmp_path / "y"),
         "dtype=int3": lambda: export_checkpoint(dist, tmp_path / "y", options=ExportOptions(dtype="int3")),
@@ -306,23 +277,6 @@ def test_mutants_of_the_manifest_are_user_errors(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw | {"version": True}))
     with pytest.raises(UserError, match="version=True"):
         read_manifest(folder)
-
-
-def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
-    source = write_random(tmp_path / "hf", "deepseek_v3")
-    import_hf(source, tmp_path / "one-dist", options=WITH_MTP)
-    export_checkpoint(tmp_path / "one-dist", tmp_path / "one-hf", options=SMALL_SHARDS)
-    counts = run_ranks(2, convert_all, str(tmp_path), timeout_s=90)
-    for name in ("dist", "hf"):
-        assert contents(tmp_path / f"two-{name}") == contents(tmp_path / f"one-{name}"), name
-    assert counts[0] == counts[1]
-
-
-def test_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    source = write_random(tmp_path / "hf", "qwen2")
-    messages = run_ranks(2, fail_on_rank_1, str(source), str(tmp_path / "out"), timeout_s=60)
-    assert messages == ["out of luck"] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize("verb", ["import", "export"])

@@ -1,8 +1,7 @@
-"""Orders of prompts: easiest first, by measured success, mixtures; each a function of draws, with epochs."""
+"""Orders of prompts: by measured success, mixtures; each a function of draws, with epochs."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_rl.config.schema import ColumnCurriculum, DataConfig, MixtureConfig, SuccessCurriculum, TrainerConfig
+from mega_rl.config.schema import DataConfig, MixtureConfig, SuccessCurriculum, TrainerConfig
 from mega_rl.data.build import build_order
 from mega_rl.data.order import (
     MAX_CYCLE,
-    CurriculumSampler,
     DrawOrder,
     MixtureSampler,
-    PromptSampler,
     SuccessRates,
     SuccessSampler,
     draw_by_weight,
@@ -27,7 +24,6 @@ from mega_rl.data.order import (
 )
 from mega_rl.types import Prompt
 
-SIZE, BATCH = 40, 5
 WEIGHTS = {"math": 3.0, "code": 1.0, "chat": 0.5}
 SIZES = {"math": 7, "code": 5, "chat": 11}
 
@@ -47,62 +43,6 @@ def mixture_of(
     order, rates = build_order(config, trainer, [prompt for own in prompts.values() for prompt in own])
     assert isinstance(order, MixtureSampler)
     return order, rates
-
-
-def rated_prompts(size: int = SIZE, source: str = "") -> list[Prompt]:
-    """The hardest first, in pairs of equal difficulty."""
-    return [Prompt(n, (1,), str(n), "", difficulty=float((size - 1 - n) // 2), source=source) for n in range(size)]
-
-
-def easiest(
-    *, start: float = 0.25, draws: int = 100, high: bool = False, seed: int = 0, batch_size: int = BATCH
-) -> CurriculumSampler:
-    return CurriculumSampler(
-        rated_prompts(), start=start, draws=draws, easy_is_high=high, batch_size=batch_size, seed=seed
-    )
-
-
-@pytest.mark.parametrize("easy_is_high", [False, True])
-def test_draws_are_from_the_easiest_share(easy_is_high: bool) -> None:
-    order = easiest(high=easy_is_high)
-    ranks = {n: SIZE - 1 - n if not easy_is_high else n for n in range(SIZE)}  # 0 is the easiest, up to its pair
-    seen: set[int] = set()
-    for step in range(20):
-        pool = math.ceil(SIZE * (0.25 + 0.75 * step * BATCH / 100))
-        drawn = [prompt.index for prompt in order.batch(step)]
-        assert len(set(drawn)) == BATCH
-        assert all(ranks[index] <= pool for index in drawn)  # with the other one of the last pair
-        seen |= set(drawn)
-        if step == 3:
-            assert len(seen) <= 16
-    assert len(seen) > 25
-
-
-def test_epochs_of_all_prompts_follow() -> None:
-    order = easiest()
-    later = [prompt.index for prompt in order.take(100, 2 * SIZE)]
-    assert sorted(later[:SIZE]) == sorted(later[SIZE:]) == list(range(SIZE))
-    plain = PromptSampler(rated_prompts(), batch_size=BATCH, shuffle=True, seed=0)
-    assert order.take(100, 60) == plain.take(0, 60)
-
-
-def test_a_curriculums_step_depends_on_its_number() -> None:
-    once = easiest()
-    onwards = [once.batch(step) for step in range(30)]
-    for step in range(30):
-        assert easiest().batch(step) == onwards[step]
-    assert easiest().take(7, 100) == [prompt for batch in onwards for prompt in batch][7:107]
-    assert easiest(seed=1).batch(0) != onwards[0]
-
-
-def test_each_source_of_a_mixture_begins_with_its_easiest() -> None:
-    sources = {"a": rated_prompts(40, "a"), "b": rated_prompts(20, "b")}
-    order, _ = mixture_of(sources, {"a": 3, "b": 1}, batch_size=8, curriculum=ColumnCurriculum(start=0.25, steps=20))
-    first = order.batch(0)
-    assert all(prompt.difficulty < (5 if prompt.source == "a" else 3) for prompt in first)
-    after = order.take(160, 160)
-    for name, size in {"a": 40, "b": 20}.items():
-        assert {prompt.index for prompt in after if prompt.source == name} == set(range(size))
 
 
 def by_source(sizes: Mapping[str, int] = SIZES) -> dict[str, list[Prompt]]:

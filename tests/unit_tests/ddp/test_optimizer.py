@@ -84,7 +84,7 @@ def run_one_rank(rank: int, checkpoint: str) -> dict[str, Any]:
 def role_rates() -> dict[str, list[float]]:
     """Learning rates of the roles' updates over a run with a critic's warm-up, each on an engine that only listens."""
     from mega_rl.algorithms.kl import KLController
-    from mega_rl.trainer.assemble.algorithms import build_actor_role, build_critic_role
+    from mega_rl.trainer.assemble.algorithms import build_actor_role, build_critic_role, choose_method
     from tests.unit_tests.workers.test_models import BATCH, RecordingEngine
 
     config = Config(
@@ -93,9 +93,10 @@ def role_rates() -> dict[str, list[float]]:
         trainer=TrainerConfig(steps=8),
     )
     engines = {"actor": RecordingEngine({"loss": 1.0}), "critic": RecordingEngine({"loss": 1.0})}
+    method, steps = choose_method(config), config.trainer.steps
     roles = [
-        build_actor_role(config, engines["actor"], KLController(0.0)),
-        build_critic_role(config, engines["critic"]),
+        build_actor_role(method, config.optim, engines["actor"], KLController(0.0), total_steps=steps),
+        build_critic_role(method, config.optim, engines["critic"], total_steps=steps),
     ]
     for step in range(config.trainer.steps):
         for role in roles:

@@ -201,7 +201,7 @@ def tokens_of(case: Case) -> Tensor:
 def write_and_measure(root: Path, timeout_s: float) -> tuple[dict[str, Tensor], dict[str, list[dict[str, Any]]]]:
     """Write the checkpoints; return transformers' logits by case, and by "case layout" what every rank found."""
     paths = {name: write_case(name, root) for name in CASES}
-    logits = {n: hf_logits(p, tokens_of(CASES[n])).logits for n, p in paths.items() if CASES[n].has_logits}
+    logits = {n: hf_logits(p, tokens_of(CASES[n]))[0] for n, p in paths.items() if CASES[n].has_logits}
     right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
     wrong = {name: tensor for name, tensor in logits.items() if not CASES[name].reference}
     answers: dict[str, list[dict[str, Any]]] = {}
@@ -242,7 +242,7 @@ def measure(
                 shift = built.coordinates.dp_rank
                 outputs = model.forward(tokens_of(case).roll(shift, 0))
                 if outputs is not None:
-                    off = outputs.logits.cpu() - expected[name].roll(shift, 0)
+                    off = outputs.cpu() - expected[name].roll(shift, 0)
                     answer["error"] = float(off.abs().max())
             elif layout == "1" and not case.reference:
                 answer |= against_wrong_reference(model, case, wrong[name])
@@ -254,11 +254,11 @@ def measure(
 def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, Any]:
     """Differences to logits of a softmax scale without yarn's factor: as it should be, and with the same fault here."""
     tokens = tokens_of(case)
-    right = model.forward(tokens).logits
+    right = model.forward(tokens)
     config = model.chunks[0].config
     for layer in model.chunks[0].decoder.layers:
         layer.self_attention.core_attention.softmax_scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
-    spoilt = model.forward(tokens).logits
+    spoilt = model.forward(tokens)
     return {"right": float((right - wrong).abs().max()), "spoilt": float((spoilt - wrong).abs().max())}
 
 

@@ -163,8 +163,7 @@ def one_step(engine: str, root: Path) -> dict[str, bool]:
 def has_families(engine: str, root: Path) -> bool:
     """Whether every tensor of a checkpoint has its place, once, in a model of each family that trains."""
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.converters.live.transformers_names import disk_tensors
-    from mega_rl.converters.plan.parameters import hf_tensors
+    from mega_rl.converters.plan.parameters import disk_tensors, hf_tensors
     from mega_rl.converters.plan.proof import prove_complete
     from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.engines.fsdp_model import skeleton
@@ -292,8 +291,8 @@ def steps_on_host(engine: Any) -> bool:
 
 def reaches_a_server(rank: int, engine: Any) -> bool:
     """Whether a server has every bit of the engine's weights."""
+    from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
-    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from tests.helpers.weight_receiver import FakeReceiver
 
     weights, expected = TrainerWeights(engine, torch.float32), exported(engine)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages import ESTIMATORS
-from mega_rl.algorithms.advantages.returns import Distillation
+from mega_rl.algorithms.advantages import ESTIMATORS, Distillation
 from mega_rl.algorithms.kl import KLController
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan

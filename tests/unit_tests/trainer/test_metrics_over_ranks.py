@@ -132,14 +132,6 @@ def test_tokens_against_numpy() -> None:
         for q in (5, 50, 95):
             value = np.percentile(x, q, method="inverted_cdf")
             assert metrics[f"{area}/p{q:02}"] == pytest.approx(value, rel=1 / 128)
-    first, second = [], []
-    for row, counts in zip(-experience.old_logprobs.double().numpy(), mask, strict=True):
-        values = row[counts]
-        middle = -(-len(values) // 2)
-        first += values[:middle].tolist()
-        second += values[middle:].tolist()
-    assert metrics["actor/entropy_first_half"] == pytest.approx(np.mean(first), rel=1e-12)
-    assert metrics["actor/entropy_second_half"] == pytest.approx(np.mean(second), rel=1e-12)
 
 
 def test_importance_weights_against_numpy() -> None:

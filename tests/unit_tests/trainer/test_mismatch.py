@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_rl.config.schema.rollout import MismatchConfig
 from mega_rl.trainer.mismatch import MismatchGuard, RolloutMismatchError, usual_limits
 from mega_rl.types import Metrics, TokenOutputs
 from tests.helpers.fakes import FakeRanks
@@ -22,8 +23,8 @@ def compare(difference: Tensor, *, in_fp32: bool = False, **limits: Any) -> Metr
     rollout = make_rollout([len(difference)])
     logprobs = rollout.rollout_logprobs.clone()
     logprobs[rollout.loss_mask] += difference.to(logprobs.dtype)
-    settings = {"mean": 0.0, "share": 0.01, "largest": 0.0, **limits}
-    guard = MismatchGuard(usual_limits(in_fp32=in_fp32, **settings), ranks=FakeRanks())
+    settings = MismatchConfig(**{f"{name}_limit": value for name, value in limits.items()})
+    guard = MismatchGuard(usual_limits(settings, in_fp32=in_fp32), ranks=FakeRanks())
     return guard(rollout, TokenOutputs(logprobs=logprobs))
 
 
@@ -52,7 +53,7 @@ def test_sampler_of_another_temperature_shows(temperature: float, low: float, hi
     outputs = [torch.zeros(1, 4_002) for _ in range(2)]
     outputs[0][rollout.loss_mask] = rollout.rollout_logprobs[rollout.loss_mask] = logprobs[torch.arange(4_000), drawn]
     outputs[1][rollout.loss_mask] = -(logprobs.exp() * logprobs).sum(-1)
-    guard = MismatchGuard(usual_limits(in_fp32=True, mean=0.0, share=0.01, largest=0.0), ranks=FakeRanks())
+    guard = MismatchGuard(usual_limits(MismatchConfig(), in_fp32=True), ranks=FakeRanks())
     metrics = guard(rollout, TokenOutputs(logprobs=outputs[0], entropy=outputs[1]))
     assert low < metrics["rollout/sampling_deviation"] < high
     assert "rollout/sampling_deviation" not in guard(rollout, TokenOutputs(logprobs=outputs[0]))
@@ -72,10 +73,10 @@ def test_sampler_of_another_temperature_shows(temperature: float, low: float, hi
             "a share of 0.015 of the tokens.* rollout.mismatch.share_limit=0.01",
         ),
         (rounding(1.4), {"in_fp32": True, "mean": 1.0}, "a token differs by 1.4.* rollout.mismatch.max_limit=1;"),
-        (rounding(1.4), {"largest": 1.2}, "a token differs by 1.4.* beyond rollout.mismatch.max_limit=1.2"),
+        (rounding(1.4), {"max": 1.2}, "a token differs by 1.4.* beyond rollout.mismatch.max_limit=1.2"),
         (rounding() * 0.05, {"in_fp32": True}, "the mean differs by .* beyond rollout.mismatch.mean_limit=0.001"),
         (rounding(nan), {}, "a log-prob is not finite"),
-        (rounding(inf), {"mean": 9.0, "largest": 99.0}, "a log-prob is not finite"),
+        (rounding(inf), {"mean": 9.0, "max": 99.0}, "a log-prob is not finite"),
     ],
 )
 def test_other_weights_stop_the_run(difference: Tensor, options: dict[str, Any], words: str) -> None:

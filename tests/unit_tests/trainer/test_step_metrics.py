@@ -40,12 +40,12 @@ def test_without_a_reward_there_are_lengths_alone() -> None:
     """The same numbers as beside a reward, and none of rewards; a sample that failed is in neither."""
     rollout = rollout_of([0, 0, 1, 1])
     rollout.failed = torch.tensor([False, True, False, False])
-    beside = rollout_metrics(rollout, Rewards(torch.rand(4)), FakeRanks(), prefix="val/")
-    alone = rollout_metrics(rollout, Rewards(torch.zeros(4), scored=False), FakeRanks(), prefix="val/")
+    beside = rollout_metrics(rollout, Rewards(torch.rand(4)), FakeRanks())
+    alone = rollout_metrics(rollout, Rewards(torch.zeros(4), scored=False), FakeRanks())
     assert alone == {
         name: value
         for name, value in beside.items()
-        if not name.startswith(("val/reward/", "val/rollout/right_", "val/rollout/wrong_"))
+        if not name.startswith(("reward/", "rollout/right_", "rollout/wrong_"))
     }
     assert len(alone) == 14
 

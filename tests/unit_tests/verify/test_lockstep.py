@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.algorithms.advantages.groups import OPO
+from mega_rl.algorithms.advantages import OPO
 from mega_rl.config.choices import ADVANTAGE, ALGORITHM_CHOICES, Choice, chosen
 from mega_rl.config.keys import FIELDS, flat, with_settings
 from mega_rl.config.schema import Config
@@ -19,16 +19,15 @@ from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import REFERENCE, REWARDS, TOLERANCES, Layout, fsdp, parse
 from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import off
-from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
-from mega_rl.verify.rl.model import write_inputs
 from mega_rl.verify.rl.rewards import ALGORITHMS, FORMULAS, coverage, lockstep_settings
-from mega_rl.verify.rl.run import find, follow_config, problem_of
+from mega_rl.verify.rl.run import follow_config, problem_of, write_inputs
 from mega_rl.verify.rl.trace import read_batch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import ROUTED, bare_config
+from tests.unit_tests.verify.lockstep_faults import FAULTS, SHARED, Fault
 from tests.unit_tests.verify.lockstep_on_ranks import record_runs
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
@@ -64,7 +63,6 @@ VARIANTS: dict[str, dict[str, object]] = {
     "teacher of single tokens": {"algorithm.advantage": "distillation", "reward.source": "none"},
     "teacher of one update": {**ALGORITHMS["teacher_reverse_kl"], "trainer.minibatch_size": 8},
     "filter with a critic": {**PPO, "reward.overlong.filter": True},
-    "no advantage, no update": {**GRPO, **EQUAL, "trainer.microbatch.skip_zero_advantages": True},
     "copies of the reference": {**KL_LOSS, **ADAPTIVE, "algorithm.kl.reference_interval": 2, "trainer.steps": 3},
     "step filled with equal rewards": {**GRPO, **EQUAL, "rollout.dynamic_sampling.max_generations": 2},
     "mixture": PPO,
@@ -137,8 +135,9 @@ def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if FULL or fault.name in FEW_FAULTS], ids=lambda f: f.name)
 def test_independent_trainer_fault_is_named_by_phase(runs: Runs, fault: Fault) -> None:
-    result = find(fault, *runs[fault.algorithm, "1"])
-    assert result.phase == fault.phase, result
+    first = off(follow_config(*runs[fault.algorithm, "1"], fault.plant))
+    assert first is not None
+    assert first[1] == fault.phase, first
 
 
 @pytest.mark.parametrize("fault", REAL_FAULTS if FULL else FEW_REAL_FAULTS)

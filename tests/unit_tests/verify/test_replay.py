@@ -20,8 +20,8 @@ from mega_rl.tracking.records.reader import MODEL_OUTPUTS, RECORD_FILE, Record, 
 from mega_rl.verify.layouts import parse
 from mega_rl.verify.replay import ATOL, Difference, ReplayPlan, prepare, result_of
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
-from mega_rl.verify.rl.model import ARCHITECTURE, write_inputs
 from mega_rl.verify.rl.rewards import ALGORITHMS
+from mega_rl.verify.rl.run import ARCHITECTURE, write_inputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.verify.replay_on_ranks import record_runs, replay_plans

@@ -164,7 +164,7 @@ def test_servers_answer_a_prompt_with_the_trainers_weights_now_and_then() -> Non
 
 def threads_of(
     policy: FakePolicy, generate: Callable[[Sequence[Prompt], int], Rollout] | None = None
-) -> ThreadedRollouts[Rollout]:
+) -> ThreadedRollouts:
     return ThreadedRollouts(
         generate or (lambda prompts, step: policy.generate(prompts, step=step)),
         lambda rows: rows,

@@ -20,7 +20,7 @@ PROMPTS = [Prompt(index=7, token_ids=(2, 3), text="p", answer="a")]
 
 def threaded(
     generate: Callable[[Sequence[Prompt], int], Any], *, ranks: Any = None, timeout_s: float = 10.0, **settings: Any
-) -> ThreadedRollouts[Any]:
+) -> ThreadedRollouts:
     everyone = ranks or SingleRank()
     return ThreadedRollouts(generate, lambda rows: rows, everyone=everyone, timeout_s=timeout_s, **settings)
 

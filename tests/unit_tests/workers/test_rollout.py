@@ -11,11 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank, share
 from mega_rl.types import Draws, Prompt, Rollout
-from mega_rl.workers.rollout import EVALUATION, RolloutWorker, check_vocabulary
-from tests.helpers.threads import OneRank, ThreadGroup
+from mega_rl.workers.rollout import EVALUATION, RolloutWorker
 
 PROMPTS = [Prompt(index=100 + i, token_ids=(2 + i,), text=f"p{i}", answer=str(i)) for i in range(7)]
 
@@ -128,36 +126,3 @@ def test_seeds_follow_from_run_step_and_set(kind: dict[str, Any], seed: tuple[in
     rows = one.generate(PROMPTS, step=5, **kind)
     assert engine.calls == [(seed, list(range(places, places + 7)), "greedy" in kind, n)]
     assert rows.prompt_index.tolist() == [index for index in range(7) for _ in range(n)]
-
-
-def generate_known(vocab_sizes: list[int], *, count: int = 7) -> list[Rollout | RunError]:
-    """What a rank for each size gets of `count` prompts, whose largest token id is 8, with a reader of that size."""
-
-    def play(rank: OneRank) -> Rollout:
-        source = RolloutWorker(
-            engine=CountingEngine(), data_parallel=Place(rank.rank, rank.size), replica=SingleRank(), n=2, seed=8
-        )
-        rollout = source.generate(PROMPTS[:count], step=1)
-        check_vocabulary(rollout, vocab_sizes[rank.rank], reader="reference", everyone=rank)
-        return rollout
-
-    return ThreadGroup(len(vocab_sizes)).run(play)
-
-
-def test_tokens_that_every_reader_knows() -> None:
-    """The source's own rows; a rank without rows has nothing that it could not know."""
-    first, second = generate_known([9, 9])
-    assert isinstance(first, Rollout)
-    assert isinstance(second, Rollout)
-    assert torch.cat([first.tokens, second.tokens])[:, 0].tolist() == [2 + i for i in range(7) for _ in range(2)]
-    assert all(isinstance(rollout, Rollout) for rollout in generate_known([3, 3], count=1))
-
-
-def test_a_token_that_a_reader_lacks_ends_the_run_everywhere() -> None:
-    """Ids 2 to 4 are on the first rank, up to 8 on the second alone; both hear of it."""
-    for actual in generate_known([8, 8]):
-        assert isinstance(actual, RunError)
-        assert str(actual) == (
-            "the actor sampled token id 8, and the reference has a vocabulary of 8; use a reference whose embedding "
-            "has as many rows as the actor's"
-        )

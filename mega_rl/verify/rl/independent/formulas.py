@@ -1,6 +1,6 @@
-"""Formulas that several algorithms share, and those of the optimizer. A list has a number for each response token.
+"""Formulas of several algorithms and of the optimizer; lists have a number per response token.
 
-`Formulas` holds those that a planted fault may replace (`mega_rl.verify.rl.faults`).
+`Formulas` holds those that a test's planted fault may replace.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def whitened(rows: list[Row]) -> list[Row]:
 
 
 def aggregation_weights(sizes: Sequence[tuple[int, int]], settings: LockstepSettings) -> Row:
-    """Return the weight that each token of a row has in its mini-batch's loss, by each row's (prompt, tokens)."""
+    """Return the weight of a token of each row (prompt, tokens) in its mini-batch's loss."""
     lengths = [length for _, length in sizes]
     tokens, rows = sum(lengths), len(lengths)
     if settings.aggregation == "token-mean":  # DAPO, arXiv:2503.14476, eq. 8
@@ -137,7 +137,7 @@ def kl_term(name: str, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) ->
 
 
 def value_term(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Return half the larger squared error of the value and of the value clipped to `clip` around the old one."""
+    """Return half the larger squared error of the value and of the clipped value."""
     squares = (values - returns) ** 2
     if clip > 0:
         near = old + torch.clamp(values - old, -clip, clip)
@@ -146,7 +146,7 @@ def value_term(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Ten
 
 
 def learning_rate(step: int, peak: float, total: int, settings: LockstepSettings) -> float:
-    """Return the rate of a role's step `step` of `total`: linear warm-up, then constant, linear or cosine decay."""
+    """Return the rate of step `step` of `total`: linear warm-up, then the schedule."""
     warmup = settings.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -174,7 +174,7 @@ def decay(tensor: Tensor, settings: LockstepSettings) -> float:
 
 
 def anchor(before: Tensor, now: Tensor) -> Tensor:
-    """Return the log-probs that the ratio is taken to: those before the step's updates, not those of now."""
+    """Return the log-probs that the ratio is taken to: those before the step's updates."""
     return before
 
 
@@ -221,7 +221,7 @@ def groups_of(samples: Sequence[ScoredSample]) -> list[Group]:
 def kept_groups(
     generations: Sequence[Sequence[ScoredSample]], settings: LockstepSettings, formulas: Formulas
 ) -> tuple[list[Group], int]:
-    """Return the groups that a step trains on, in the order drawn, and the number of generations that they take.
+    """Return the groups that a step trains on, and the number of generations they take.
 
     A step draws until it has enough groups whose rewards differ; the first of them count. When generations run out, the
     first groups of equal rewards fill it, as docs/algorithms.md has it.
@@ -238,7 +238,7 @@ def kept_groups(
 
 
 def wrong_groups(batch: StepBatch, settings: LockstepSettings, formulas: Formulas) -> int:
-    """Return how many groups of a step are not those to train on, and by how many generations it drew otherwise."""
+    """Return how many groups of a step, and how many generations, are wrong."""
     kept, needed = kept_groups(batch.generations, settings, formulas)
     real = groups_of(batch.samples)
     wrong = sum(_content(mine) != _content(its) for mine, its in zip(kept, real, strict=False))
@@ -246,7 +246,7 @@ def wrong_groups(batch: StepBatch, settings: LockstepSettings, formulas: Formula
 
 
 def wrong_prompts(batch: StepBatch, settings: LockstepSettings) -> int:
-    """Return how many prompts of the step the mini-batches of an epoch do not have once, over all epochs."""
+    """Return how many prompts the mini-batches of each epoch do not have exactly once."""
     prompts, count = Counter({sample.prompt for sample in batch.samples}), settings.updates_per_epoch
     epochs = [batch.minibatches[first : first + count] for first in range(0, len(batch.minibatches), count)]
     trained = [Counter(prompt for minibatch in epoch for prompt in minibatch) for epoch in epochs]
@@ -254,7 +254,7 @@ def wrong_prompts(batch: StepBatch, settings: LockstepSettings) -> int:
 
 
 def _compared(sample: ScoredSample, settings: LockstepSettings) -> list[float]:
-    """Return the numbers by which responses differ: of GDPO each part with a weight, else the reward as scored."""
+    """Return the numbers by which responses differ: GDPO's weighted parts, else the reward."""
     if settings.advantage.name != "gdpo":
         return [sample.reward]
     return [part for name, part in sample.parts.items() if settings.part_weights.get(name, 1.0)]

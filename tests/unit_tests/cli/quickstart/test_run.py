@@ -11,7 +11,7 @@ from mega_rl.cli import app as cli
 from mega_rl.cli.quickstart import run, sums, word_problems
 from mega_rl.config.loader import load
 from mega_rl.config.packaged import file_of
-from mega_rl.data.hub.names import folder_name
+from mega_rl.data.hub import folder_name
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.parallel.accelerator.base import environment_of_ranks

@@ -8,8 +8,8 @@ import datasets
 import pytest
 
 from mega_rl.config.loader import load
-from mega_rl.data.hub.names import FolderName, dataset_name, folder_name
-from mega_rl.data.hub.resolve import fetch, hub_names
+from mega_rl.data.downloads import fetch, hub_names
+from mega_rl.data.hub import FolderName, dataset_name, folder_name
 from mega_rl.errors import UserError
 from tests.helpers.hub_server import dataset_card, parquet_bytes
 

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.config.render import resolved_yaml
-from mega_rl.data.hub import rows
-from mega_rl.data.hub.names import DatasetName
+from mega_rl.data import hub as rows
+from mega_rl.data.hub import DatasetName
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, dataset_card, parquet_bytes
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_one_line(gsm: Hub, name: str, words: str) -> Non
 
 
 def _parsed(text: str) -> DatasetName:
-    from mega_rl.data.hub.names import dataset_name
+    from mega_rl.data.hub import dataset_name
 
     name = dataset_name(text)
     assert name is not None

@@ -9,8 +9,7 @@ import pytest
 
 from mega_rl.config.render import resolved_yaml
 from mega_rl.data.columns import RowColumns
-from mega_rl.data.hub.names import DatasetName
-from mega_rl.data.hub.rows import hub_shards
+from mega_rl.data.hub import DatasetName, hub_shards
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, parquet_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_rl.operations.diagnosis.observations import Observations
+from mega_rl.operations.observations import Observations
 from mega_rl.tracking.health.records import Collective, LastWords, PhaseRecord, Place, RankRecord
 
 NOW = 1_000_000.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mega_rl.errors import PeerError, RunError
-from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.operations.diagnosis import investigate
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.accelerator import prepare
 from mega_rl.parallel.agreement import run_beside_meetings

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from mega_rl.operations.diagnosis.cause import name_cause
-from mega_rl.operations.diagnosis.observations import Observations
-from mega_rl.operations.diagnosis.stacks import Stacks
-from mega_rl.tracking.health.failure_kinds import UNSAID
-from mega_rl.tracking.health.records import LastWords, PhaseRecord, Place
+from mega_rl.operations.diagnosis import name_cause
+from mega_rl.operations.observations import Observations, Stacks
+from mega_rl.tracking.health.records import UNSAID, LastWords, PhaseRecord, Place
 from tests.unit_tests.operations.diagnosis.examples import NOW, RUNNING, STOPPED, call, late, record, seen
 
 DP_OF_0 = call("dp", 17, 0, 2)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli import app as cli
-from mega_rl.operations.diagnosis.observations import newest_report
-from mega_rl.operations.diagnosis.stacks import find_py_spy
+from mega_rl.operations.observations import find_py_spy, newest_report
 from mega_rl.tracking.health.records import read_records
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.unit_tests.operations.diagnosis.hanging_on_ranks import FAULTY, TIMEOUT_S, WORLD_SIZE, hang

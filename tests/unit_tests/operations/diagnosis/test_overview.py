@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli import app as cli
-from mega_rl.operations.diagnosis.observations import observe, write_report
-from mega_rl.operations.diagnosis.stacks import find_py_spy, read_stacks
+from mega_rl.operations.observations import find_py_spy, observe, read_stacks, write_report
 from mega_rl.tracking.health.records import LastWords, health_folder, state_and_start, write_record
 from tests.unit_tests.operations.diagnosis.examples import call, record
 

@@ -15,7 +15,7 @@ import pytest
 
 from mega_rl.operations.launcher import channel
 from mega_rl.operations.launcher.channel import MAGIC, Channel, ChannelLost, Door, Joining, connect
-from mega_rl.operations.launcher.store import listen
+from mega_rl.operations.launcher.ranks import listen
 from tests.unit_tests.operations.launcher.programs import wait_until
 
 KEY, OTHER = b"k" * 32, b"o" * 32

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import psutil
 import pytest
 
 from mega_rl.disk import lock_file
+from mega_rl.errors import RunError
+from mega_rl.operations.launcher.ranks import RankStore
 from tests.unit_tests.operations.launcher.programs import Started, is_gone, run, start, wait_until
 
 ENDLESS = "reached('up'); time.sleep(600)"
@@ -144,9 +148,7 @@ def test_sighup_stays_ignored_under_nohup(tmp_path: Path) -> None:
     assert started.end()[0] == 0, "ranks are ended by SIGHUP"
 
 
-@pytest.mark.parametrize("reaper_lives", [True, False])
-def test_ranks_of_a_killed_launcher_end(tmp_path: Path, reaper_lives: bool) -> None:
-    """By the kernel; and by the reaper, should it be there."""
+def test_ranks_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
     program = """
         def stop(number, frame): reached("saved"); sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
@@ -158,14 +160,12 @@ def test_ranks_of_a_killed_launcher_end(tmp_path: Path, reaper_lives: bool) -> N
     started = start(tmp_path, program)
     pids = up(started)
     below = psutil.Process(started.process.pid).children(recursive=True)
-    if not reaper_lives:
-        next(process for process in below if "mega_rl.operations.launcher.reaper" in process.cmdline()).kill()
     started.process.kill()
     wait_until(lambda: all(map(is_gone, pids)))
     assert all((tmp_path / f"saved.{rank}.0").exists() for rank in range(2))
     os.close(lock_file(tmp_path / "lock0"))
-    wait_until(lambda: all(is_gone(process.pid) for process in below))  # the store and the reaper
-    assert len(below) == 4
+    wait_until(lambda: all(is_gone(process.pid) for process in below))  # the store too
+    assert len(below) == 3
 
 
 def test_processes_of_a_killed_rank_end(tmp_path: Path) -> None:
@@ -219,3 +219,14 @@ def test_program_that_cannot_begin_is_not_restarted(tmp_path: Path, code: int) -
 def up(started: Started) -> list[int]:
     """Wait until two ranks run; return their processes."""
     return [started.reached("up", rank) for rank in range(2)]
+
+
+def test_machine_without_further_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(RunError, match="cannot be started: Resource temporarily unavailable"):
+        RankStore("127.0.0.1")
+    assert os.listdir("/proc/self/fd") == before

@@ -8,7 +8,6 @@ import pytest
 
 from mega_rl.operations.launcher.nodes import END, KILL
 from mega_rl.operations.launcher.ranks import RankEnd
-from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.supervisor import (
     GIVE_UP_S,
     INNOCENT_S,
@@ -21,7 +20,7 @@ from mega_rl.operations.launcher.supervisor import (
     failure_of,
     stop_code,
 )
-from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
+from mega_rl.tracking.health.records import LOST_PEER_CODE, SAVE_S, TIMEOUT_CODE, UNSAID
 
 KILLED = RunFailure("rank 1 was killed", 137)
 SAID = RunFailure("rank 0 ended with exit code 1", 1, said=True)

@@ -18,7 +18,9 @@ FACTS = RecipeFacts(
     recipe="r.yaml", text="trainer:\n  steps: 3\n", overrides=["model.path=/runs/$(HOME)"], run_dir="/runs/a",
     resume="auto", device="cuda", saves=True,
 )  # fmt: skip
-RUN = JobSetRun(name="gsm8k", image="registry/mega_rl:0.1", nodes=4, mount=["pvc:runs:/runs", "host:/data:/data"])
+RUN = JobSetRun(
+    name="gsm8k", image="registry/mega_rl:0.1", nodes=4, nproc_per_node=8, mount=["pvc:runs:/runs", "host:/data:/data"]
+)
 EVERYTHING = replace(RUN, rdma=["rdma/hca=8"], env=["NCCL_DEBUG=INFO"], secret=["wandb"])
 ARGUMENTS = ["launch", "kubernetes", "quickstart", "--nodes=2", "--nproc-per-node=1", "--image=r/mega_rl:0.1"]
 SETTINGS = ["trainer.run_dir=/runs/a", "checkpoint.resume=auto"]

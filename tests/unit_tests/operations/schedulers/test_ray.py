@@ -93,7 +93,7 @@ def test_a_run_ends_with_its_nodes() -> None:
     assert lines == ["[node 0] end", "[node 1] end"]
     first, second = (" ".join(command) for command in nodes.commands)
     assert first == (
-        "--nnodes 2 --nproc-per-node 4 --master-addr 10.0.0.1 --master-port 4711 --max-restarts 1 --node-rank 0 "
+        "--nnodes 2 --nproc-per-node 4 --max-restarts 1 --master-addr 10.0.0.1 --master-port 4711 --node-rank 0 "
         "--config r.yaml a=1"
     )
     assert second == first.replace("--node-rank 0", "--node-rank 1")

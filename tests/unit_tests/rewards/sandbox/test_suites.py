@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from mega_rl.config.schema import Config, DataConfig, RewardConfig
+from mega_rl.config.schema import DataConfig, RewardConfig
 from mega_rl.config.schema.data import StreamConfig
-from mega_rl.data.build import ONLY
+from mega_rl.data.build import ONLY, PromptReader
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.stream import Position
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.rewards.build import check_tests
+from mega_rl.rewards.build import RunRewards, check_tests
 from mega_rl.rewards.code import AssertCase
 from mega_rl.rewards.sandbox.suites import UnknownTestsError, suite_of, unfit
 from mega_rl.trainer.assemble.data import Tokens, open_streams
@@ -69,9 +69,10 @@ def test_each_suite_is_tried_over_functions_that_raise() -> None:
         ERROR,
         "try: f(1)\nexcept Exception: pass\nassert f",
         "import nothing\nassert f(1)",
+        "assert f(lambda x: x + 1) == 4",
     ]
     reasons = list(unfit(local_sandbox(), [suite_of(text, "") for text in texts], 5.0))
-    assert [bool(reason) for reason in reasons] == [False, True, False, False, True, True]
+    assert [bool(reason) for reason in reasons] == [False, True, False, False, True, True, True]
     assert reasons[1] == "run no assert"
     assert "check nothing" in reasons[4]
     assert "need 'nothing'; reward.sandbox.interpreter" in reasons[5]
@@ -93,11 +94,10 @@ def test_later_blocks_of_a_stream_are_tried(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "answer": tests} for tests in (GOOD, GOOD, "assert True")]
     (file := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(train_files=[str(file)], shuffle=False, stream=StreamConfig(rows=2))
-    config = Config(data=data, reward=RewardConfig(function="code_tests"))
+    reward = RewardConfig(function="code_tests")
     tokens = Tokens(AutoTokenizer.from_pretrained(tmp_path), (1,), skip_special_tokens=True)
-    streams, _ = open_streams(
-        config, tokens, vocab_size=50, columns=RewardColumns(), ranks=SingleRank(), check=lambda prompts: None
-    )
+    reader = PromptReader(data, tokens.tokenizer, 50, RewardColumns())
+    streams, _ = open_streams(reader, tokens, RunRewards(reward, None), [], seed=0, ranks=SingleRank())
     blocks = streams[ONLY].blocks(Position())
     assert len(next(blocks).prompts) == 2
     with pytest.raises(UserError, match=r"check nothing|row 2:"):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from mega_rl.errors import HungError, RunError, StalledError, UserError
 from mega_rl.tracking.health import flight_recorder
-from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, innocent_code, kind_of
+from mega_rl.tracking.health.records import LOST_PEER_CODE, TIMEOUT_CODE, innocent_code, kind_of
 
 GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"
 

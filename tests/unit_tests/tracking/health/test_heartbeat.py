@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.tracking.health.records import RankRecord, read_records
 
 
-def heartbeat_in(folder: Path) -> Heartbeat:
-    facts = RankFacts(folder, rank=0, world_size=1, generation=0, timeout_s=60.0, launched=False)
+def heartbeat_in(folder: Path, *, launched: bool = False) -> Heartbeat:
+    facts = RankFacts(folder, rank=0, world_size=1, generation=0, timeout_s=60.0, launched=launched)
     return Heartbeat(facts, lambda: (None, None, ()))
 
 
@@ -26,6 +28,21 @@ def test_last_words_are_on_disk_when_they_are_said(tmp_path: Path) -> None:
     assert words is not None
     assert (words.kind, words.message) == ("error", "no room")
     assert read_records(tmp_path)[0].ended == words, "the first ones stay"
+
+
+def test_rank_without_its_launcher_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It got SIGTERM from the kernel, but waits in a collective."""
+    signals: list[int] = []
+    beat = heartbeat_in(tmp_path, launched=True)
+    monkeypatch.setattr(heartbeat, "SAVE_S", 0.2)
+    monkeypatch.setattr(heartbeat.os, "kill", lambda _, number: signals.append(number))
+    beat._end_orphan()
+    monkeypatch.setattr(heartbeat.os, "getppid", lambda: 1)
+    beat._end_orphan()
+    assert not signals
+    time.sleep(0.3)
+    beat._end_orphan()
+    assert signals == [signal.SIGKILL]
 
 
 def test_system_exit_inside_a_run_is_a_failure(tmp_path: Path) -> None:

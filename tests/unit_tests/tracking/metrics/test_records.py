@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.tracking.metrics.records import decode_step, encode_step, read_metrics
+from mega_rl.tracking.metrics.records import decode_step, encode_step, read_metrics, read_series
 
 
 def test_numbers_come_back_from_strict_json() -> None:
@@ -53,3 +53,12 @@ def test_torn_end_is_left_out_when_reading(tmp_path: Path) -> None:
     path.write_text("oops\n" + whole)
     with pytest.raises(ValueError, match="line 1"):
         list(read_metrics(path))
+
+
+def test_series_are_by_metric_in_step_order(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps = [{"val/reward_mean": 0.1}, {"reward/mean": 0.5}, {"reward/mean": 1.0, "val/reward_mean": 0.9}]
+    path.write_text("".join(f"{encode_step(step, metrics)}\n" for step, metrics in enumerate(steps)))
+    series = read_series(path)
+    assert list(series["val/reward_mean"].steps) == [0, 2]
+    assert list(series["reward/mean"].values) == [0.5, 1.0]

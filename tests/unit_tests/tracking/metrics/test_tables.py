@@ -66,7 +66,6 @@ def test_run_is_summed_up_from_its_files(tmp_path: Path) -> None:
         f"Hugging Face model  {run}/hf/step_000002",
         f"export              mega-rl checkpoint export {run} FOLDER",
         f"page                mega-rl report {run}",
-        f"plot                mega-rl plot {run}",
     ]
 
 

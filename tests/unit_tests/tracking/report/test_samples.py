@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.tracking.report.samples import read_samples
+from mega_rl.tracking.report.page import read_samples
 from tests.unit_tests.tracking.report.planted import dump, plant, record
 
 

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
+from mega_rl.data.build import PromptReader
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserErrors
 from mega_rl.trainer.assemble.data import Tokens, load_data, prompt_line, read_tokens
@@ -29,7 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokens_of(model: Path, *settings: str) -> Tokens:
-    return read_tokens(load(None, [f"model.path={model}", *settings]), is_writer=False)
+    config = load(None, [f"model.path={model}", *settings])
+    skips = config.reward.skip_special_tokens
+    return read_tokens(model, config.data.chat, config.rollout, skip_special_tokens=skips)
 
 
 def test_rewards_read_special_tokens_where_they_are_asked_for(model: Path) -> None:
@@ -57,7 +60,7 @@ def test_chat_template_is_used_where_prompts_are_messages(
     def texts(*lines: str) -> list[str]:
         (tmp_path / "a.jsonl").write_text("\n".join(lines))
         own = with_settings(config, {"data.train_files": [str(tmp_path / "a.jsonl")]})
-        prompts, _ = load_data(own, tokens, vocab_size=50, columns=RewardColumns())
+        prompts, _ = load_data(PromptReader(own.data, tokens.tokenizer, 50, RewardColumns()), {}, tokens, seed=0)
         assert prompt_line(tokens, prompts).startswith("plain text, " if not prompts[0].messages else "chat")
         return [tokens.render(prompt.token_ids) for prompt in prompts]
 

@@ -10,6 +10,7 @@ import pytest
 
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
+from mega_rl.data.build import PromptReader
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserErrors
 from mega_rl.trainer.assemble.data import Tokens, load_data, read_tokens
@@ -42,8 +43,9 @@ def config_of(folder: Path, sources: dict[str, Any], **settings: Any) -> Config:
 
 
 def loaded(config: Config) -> tuple[Tokens, list[Prompt]]:
-    tokens = read_tokens(config, is_writer=False)
-    return tokens, load_data(config, tokens, vocab_size=50, columns=RewardColumns())[0]
+    tokens = read_tokens(Path(config.model.path), config.data.chat, config.rollout, skip_special_tokens=True)
+    reader = PromptReader(config.data, tokens.tokenizer, 50, RewardColumns())
+    return tokens, load_data(reader, {}, tokens, seed=0)[0]
 
 
 def two(folder: Path, **settings: Any) -> Config:

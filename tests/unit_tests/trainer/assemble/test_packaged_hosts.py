@@ -14,11 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from mega_rl.config import packaged
-from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+from mega_rl.rollout.sglang.control import Control, Endpoint, Keys
 from mega_rl.rollout.sglang.server.process import ServerSettings
+from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
 from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, open_ranks
-from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_sglang import right_answer
 from tests.helpers.fakes import FakePrompts
@@ -133,7 +132,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
             config.rollout, plan.rollout_dtype, servers, resources, actor=engine, world=world,
             hidden_tokens=plan.engine.hidden_tokens,
         )  # fmt: skip
-        rollouts = build_sglang_engine(plan, world, connection)
+        rollouts = build_sglang_engine(plan, config.rollout, world, connection)
         rows = []
         for step in range(2):
             connection.sync.publish()

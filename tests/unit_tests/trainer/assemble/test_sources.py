@@ -12,9 +12,10 @@ import mega_rl
 from mega_rl.config.choices import DATA, ROLLOUT
 from mega_rl.config.loader import load
 from mega_rl.data import rows
+from mega_rl.data.build import PromptReader
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError
-from mega_rl.trainer.assemble.data import Tokens, load_data, load_data_source
+from mega_rl.trainer.assemble.data import OwnRows, Tokens, load_data
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
 OWN = """
@@ -87,8 +88,11 @@ def read(folder: Path, name: str, *settings: str) -> tuple[list[Any], Any]:
     config = load(None, [f"data.source={folder}/own.py:{name}", *settings])
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokens = Tokens(tokenizer, (1,), skip_special_tokens=True)
-    columns = RewardColumns(answer=True)
-    return load_data(config, tokens, vocab_size=50, columns=columns, source=load_data_source(config))
+    make, validates = DATA.maker(config), config.trainer.val_interval > 0 and DATA.needs(config, "has_validation")
+    assert make is not None
+    source = OwnRows(make, config.data.source.name, config.trainer.seed, validates)
+    reader = PromptReader(config.data, tokenizer, 50, RewardColumns(answer=True))
+    return load_data(reader, {}, tokens, seed=config.trainer.seed, source=source)
 
 
 def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.formulas import Formulas, Row
-from mega_rl.verify.rl.independent.records import LockstepSettings, NamedSettings, ScoredSample
-from mega_rl.verify.rl.rewards import RewardRule
+from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
+from mega_rl.verify.rl.run import Trial
 
 # Settings of the runs with planted faults; every one of them has an effect.
 SHARED: dict[str, object] = {
@@ -28,14 +28,11 @@ SHARED: dict[str, object] = {
 }
 
 
-Trial = tuple[LockstepSettings, Formulas, RewardRule]
-
-
 class Fault(NamedTuple):
     """A fault: other settings, other formulas or another rule of rewards than the run's."""
 
     name: str
-    algorithm: str  # run of `reading.ALGORITHMS` in which the fault is planted
+    algorithm: str  # run of `rewards.ALGORITHMS` in which the fault is planted
     phase: str  # phase that must be named
     plant: Callable[[Trial], Trial]
 

@@ -11,21 +11,31 @@ from dataclasses import replace
 from pathlib import Path
 
 from mega_rl.errors import UserError, name_of_signal
-from mega_rl.operations.diagnosis.observations import (
+from mega_rl.operations.observations import (
     Observations,
     by_call,
+    collect,
     in_words,
     lines_of,
     newest_report,
     observe,
+    read_stacks,
     same_call,
     write_report,
+    write_stacks,
 )
-from mega_rl.operations.diagnosis.stacks import collect, read_stacks, write_stacks
-from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES, UNSAID
 from mega_rl.tracking.health.guard import in_phase
 from mega_rl.tracking.health.heartbeat import RankFacts
-from mega_rl.tracking.health.records import STATES, STOPPED, RankRecord, health_folder, read_records, silent_s
+from mega_rl.tracking.health.records import (
+    INNOCENT_CODES,
+    STATES,
+    STOPPED,
+    UNSAID,
+    RankRecord,
+    health_folder,
+    read_records,
+    silent_s,
+)
 
 SIGKILL, SIGTERM = 9, 15
 SAID_CODES = (0, UserError.exit_code, 130, 138, 143)  # exit codes of ranks that said why they ended, or were stopped
@@ -33,7 +43,7 @@ GRACE_S = 1.5  # for ranks that wait in the same collective to record its failur
 
 
 def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int, host_kills: int = 0) -> str | None:
-    """Write the report of a hang or death; return the cause with its path, None without one.
+    """Write the report of a hang or death; return its cause and path, or None.
 
     exits: exit codes by rank in the order of the ends, below 0 a signal, without the ranks that the launcher ended;
     None without a launcher. host_kills: `kills_for_memory` when the run began.
@@ -45,7 +55,7 @@ def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int,
 
 
 def kills_for_memory() -> int:
-    """Return how many processes of this host, in containers too, the kernel has killed for lack of memory."""
+    """Return how many of this host's processes the kernel has killed for lack of memory."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -77,7 +87,7 @@ def investigate(facts: RankFacts, own: str) -> str | None:
 
 
 def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> str | None:
-    """Return a line with the cause and the rank to blame; None if there is nothing to say.
+    """Return a line with the cause and the rank to blame, or None.
 
     memory_ran_out: the kernel has killed a process for lack of memory since the run began.
     """
@@ -244,7 +254,7 @@ GOOD_ENDS = ("done", "stopped")
 
 
 def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
-    """Return (lines, exit code): 1 if the run's last end was a hang or failure, else 0."""
+    """Return (lines, exit code): 1 after a hang or failure, else 0."""
     report, host, seen = newest_report(run_dir), socket.gethostname(), observe(run_dir)
     if not seen.records and report is None:
         raise UserError(

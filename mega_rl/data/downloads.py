@@ -17,7 +17,7 @@ from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.packaged import read_recipe
 from mega_rl.config.rules.rollout import files_of
 from mega_rl.config.schema import Config, MixtureConfig, Origin
-from mega_rl.data.hub.names import (
+from mega_rl.data.hub import (
     DEFAULT_REVISION,
     FAILURES,
     FolderName,
@@ -25,9 +25,12 @@ from mega_rl.data.hub.names import (
     Role,
     RowsName,
     dataset_name,
+    fetch_rows,
+    folder_files,
     folder_name,
     is_unreachable,
     model_name,
+    pin_rows,
     reason,
 )
 from mega_rl.errors import UserError
@@ -184,8 +187,6 @@ def _files_by_entry(key: str, value: Any) -> dict[str, Sequence[str]]:
 
 def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -> Config:
     """Return the config with every name replaced by its download, and the pinned names in `origins`."""
-    from mega_rl.data.hub.resolve import fetch_description, fetch_weights, has_weights
-
     models = {key: fetch_description(name, label=f"{key}={name}") for key, name in names.models.items()}
     config = with_settings(config, {key: str(folder) for key, (folder, _) in models.items()})
     if not all(has_weights(folder) for folder, _ in models.values()):
@@ -213,8 +214,6 @@ def _fetch_rows(key: str, text: str, name: RowsName | None, *, streamed: bool) -
     """Return (files, pinned name) for one file of a setting; a stream's files are its name."""
     if name is None:
         return [text], text
-    from mega_rl.data.hub.rows import fetch_rows, folder_files, pin_rows
-
     role, label = role_of(key), f"{key}={text}"
     if isinstance(name, FolderName):
         return [str(file) for file in folder_files(name, role=role, label=label)], text
@@ -235,8 +234,6 @@ def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> 
     name = model_name(str(text))
     if name is None:
         return Path(text)
-    from mega_rl.data.hub.resolve import fetch_description, fetch_weights
-
     asked = f"{label}={name}"
     folder, pinned = fetch_description(name, label=asked)
     if weights:
