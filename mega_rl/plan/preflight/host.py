@@ -20,7 +20,7 @@ from mega_rl.plan.memory import judge
 from mega_rl.plan.search import advice, cheapest
 from mega_rl.plan.setup import Machine, RunSetup
 from mega_rl.processes import DEVNULL, PIPE, Child, ChildDeadlineError, ChildStartError
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.control import Keys
 from mega_rl.rollout.sglang.server.installation import argument_names, missing_tools, require_sglang
 
 Checkpoints = Mapping[str, HFConfig]  # config key, as "model.path" -> architecture
