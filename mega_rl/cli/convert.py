@@ -104,10 +104,12 @@ def import_(
     """Write a Hugging Face checkpoint as Megatron-Core's distributed one, which loads under any layout."""
     _sharding(source, ParallelLayout(), head=head, mtp=mtp)
     with showing():
-        from mega_rl.converters.offline.convert import ImportOptions, import_hf
+        from mega_rl.converters.offline.convert import import_hf
 
-        options = ImportOptions(head, mtp, dtype, allow_missing or ())
-        report = import_hf(source, target, options=options, overwrite=overwrite, jobs=jobs)
+        allowed = allow_missing or ()
+        report = import_hf(
+            source, target, head=head, mtp=mtp, dtype=dtype, allow_missing=allowed, overwrite=overwrite, jobs=jobs
+        )
     show_report(target, report, as_json=as_json)
 
 
@@ -256,11 +258,11 @@ def _verification_lines(verification: Verification, parity: Parity | None, *, go
 
 
 def _comparison_facts(comparison: Comparison) -> dict[str, Any]:
-    return {"equal": comparison.equal, "digest": comparison.digest, **dataclasses.asdict(comparison)}
+    return {"equal": comparison.equal, **dataclasses.asdict(comparison)}
 
 
 def _comparison_lines(comparison: Comparison) -> Iterator[str]:
-    yield f"{comparison.num_equal:,} tensors are equal bit for bit (digest of the first: {comparison.digest})"
+    yield f"{comparison.num_equal:,} tensors are equal bit for bit"
     yield from names_line("only in the first", comparison.only_first)
     yield from names_line("only in the second", comparison.only_second)
     yield from names_line("other type or shape", comparison.mismatched)

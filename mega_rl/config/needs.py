@@ -121,9 +121,14 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: may_have_parts(c),
     ),
     (
-        "rollout.dtype rollout.verify_interval",
+        "rollout.dtype",
         "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
         lambda c: c.rollout.backend != "none",
+    ),
+    (
+        "rollout.verify_interval",
+        "rollout.backend=hf, or sglang with trainer.async_steps",
+        lambda c: c.rollout.backend == "hf" or (c.rollout.backend == "sglang" and bool(c.trainer.async_steps)),
     ),
     ("rollout.sglang.server", "no rollout.sglang.urls: servers that it starts", lambda c: not c.rollout.sglang.urls),
     (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mega_rl.parallel.accelerator import standin
+from mega_rl.parallel.accelerator import cpu
 from tests.fake_gpu.watch import LOCKED
 
 CUDA = torch.device("cuda", 0)
@@ -90,19 +90,19 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
-class _WaitingStream(standin.Done):
+class _WaitingStream(cpu.Done):
     """A stream of a real device: `synchronize` makes the host wait."""
 
     host_wait: Callable[[str], None]
 
-    def record_event(self, event: standin.Done | None = None) -> standin.Done:
+    def record_event(self, event: cpu.Done | None = None) -> cpu.Done:
         return event or _WaitingEvent()
 
     def synchronize(self) -> None:
         type(self).host_wait("Stream.synchronize")
 
 
-class _WaitingEvent(standin.Done):
+class _WaitingEvent(cpu.Done):
     """An event of a real device: `synchronize` makes the host wait."""
 
     host_wait: Callable[[str], None]
@@ -115,7 +115,7 @@ def _name_device(host_wait: Callable[[str], None]) -> None:
     """Give torch.cuda the names that Megatron-Core and the project call."""
     _WaitingStream.host_wait = _WaitingEvent.host_wait = staticmethod(host_wait)  # type: ignore[assignment]
     stream = _WaitingStream()
-    names: dict[str, Any] = {name: value for name, value in standin.NAMES.items() if name not in _PLAIN_NAMES}
+    names: dict[str, Any] = {name: value for name, value in cpu.STANDIN_NAMES.items() if name not in _PLAIN_NAMES}
     names |= {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

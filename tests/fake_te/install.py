@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from mega_rl.parallel.accelerator import patches, standin
+from mega_rl.parallel.accelerator import cpu, patches
 from mega_rl.parallel.accelerator.base import CudaAccelerator
-from mega_rl.parallel.accelerator.cpu import CpuAccelerator
-from mega_rl.parallel.accelerator.rewrite import RewritingFinder
+from mega_rl.parallel.accelerator.cpu import CpuAccelerator, RewritingFinder
 from tests.fake_te.extension import compiled_half, triton_kernels
 
 ATTRIBUTE = "_cuda_for_transformer_engine_on_cpu"
@@ -55,7 +54,7 @@ def use_settings_of_cuda() -> None:
 
 
 def _show_device() -> None:
-    module = standin.build(f"torch.{ATTRIBUTE}")
+    module = cpu.build_standin(f"torch.{ATTRIBUTE}")
     vars(module).update(NAMES)
     sys.modules[module.__name__] = module
     setattr(torch, ATTRIBUTE, module)
@@ -74,4 +73,4 @@ def _finish(module: ModuleType) -> None:
     if module.__name__ == "transformer_engine.common":
         vars(module).update(load_framework_extension=lambda _: None)
     if module.__name__ == "transformer_engine.pytorch.utils":
-        vars(module).update(canonicalize_device=lambda _: standin.CPU)
+        vars(module).update(canonicalize_device=lambda _: cpu.CPU)

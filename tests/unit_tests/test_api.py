@@ -174,7 +174,7 @@ def test_trainers_end_and_others_follow(folder: Path) -> None:
     assert seen["again"] == "UserError: this mega_rl.Trainer has been fitted; build another one"
     assert seen["closed"] == "UserError: this mega_rl.Trainer is closed; build another one"
     assert seen["handlers are back"]
-    assert seen["outcome"] == [2, 0, False, str(folder / "first")]
+    assert seen["outcome"] == [2, 0, str(folder / "first")]
     assert seen["rewards"] == [1.0, 1.0]
     assert re.match(
         "RewardError: . of . responses have no score, .* the reward function raised KeyError: ", seen["broken"]

@@ -70,7 +70,7 @@ def test_release_that_is_not_allowed_is_one_line(
     line = "error: transformers 4.57.6 is installed, which mega_rl does not run on; run 'pip install \"transformers"
     assert line in capsys.readouterr().err
     assert cli.main(["doctor"]) == 0
-    assert "NOT SUPPORTED        transformers 4.57.6" in capsys.readouterr().out
+    assert "core                 no: transformers 4.57.6 is installed" in capsys.readouterr().out
 
 
 def test_release_that_is_not_allowed_prepares_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

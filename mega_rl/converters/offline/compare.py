@@ -10,13 +10,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
 from mega_rl.converters.hf.companions import config_changes
@@ -59,12 +58,6 @@ class Comparison:
     config: tuple[str, ...] = ()  # keys of config.json that differ, in words
     allowed: tuple[str, ...] = ()  # names in only one checkpoint that the caller allows
     num_equal: int = 0
-    digests: Mapping[str, str] = field(default_factory=dict)  # type, shape and bits of each tensor of the first
-
-    @property
-    def digest(self) -> str:
-        """Return a digest of the first checkpoint, independent of its shards; equal digests mean equal checkpoints."""
-        return xxhash.xxh3_128(json.dumps(sorted(self.digests.items())).encode()).hexdigest()
 
     @property
     def equal(self) -> bool:
@@ -134,38 +127,28 @@ def compare(first: BlockReader, second: BlockReader, *, allow_missing: Sequence[
     """
     ours, theirs = set(first.tensors), set(second.tensors)
     single = {name for name in ours ^ theirs if any(fnmatchcase(name, p) for p in allow_missing)}
-    names = sorted(ours, key=first.position)
+    kinds = {name: (_kind(first.tensors[name]), _kind(second.tensors[name])) for name in sorted(ours & theirs)}
+    names = sorted((name for name, (a, b) in kinds.items() if a == b), key=first.position)
     with progress.phase("comparing", total=sum(_nbytes(first.tensors[name]) for name in names), unit="B") as phase:
-        results = {name: _compare_tensor(first, second, name, phase.advance) for name in names}
-    mismatched = [
-        f"{name}: {_kind(first.tensors[name])} against {_kind(second.tensors[name])}"
-        for name in sorted(ours & theirs)
-        if _kind(first.tensors[name]) != _kind(second.tensors[name])
-    ]
-    different = [difference for _, (_, difference) in sorted(results.items()) if difference is not None]
+        results = [_compare_tensor(first, second, name, phase.advance) for name in names]
+    different = sorted((one for one in results if one is not None), key=lambda one: one.name)
     return Comparison(
         only_first=tuple(sorted(ours - theirs - single)),
         only_second=tuple(sorted(theirs - ours - single)),
-        mismatched=tuple(mismatched),
+        mismatched=tuple(f"{name}: {a} against {b}" for name, (a, b) in kinds.items() if a != b),
         different=tuple(different),
         allowed=tuple(sorted(single)),
-        num_equal=len(ours & theirs) - len(mismatched) - len(different),
-        digests={name: digest for name, (digest, _) in results.items()},
+        num_equal=len(names) - len(different),
     )
 
 
 def _compare_tensor(
     first: BlockReader, second: BlockReader, name: str, advance: Callable[[int], object]
-) -> tuple[str, Different | None]:
-    """Return (digest of the first's tensor, difference or None). advance: takes the bytes compared."""
-    a, b = first.tensors[name], second.tensors.get(name)
-    digest = xxhash.xxh3_128(_kind(a).encode())
-    comparable = b is not None and _kind(a) == _kind(b)
+) -> Different | None:
+    """Return the difference of two tensors of one kind, if any. advance: takes the bytes compared."""
     elements, max_abs, total_abs, max_of_first, has_nan = 0, 0.0, 0.0, 0.0, False
-    for block in blocks_of(a):
-        x = first.read_block(name, *block)
-        digest.update(bits(x).numpy().data)
-        y = second.read_block(name, *block) if comparable else x
+    for block in blocks_of(first.tensors[name]):
+        x, y = first.read_block(name, *block), second.read_block(name, *block)
         if not same_bits(x, y):
             changed = (bits(x) != bits(y)).view(x.numel(), -1).any(dim=1)
             values = x.contiguous().view(-1).double()
@@ -175,10 +158,10 @@ def _compare_tensor(
             max_abs, total_abs = max(max_abs, float(gap.max())), total_abs + float(gap.sum())
             max_of_first = max(max_of_first, float(values.nan_to_num(0.0).abs().max()))
         advance(x.nbytes)
-    numel = prod(a.shape)
-    largest = float("nan") if has_nan else max_abs
-    difference = Different(name, elements, numel, largest, total_abs / max(1, numel), max_of_first)
-    return digest.hexdigest(), difference if elements else None
+    if not elements:
+        return None
+    numel, largest = prod(first.tensors[name].shape), float("nan") if has_nan else max_abs
+    return Different(name, elements, numel, largest, total_abs / numel, max_of_first)
 
 
 def compare_configs(first: Path, second: Path, *, intended: Sequence[str] = ()) -> tuple[str, ...]:

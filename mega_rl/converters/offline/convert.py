@@ -51,16 +51,6 @@ CHUNK_FILE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class ImportOptions:
-    """Choices of `import_hf`."""
-
-    head: Head = "lm"
-    mtp: Literal["drop", "load"] = "drop"  # multi-token prediction layers
-    dtype: str | None = None  # None: values keep their type
-    allow_missing: Sequence[str] = ()  # patterns of tensors that may be absent
-
-
-@dataclass(frozen=True)
 class ExportOptions:
     """Choices of `export_checkpoint`."""
 
@@ -74,33 +64,34 @@ def import_hf(
     source: str | Path,
     target: str | Path,
     *,
-    options: ImportOptions = ImportOptions(),
+    head: Head = "lm",
+    mtp: Literal["drop", "load"] = "drop",
+    dtype: str | None = None,
+    allow_missing: Sequence[str] = (),
     overwrite: bool = False,
     jobs: int | None = None,
 ) -> Report:
     """Write the Hugging Face checkpoint `source` as a distributed checkpoint `target`, which loads under any layout.
 
-    Parameters that are float32 in every model stay so whatever `options.dtype` is. A value head that the source does
-    not have is left out, and so are parameters whose missing tensors match `options.allow_missing`; the report names
-    them.
+    Parameters that are float32 in every model stay so whatever `dtype` is. A value head that the source does
+    not have is left out, and so are parameters whose missing tensors match the patterns of `allow_missing`; the report
+    names them.
 
     Raises UserError or UserErrors before anything is written, with everything that is wrong.
     """
 
     def prepare() -> Conversion:
-        cast = parse_dtype(options.dtype)
-        hf = replace(read_hf_config(source), mtp=options.mtp)
+        cast = parse_dtype(dtype)
+        hf = replace(read_hf_config(source), mtp=mtp)
         reader = CheckpointReader(source)
         hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
-        sharding = Sharding(hf, head=options.head)
+        sharding = Sharding(hf, head=head)
         prove_complete(sharding)
-        ignored, missing = check_tensors(reader, hf, options.head, allow_missing=options.allow_missing)
+        ignored, missing = check_tensors(reader, hf, head, allow_missing=allow_missing)
         origin = WeightFiles(Path(source), "hf", sharding, tensors_of(reader), reader)
         outputs, absent = _parameters(origin, missing, cast)
         slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
-        manifest = ConversionManifest(
-            options.head, options.mtp, options.dtype, hf.fused_experts, hf.value_head, tuple(sorted(absent))
-        )
+        manifest = ConversionManifest(head, mtp, dtype, hf.fused_experts, hf.value_head, tuple(sorted(absent)))
         files = companions(Path(source))
         if left := not_copied(Path(source), files):
             logger.info("%s", left.removeprefix("; "))

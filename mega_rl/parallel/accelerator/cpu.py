@@ -2,34 +2,39 @@
 
 Megatron-Core is written for CUDA. On a machine without it, three things make the same code run on gloo:
 
-1. Inside `megatron.*`, and nowhere else, the name `torch.cuda` means the stand-in of `accelerator.standin`, the
-   methods `.cuda()` return their object, and device literals such as "cuda" mean "cpu" (`accelerator.rewrite`).
-   torch gains a private attribute under which that code finds the stand-in; nothing of torch is replaced.
+1. Inside `megatron.*`, and nowhere else, the name `torch.cuda` means the module of `build_standin`, the methods
+   `.cuda()` return their object, and device literals such as "cuda" mean "cpu". The code objects of the package are
+   rewritten in memory, after Python's own .pyc cache (`RewritingFinder`). torch gains a private attribute under which
+   that code finds the stand-in; nothing of torch is replaced.
 2. The patches of the installed release (`accelerator.patches`), each run right after the upstream module that
-   it changes was imported. Where there is no Triton, modules that import it without need get a stand-in
-   (`accelerator.rewrite`).
+   it changes was imported. Where there is no Triton, modules that import it without need get a stand-in.
 3. Warning and log filters for what is always said on such a machine.
 
-With CUDA present nothing here installs.
+Consequences to know: there is one random stream, since CPU operators draw from the CPU generator whichever state
+Megatron-Core believes to have switched; streams and events do nothing, so nothing overlaps. With CUDA present nothing
+here installs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import sys
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
-from types import ModuleType
-from typing import Any
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator import megatron_core, standin
-from mega_rl.parallel.accelerator.base import Accelerator
+from mega_rl.parallel.accelerator import megatron_core
+from mega_rl.parallel.accelerator.base import Accelerator, resident_bytes
 from mega_rl.parallel.accelerator.patches import patches
-from mega_rl.parallel.accelerator.rewrite import RewritingFinder, stand_in_for_triton
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +47,217 @@ LITERALS = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
+
+
+def rewrite_code(code: CodeType, names: Mapping[str, str], literals: Mapping[str, str]) -> CodeType:
+    """Return a copy of `code` with names and exact string constants replaced, nested code too.
+
+    Docstrings and longer strings that merely contain a literal stay as they are.
+    """
+
+    def constant(value: object) -> object:
+        if isinstance(value, str):
+            return literals.get(value, value)
+        if isinstance(value, tuple):
+            return tuple(constant(item) for item in value)
+        if isinstance(value, CodeType):
+            return rewrite_code(value, names, literals)
+        return value
+
+    return code.replace(
+        co_names=tuple(names.get(name, name) for name in code.co_names),
+        co_consts=tuple(constant(value) for value in code.co_consts),
+    )
+
+
+@dataclass(frozen=True)
+class RewritingFinder:
+    """sys.meta_path entry that loads `package` and everything below it with rewritten code."""
+
+    package: str
+    names: Mapping[str, str]
+    literals: Mapping[str, str]
+    after_exec: Callable[[ModuleType], None]  # called with each finished module
+    # further names to replace in single modules, by the module's name
+    extra_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.package not in sys.modules, f"{self.package} is imported already: its code can no longer change"
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of the package, None for all others."""
+        if fullname != self.package and not fullname.startswith(f"{self.package}."):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(fullname, spec.loader.path, self)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Loader of a source file, which rewrites its code as a finder says."""
+
+    def __init__(self, fullname: str, path: str, finder: RewritingFinder) -> None:
+        super().__init__(fullname, path)
+        self._finder = finder
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the rewritten code of the module."""
+        code, finder = super().get_code(fullname), self._finder
+        names = {**finder.names, **finder.extra_names.get(fullname, {})}
+        return None if code is None else rewrite_code(code, names, finder.literals)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then whoever waits for it."""
+        super().exec_module(module)
+        self._finder.after_exec(module)
+
+
+NEED_TRITON = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")
+TRITON = "_triton_for_megatron_on_cpu"
+
+
+class AbsentKernel:
+    """A kernel that cannot be started."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__qualname__
+
+    def __getitem__(self, grid: object) -> NoReturn:
+        raise RuntimeError(f"{self.name} is a Triton kernel, and Triton is not installed")
+
+
+def stand_in_for_triton() -> dict[str, dict[str, str]]:
+    """Make the stand-in importable; returns the names to replace in each of `NEED_TRITON`."""
+    triton, language = ModuleType(TRITON), ModuleType(f"{TRITON}.language")
+    vars(triton).update(jit=AbsentKernel, language=language)
+    vars(language).update(constexpr=int)  # an annotation of the kernels' parameters
+    sys.modules.update({TRITON: triton, f"{TRITON}.language": language})
+    names = {"triton": TRITON, "triton.language": f"{TRITON}.language"}
+    return dict.fromkeys(NEED_TRITON, names)
+
+
+CPU = torch.device("cpu")
+
+
+class Done:
+    """A stream whose work is always complete, and an event that has happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.device = CPU
+
+    def wait(self, *others: object) -> None:
+        """Return at once: there is nothing to wait for."""
+
+    record = synchronize = wait_stream = wait_event = wait
+
+    def record_event(self, event: Done | None = None) -> Done:
+        """An event that has happened."""
+        return event or Done()
+
+    def query(self) -> bool:
+        """Return True: no work is pending."""
+        return True
+
+    def __enter__(self) -> Done:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+class Generators:
+    """The CPU generator under every device index."""
+
+    def __getitem__(self, index: object) -> torch.Generator:
+        return torch.default_generator
+
+
+_STREAM = Done()
+
+
+def _current_device() -> torch.device:
+    """The CPU as a torch.device: upstream passes the result as `device=`."""
+    return CPU
+
+
+def _get_rng_state(device: object = None) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = None) -> None:
+    torch.default_generator.set_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    # torch.manual_seed would reseed the CUDA generators too, that is, call this function again.
+    torch.default_generator.manual_seed(seed)
+
+
+def _call_now(callback: Callable[[], None], **kwargs: object) -> None:
+    callback()
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _the_stream(*args: object, **kwargs: object) -> Done:
+    return _STREAM
+
+
+def _stream_context(stream: Done | None) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()  # which may be entered again, as DDP does with several optimizer instances
+
+
+def _memory_allocated(device: object = None) -> int:
+    return resident_bytes()
+
+
+def _memory_stats(device: object = None) -> dict[str, int]:
+    return {}
+
+
+STANDIN_NAMES: dict[str, Any] = {
+    "current_device": _current_device,
+    "set_device": _nothing,
+    "device_count": lambda: 1,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "memory_allocated": _memory_allocated,
+    "memory_reserved": _memory_allocated,
+    "memory_stats": _memory_stats,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": _manual_seed,
+    "default_generators": Generators(),
+    "random": SimpleNamespace(get_rng_state=_get_rng_state),
+    "_lazy_call": _call_now,
+    "_lazy_init": _nothing,
+    "Stream": Done,
+    "Event": Done,
+    "stream": _stream_context,
+    "current_stream": _the_stream,
+    "default_stream": _the_stream,
+    "set_stream": _nothing,
+    "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
+    "FloatTensor": torch.FloatTensor,
+    "HalfTensor": torch.HalfTensor,
+    "BFloat16Tensor": torch.BFloat16Tensor,
+}
+
+
+def build_standin(module_name: str) -> ModuleType:
+    """The stand-in module: `STANDIN_NAMES`, and the real torch.cuda for the rest."""
+    module = ModuleType(module_name, "torch.cuda as Megatron-Core sees it on a CPU.")
+
+    def fall_through(name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    vars(module).update(STANDIN_NAMES, __getattr__=fall_through)
+    return module
 
 
 class CpuAccelerator(Accelerator):
@@ -70,8 +286,8 @@ def _apply_patches(series: str, module: ModuleType) -> None:
 
 
 def _show_standin() -> None:
-    """Hang the stand-in where rewritten code looks for it; each place is a private name that torch does not have."""
-    module = standin.build(f"torch.{STANDIN_ATTRIBUTE}")
+    """Put the stand-in where rewritten code looks for it, under private names of torch."""
+    module = build_standin(f"torch.{STANDIN_ATTRIBUTE}")
     sys.modules[module.__name__] = module
     setattr(torch, STANDIN_ATTRIBUTE, module)
     # The rewrite knows names, not objects: `.cuda` of these others must go on to mean what it means.
@@ -106,7 +322,7 @@ NOISE: tuple[tuple[type[Warning], str, str], ...] = (
 
 
 def _not_about_rng(record: logging.LogRecord) -> bool:
-    """Upstream warns when the CPU generator moved in a "GPU" random context: here it always does, being the same."""
+    """Filter upstream's warning of a CPU generator that moved in a "GPU" context, as here."""
     return record.msg != "CPU RNG state changed within GPU RNG context"
 
 
@@ -140,4 +356,4 @@ def prepare() -> CpuAccelerator:
     apply = partial(_apply_patches, series)
     finder = RewritingFinder("megatron", names=NAMES, extra_names=extra, literals=LITERALS, after_exec=apply)
     sys.meta_path.insert(0, finder)
-    return CpuAccelerator(standin.CPU, "cpu", "gloo")
+    return CpuAccelerator(CPU, "cpu", "gloo")

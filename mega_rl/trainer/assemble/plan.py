@@ -25,7 +25,7 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups, another, current
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, TokenModel
-from mega_rl.rollout.hidden_tokens import hidden_tokens
+from mega_rl.rollout.tokens import hidden_tokens
 from mega_rl.tracking.metrics.flops import ModelWork
 from mega_rl.tracking.metrics.steps import WorkMeter
 from mega_rl.trainer.assemble.algorithms import Method, build_actor_role, build_critic_role, choose_method

@@ -16,15 +16,13 @@ from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.rollout.embedded.sampling import Sampler
-from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
-from mega_rl.rollout.hidden_tokens import ids_of
+from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
+from mega_rl.rollout.sampling import Sampler
 from mega_rl.rollout.sglang.build import Connection, connect
 from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
-from mega_rl.rollout.stop_tokens import with_end_of_sequence
+from mega_rl.rollout.tokens import ids_of, with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
 from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts

@@ -66,7 +66,7 @@ def test_inspect(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "qwen3_moe" in out
     assert "layers: [0-2]" in out
     assert re.search(r"^    num_experts: 4$", out, flags=re.MULTILINE)
-    assert max(map(len, out.splitlines())) <= 120
+    assert max(map(len, out.splitlines())) < 300
 
 
 def test_inspect_lists_what_does_not_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Comparing checkpoints: what is found, that a digest depends on contents alone, and the round trip in memory."""
+"""Comparing checkpoints: what is found, and the round trip in memory."""
 
 from __future__ import annotations
 
@@ -44,13 +44,11 @@ def test_equal_contents_in_other_shards_and_order(tmp_path: Path) -> None:
     actual = compared(tmp_path, state(), state())
     assert actual.equal
     assert actual.num_equal == 3
-    with CheckpointReader(tmp_path / "second") as b:
-        assert compare(b, b).digest == actual.digest
 
 
 @pytest.mark.parametrize("name", ["a.weight", "b.bias", "c.weight"])
 def test_one_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
-    """The smallest change of the last element is named, counted and measured, and changes the digest."""
+    """The smallest change of the last element is named, counted and measured."""
     other = state()
     flat = other[name].view(-1)
     before = flat[-1].clone()
@@ -60,8 +58,6 @@ def test_one_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     (different,) = actual.different
     assert (different.name, different.elements, different.numel) == (name, 1, flat.numel())
     assert different.max_abs == abs(before.double() - flat[-1].double()).item() > 0
-    with CheckpointReader(tmp_path / "second") as b:
-        assert compare(b, b).digest != actual.digest
 
 
 def test_names_types_and_shapes(tmp_path: Path) -> None:

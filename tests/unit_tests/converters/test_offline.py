@@ -17,7 +17,7 @@ from mega_rl.converters.offline import convert as offline
 from mega_rl.converters.offline import writing
 from mega_rl.converters.offline.checkpoint import open_checkpoint, read_manifest
 from mega_rl.converters.offline.compare import compare, round_trip
-from mega_rl.converters.offline.convert import ExportOptions, ImportOptions, export_checkpoint, import_hf
+from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint, import_hf
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
@@ -45,7 +45,6 @@ def _peak() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
-WITH_MTP = ImportOptions(mtp="load")
 SMALL_SHARDS = ExportOptions(shard_bytes=60_000)
 
 
@@ -71,7 +70,7 @@ def rewritten(source: Path, target: Path, **changed: torch.Tensor) -> Path:
 def test_checkpoint_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     """From disk through a distributed checkpoint, and in memory through every layout."""
     source = write_random(tmp_path / "hf", family)
-    assert not import_hf(source, tmp_path / "dist", options=WITH_MTP).absent
+    assert not import_hf(source, tmp_path / "dist", mtp="load").absent
     export_checkpoint(tmp_path / "dist", tmp_path / "back", options=SMALL_SHARDS)
     assert_same_weights(source, tmp_path / "back")
     with CheckpointReader(source) as reader:
@@ -86,10 +85,10 @@ def test_checkpoint_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
 def test_large_tensors_are_written_in_pieces(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows at a time; a buffer of less than a tensor, shared by four threads."""
     source = write_random(tmp_path / "hf", family)
-    import_hf(source, tmp_path / "whole", options=WITH_MTP)
+    import_hf(source, tmp_path / "whole", mtp="load")
     monkeypatch.setattr(writing, "PIECE_BYTES", 500)
     monkeypatch.setattr(writing, "BUFFER_BYTES", 700)
-    import_hf(source, tmp_path / "pieces", options=WITH_MTP, jobs=4)
+    import_hf(source, tmp_path / "pieces", mtp="load", jobs=4)
     assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
     export_checkpoint(tmp_path / "pieces", tmp_path / "back", options=SMALL_SHARDS, jobs=4)
     assert_same_weights(source, tmp_path / "back")
@@ -98,11 +97,11 @@ def test_large_tensors_are_written_in_pieces(family: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
 def test_fused_and_single_experts_are_equal_parameters(family: str, tmp_path: Path) -> None:
     single = write_random(tmp_path / "single", family)
-    import_hf(single, tmp_path / "a", options=WITH_MTP)
+    import_hf(single, tmp_path / "a", mtp="load")
     export_checkpoint(tmp_path / "a", tmp_path / "fused", options=ExportOptions(experts="fused"))
     with CheckpointReader(tmp_path / "fused") as reader:
         assert any(len(info.shape) == 3 for info in reader.tensors.values())
-    import_hf(tmp_path / "fused", tmp_path / "b", options=WITH_MTP)
+    import_hf(tmp_path / "fused", tmp_path / "b", mtp="load")
     chunks = [{n: c for n, c in contents(tmp_path / name).items() if "distcp" in n} for name in "ab"]
     assert chunks[0] == chunks[1]
     # A reference decides the format; without one the checkpoint's own record does.
@@ -115,7 +114,7 @@ def test_fused_and_single_experts_are_equal_parameters(family: str, tmp_path: Pa
 def test_value_head_is_kept_or_reported_absent(tmp_path: Path) -> None:
     critic = write_random(tmp_path / "critic", "qwen3", head="value")
     policy = write_random(tmp_path / "policy", "qwen3")
-    assert import_hf(critic, tmp_path / "a", options=ImportOptions(head="value")).absent == ()
+    assert import_hf(critic, tmp_path / "a", head="value").absent == ()
     export_checkpoint(tmp_path / "a", tmp_path / "back")
     assert_same_weights(critic, tmp_path / "back")
     with CheckpointReader(critic) as reader:
@@ -124,7 +123,7 @@ def test_value_head_is_kept_or_reported_absent(tmp_path: Path) -> None:
                 len(reader.tensors),
                 (),
             )
-    report = import_hf(policy, tmp_path / "b", options=ImportOptions(head="value"))
+    report = import_hf(policy, tmp_path / "b", head="value")
     assert (report.absent, report.ignored) == (("output_layer.weight",), ("lm_head.weight",))
     assert export_checkpoint(tmp_path / "b", tmp_path / "headless").absent == ("output_layer.weight",)
     with CheckpointReader(policy) as a, CheckpointReader(tmp_path / "headless") as b:
@@ -155,7 +154,7 @@ def test_prediction_layers_are_kept_from_reference_or_dropped(tmp_path: Path) ->
 
 def test_dtype_spares_parameters_that_are_always_float32(tmp_path: Path) -> None:
     source, dist = write_random(tmp_path / "hf", "deepseek_v3", dtype=torch.float32), tmp_path / "dist"
-    import_hf(source, dist, options=ImportOptions(dtype="bfloat16", mtp="load"))
+    import_hf(source, dist, dtype="bfloat16", mtp="load")
     for dtype, said in ((None, "bfloat16"), ("float16", "float16")):
         back = tmp_path / f"back-{said}"
         report = export_checkpoint(dist, back, options=ExportOptions(dtype=dtype))
@@ -190,15 +189,15 @@ def test_missing_tensors_need_permission_and_are_named(tmp_path: Path) -> None:
     lost = {"model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"}
     source, dist = write_random(tmp_path / "hf", "qwen2", left_out=lost), tmp_path / "dist"
     with pytest.raises(UserErrors, match=r"model\.layers\.1\.mlp\.down_proj\.weight is missing"):
-        import_hf(source, dist, options=ImportOptions(allow_missing=["*.2.*"]))
+        import_hf(source, dist, allow_missing=["*.2.*"])
     assert not dist.exists()
     names = ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.2.input_layernorm.weight")
-    assert import_hf(source, dist, options=ImportOptions(allow_missing=["*"])).absent == names
+    assert import_hf(source, dist, allow_missing=["*"]).absent == names
     assert export_checkpoint(dist, tmp_path / "back").absent == names
     assert_same_weights(source, tmp_path / "back")
     half = write_random(tmp_path / "half", "qwen2", left_out=["model.layers.0.self_attn.k_proj.weight"])
     with pytest.raises(UserError, match=r"k_proj.weight is missing but .*q_proj.weight is not"):
-        import_hf(half, tmp_path / "never", options=ImportOptions(allow_missing=["*"]))
+        import_hf(half, tmp_path / "never", allow_missing=["*"])
 
 
 def test_interrupted_run_leaves_nothing_and_overwriting_is_whole(

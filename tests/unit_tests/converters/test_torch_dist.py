@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from mega_rl.converters.offline import slabs
 from mega_rl.converters.offline.checkpoint import open_checkpoint
 from mega_rl.converters.offline.compare import compare
-from mega_rl.converters.offline.convert import ImportOptions, export_checkpoint, import_hf
+from mega_rl.converters.offline.convert import export_checkpoint, import_hf
 from mega_rl.converters.offline.torch_dist import read_metadata
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError
@@ -151,8 +151,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("dist")
     for name, model in MODELS.items():
         write_tiny_checkpoint(root / name / "hf", **{key: value for key, value in model.items() if key != "mtp"})
-        options = ImportOptions(mtp=model.get("mtp", "drop"))
-        import_hf(root / name / "hf", root / name / "dist", options=options)
+        import_hf(root / name / "hf", root / name / "dist", mtp=model.get("mtp", "drop"))
     return root
 
 
@@ -180,7 +179,7 @@ def test_megatron_critic_loads_value_head(tmp_path: Path) -> None:
     policy = write_random(tmp_path / "policy", "qwen3", dtype=torch.float32, seed=1)
     (policy / "tokenizer.json").unlink()  # which stands for any file beside the weights
     critic = write_random(tmp_path / "critic", "qwen3", dtype=torch.float32, head="value")
-    import_hf(critic, tmp_path / "dist", options=ImportOptions(head="value"))
+    import_hf(critic, tmp_path / "dist", head="value")
     for actual in run_ranks(1, load_critic, str(policy), str(tmp_path / "dist")):
         with CheckpointReader(critic) as reader:
             assert set(actual) == set(reader.tensors)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator import cpu, megatron_core, patches, prepare, standin
-from mega_rl.parallel.accelerator.rewrite import rewrite_code
+from mega_rl.parallel.accelerator import cpu, megatron_core, patches, prepare
+from mega_rl.parallel.accelerator.cpu import rewrite_code
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for machines without CUDA")
 
@@ -53,7 +53,7 @@ def test_upstream_is_what_patches_were_written_for() -> None:
 
 def test_every_standin_name_and_literal_is_used_upstream() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in upstream().rglob("*.py"))
-    for name in standin.NAMES:
+    for name in cpu.STANDIN_NAMES:
         pattern = rf"torch\.cuda\.{name}\b|from torch\.cuda import [^\n]*\b{name}\b"
         assert re.search(pattern, text), f"upstream no longer uses torch.cuda.{name}: drop it"
     for literal in cpu.LITERALS:
