@@ -125,7 +125,7 @@ def training_flops(shape: Shape, lengths: list[int]) -> float:
 
 def step(*, tiny: bool) -> Iterator[Record]:
     """Training steps and log-prob passes against the peak of bf16, and the turns of a real engine."""
-    from mega_rl.algorithms.policy_losses.clipped import PPO
+    from mega_rl.algorithms.policy_losses import PPO
     from mega_rl.workers.models import PolicyLoss
 
     loss = PolicyLoss(PPO(clip_high=0.28, dual_clip=0.0), kl=None, kl_estimator="k3", on_policy=True)
@@ -171,9 +171,8 @@ def _turn(engine: Any) -> Record:
 
 def rollout(*, tiny: bool) -> Iterator[Record]:
     """The embedded engine: weight sync, tokens per second, and how far its log-probs are from the trainer's."""
-    from mega_rl.rollout.embedded.engine import HFRolloutEngine
-    from mega_rl.rollout.embedded.sampling import Sampler
-    from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
+    from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
+    from mega_rl.rollout.sampling import Sampler
     from mega_rl.types import Prompt
 
     new, batch = (8, 4) if tiny else (256, 256)

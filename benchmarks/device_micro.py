@@ -210,7 +210,7 @@ def ipc(*, tiny: bool) -> Iterator[Record]:
     if not GPU:
         yield {"case": "left out: CUDA IPC needs a GPU"}
         return
-    from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaDevice
+    from mega_rl.rollout.sglang.weights.cuda_ipc import CudaDevice
 
     nbytes = (1 if tiny else 256) << 20
     device = CudaDevice(torch.device(DEVICE))

@@ -109,7 +109,7 @@ def batching_of(layout: str) -> Any:
 def policy_loss() -> Any:
     """The clipped policy objective, the same for all."""
     from mega_rl.algorithms.kl import k3
-    from mega_rl.algorithms.policy_losses.clipped import PPO
+    from mega_rl.algorithms.policy_losses import PPO
     from mega_rl.workers.models import PolicyLoss
 
     return PolicyLoss(PPO(dual_clip=0.0), kl=None, kl_estimator=k3)

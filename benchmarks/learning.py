@@ -138,7 +138,7 @@ def shifted(inputs: Any) -> Any:
     """Advantages of GRPO one token late: the fault that an alignment off by one is."""
     import torch
 
-    from mega_rl.algorithms.advantages.groups import GRPO
+    from mega_rl.algorithms.advantages import GRPO
 
     advantages, returns = GRPO()(inputs)
     return torch.roll(advantages, 1, dims=1) * inputs.experience.loss_mask, returns

@@ -35,8 +35,8 @@ def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callabl
     import torch
     import torch.distributed as dist
 
+    from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
-    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
 
     rank = dist.get_rank()
     weights = TrainerWeights(engine, torch.bfloat16)
@@ -97,8 +97,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, ModelConfig
-    from mega_rl.rollout.sglang.http.control import Control
-    from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+    from mega_rl.rollout.sglang.control import Control, Endpoint, Keys
     from mega_rl.rollout.sglang.weights.transport import TrainerWeights
     from mega_rl.trainer.assemble import build_actor, session
 
@@ -172,7 +171,7 @@ def stand_in(folder: Path) -> Iterator[dict[str, str]]:
 @contextlib.contextmanager
 def real_server(folder: Path) -> Iterator[dict[str, str]]:
     """A SGLang server of the same model in bfloat16, paused, as it is during an update."""
-    from mega_rl.rollout.sglang.http.control import Control
+    from mega_rl.rollout.sglang.control import Control
     from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
     settings = ServerSettings(

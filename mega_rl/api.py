@@ -1,4 +1,4 @@
-"""The Python interface: load a config, build a trainer, fit. Imports torch only when a trainer is built."""
+"""The Python interface: load a config, build a trainer, fit. A trainer imports torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def load_config(recipe: str | Path | None = None, overrides: str | Overrides = ()) -> Config:
-    """Return the config of a recipe with overrides, every value checked for type and range; nothing else is read.
+    """Return the config of a recipe with overrides, every value checked for type and range.
 
     Arguments as of `mega_rl.config.loader.load`; one override may stand without a list. Raises UserError with one line
     for each mistake.
@@ -52,13 +52,13 @@ class Outcome:
     run_dir: Path  # everything that the run wrote
 
     def history(self) -> list[StepMetrics]:
-        """Return the metrics of every step from the run's metrics.jsonl, which rank 0 writes; empty without one."""
+        """Return every step's metrics from the run's metrics.jsonl, which rank 0 writes; else none."""
         path = self.run_dir / "metrics.jsonl"
         return list(read_metrics(path)) if path.exists() else []
 
 
 class Trainer:
-    """A run with all its parts, from the process groups to the rollout servers. A context manager; `close` ends it.
+    """A run with all its parts, from process groups to servers; a context manager.
 
     Under torchrun, or as tasks of srun, every rank builds one; without a launcher the run has a single rank. A process
     has one at a time.
@@ -96,7 +96,7 @@ class Trainer:
         return self._loop
 
     def fit(self) -> Outcome:
-        """Train to the last step, or until SIGTERM, SIGUSR1 or Ctrl-C ends the run after a step; collective.
+        """Train to the last step, or until a signal ends the run after a step; collective.
 
         Raises:
             RunError: the run cannot go on; the same on all ranks.

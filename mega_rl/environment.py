@@ -1,4 +1,4 @@
-"""Start of a run's processes: commands, variables, cores, releases of packages. What the user has set stays."""
+"""Commands, variables, cores and packages of a run's processes. What the user has set stays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _set_by_run: set[str] = set()  # and not by the user
 
 
 def python_module(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Return the command that runs a Python module as a program, without the working folder on its path.
+    """Return the command of a Python module, without the working folder on its path.
 
     Without -P that folder comes before all that is installed: its h2.py runs where a library tries `import h2`.
     """
@@ -29,7 +29,7 @@ def python_module(module: str, *arguments: str, python: str = sys.executable) ->
 
 
 def use(variables: Mapping[str, str]) -> list[str]:
-    """Set each variable that has no value in this process; returns the names of those that were set."""
+    """Set each variable that has no value in this process; return the names."""
     names = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in names})
     _set_by_run.update(names)
@@ -47,7 +47,7 @@ _before: set[int] = set()  # the processors of this process before it was bound 
 
 
 def bind_near(pci: str) -> None:
-    """Bind this thread, and those that it starts, to the processors next to a PCI device, such as "0000:3b:00.0".
+    """Bind this thread and its later ones to the processors near a PCI device, "0000:3b:00.0".
 
     The kernel puts pinned memory near the thread that touches it first, and copies between sockets take twice as long.
     No effect where the machine names no NUMA node for the device or this process may use none of its processors.
@@ -70,7 +70,7 @@ def processors() -> set[int]:
 
 
 def own_cores(local_ranks: int = 0) -> int:
-    """Return a rank's share, at least 1, of the physical cores that this process may use; 0: ranks of this host."""
+    """Return a rank's share of the cores, at least 1; 0: ranks of this host."""
     local_ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     allowed = len(processors())
     usable = min(psutil.cpu_count(logical=False) or allowed, allowed, _container_limit() or allowed)

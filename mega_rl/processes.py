@@ -1,4 +1,4 @@
-"""Child processes: start, output, end with a deadline, and no child that outlives its parent; work on threads.
+"""Child processes: start, output, end with a deadline, death with the parent; work on threads.
 
     python -m mega_rl.processes PARENT_PID SIGNAL PROGRAM ARGUMENT...
 
@@ -39,7 +39,7 @@ class ChildStartError(RunError):
 
 
 class ChildDeadlineError(RunError):
-    """A child process did not end, or write its next line, in time; the message names both."""
+    """A child process did not end, or write its next line, in time."""
 
 
 class Child:
@@ -184,7 +184,7 @@ class Child:
 
 
 class Running(Generic[Result]):
-    """Work on a separate thread, which neither an exception nor a signal in the caller's thread waits for.
+    """Work on a separate thread, for which no exception or signal of the caller waits.
 
     Once it has ended, `error` is the exception that it raised, None without one, and `result` what it returned.
     """

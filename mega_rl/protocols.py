@@ -18,7 +18,7 @@ Batch = TypeVar("Batch", Rollout, Experience)
 
 
 class Ranks(Protocol):
-    """A group of ranks, seen from one of them; a single process is a group of size 1."""
+    """A group of ranks, seen from one of them; a single process is one, too."""
 
     @property
     def rank(self) -> int: ...
@@ -85,7 +85,7 @@ class ModelPasses(Teacher, Protocol):
         self, minibatch: Experience, loss: TokenLoss, *,
         lr: float, inspect: Inspect | None = None, lesson: Lesson | None = None,
     ) -> Metrics:  # fmt: skip
-        """Make one optimizer step on this rank's rows of a global mini-batch; returns metrics, equal on all ranks.
+        """Make one optimizer step on this rank's rows of a mini-batch; return metrics, equal on ranks.
 
         The loss is the sum of `loss` over micro-batches and data-parallel ranks; with a `lesson` it gets divergences.
         Without a token that trains there is no step, and `trained_tokens`, 0, is the only metric. Raises
@@ -112,7 +112,7 @@ class Engine(ModelPasses, StatefulModel, Protocol):
         """Return whether the memory of "parameters", "gradients" or "optimizer" has been given back."""
 
     def on_host(self, state: EngineState) -> EngineState:
-        """Return the pieces of an earlier `state` as views of the host's copies; `onload` brings what is written."""
+        """Return pieces of an earlier `state` as views of host copies; `onload` brings their changes."""
 
 
 class Measured(Protocol):
@@ -156,7 +156,7 @@ class RolloutSource(Measured, Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
-        """Return this replica's rows: n samples of each of its prompts, one when greedy, or those of `draws`."""
+        """Return this replica's rows: n samples of each prompt, one when greedy, or as `draws`."""
 
 
 class Scorer(Measured, Protocol):
@@ -174,7 +174,7 @@ class TokenModel(Protocol):
 
 
 class Learner(TokenModel, Protocol):
-    """Trained role: the actor or the critic; an update is one optimizer step, without metrics if nothing trains."""
+    """Trained role, actor or critic; an update is one optimizer step, or nothing."""
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics: ...
 

@@ -58,13 +58,13 @@ class Draws:
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:
-    """Return [B, width] bool, True from each row's prompt length up to its length; both [B] int64."""
+    """Return [B, width] bool, True from each row's prompt length to its length, [B] int64."""
     columns = torch.arange(width, device=lengths.device)
     return (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
 
 
 def row_numbers(mask: Tensor) -> Tensor:
-    """Return [B, S] int64: number of the row from 1 where `mask`, [B, S] bool, is True, 0 elsewhere."""
+    """Return [B, S] int64: the row's number from 1 where `mask` is True, else 0."""
     return mask * torch.arange(1, len(mask) + 1, device=mask.device)[:, None]
 
 
@@ -109,7 +109,7 @@ class RewardParts:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of a rollout's rows; 0 of failed samples, NaN of rows left out until `trainer.rows` takes them off."""
+    """Rewards of rows; 0 of failed samples, NaN of rows that `trainer.rows` takes off."""
 
     totals: Tensor  # [B] float32
     parts: RewardParts | None = None  # None: the rewards have no named parts
@@ -177,7 +177,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Outputs of one forward pass for each token of a batch; token-aligned, 0 off the loss mask."""
+    """Outputs of a forward pass for each token; token-aligned, 0 off the loss mask."""
 
     logprobs: Tensor | None = None  # [B, S] float32
     entropy: Tensor | None = None  # [B, S] float32, nats, of the distribution that predicts the token
@@ -188,7 +188,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A teacher's distributions at a mini-batch's tokens, cut as the student's; empty but on the last stage."""
+    """A teacher's distributions at a mini-batch's tokens, cut as the student's; on the last stage."""
 
     hidden: Sequence[Tensor] = ()  # on the host, of each micro-batch: [its tokens on this rank, H], last hidden states
     weight: Tensor | None = None  # [V / tp, H], this rank's rows of the vocabulary projection

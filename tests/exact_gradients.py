@@ -23,7 +23,6 @@ from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.inputs import AdvantageInputs
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.policy_losses import LOSSES
-from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.algorithms.statistics import Sequences, SumOverRanks
 from mega_rl.types import Experience, RewardParts, TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
@@ -89,7 +88,7 @@ class Result:
 
 def cases() -> Iterator[Case]:
     """Yield every combination that a run accepts; a loss that a teacher gives is no estimate."""
-    sampled = [loss for loss in OBJECTIVES if not LOSSES[loss].needs_teacher]
+    sampled = [loss for loss in LOSSES if not LOSSES[loss].needs_teacher]
     for estimator, loss in itertools.product(ESTIMATED, sampled):
         area = ESTIMATORS[ESTIMATED[estimator][0]]
         if LOSSES[loss].needs_response_advantages and (area.needs_critic or area.needs_reference):
@@ -214,7 +213,7 @@ def gradients(world: World, case: Case, groups: Tensor, weights: Tensor, moments
         kind, bounds, _ = CORRECTED[case.correction]
         correction = CORRECTIONS[kind](**bounds)
     loss = PolicyLoss(
-        OBJECTIVES[case.loss](),
+        LOSSES[case.loss](),
         kl=controller if case.placement == "loss" else None,
         kl_estimator=KL_ESTIMATORS["k3"],
         correction=correction,

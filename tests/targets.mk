@@ -88,7 +88,7 @@ campaign-rl: setup
 
 # Logits of every family and layout against transformers, as a table.
 parity: setup
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_table
+	@MEGA_RL_TESTS=full OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_table
 
 # Weights to two SGLang servers on two hosts, network namespaces of this machine; as root.
 two-hosts: setup sglang

@@ -1,7 +1,8 @@
 """Corrections: weights of token losses for tokens that other weights, or another engine, sampled.
 
-Recipes choose by `name`, as `algorithm.correction=tis`. Config reads this file without torch, so a correction imports
-it when it is called.
+Recipes choose by `name`, as `algorithm.correction=tis`. Called with tokens a correction returns (weight of each token's
+policy loss, at least 0; token means by name). A weight of 0 leaves the token out; what the loss is divided by stays the
+mini-batch's. Config reads this file without torch, so a correction imports it when it is called.
 """
 
 from __future__ import annotations
@@ -19,34 +20,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CorrectionKind(Kind):
-    """A correction: a dataclass whose fields are its settings."""
-
-    def __call__(self, tokens: SampledTokens, /) -> TokenLoss:
-        """Return (weight of each token's policy loss, at least 0; token means by name: "actor/...").
-
-        A weight of 0 leaves the token out; what the loss is divided by stays the mini-batch's. The mean of the weights
-        and the share of zeros are measured for every correction.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class NoCorrection(CorrectionKind):
+class NoCorrection(Kind):
     """No correction: every token counts fully."""
 
     name = "none"
 
 
 @dataclass(frozen=True)
-class AutoCorrection(CorrectionKind):
+class AutoCorrection(Kind):
     """The correction that suits the run, which the log names."""
 
     name = "auto"
 
 
 @dataclass(frozen=True)
-class TIS(CorrectionKind):
+class TIS(Kind):
     """Truncated importance sampling.
 
         token:     w_t = min(pi_old / pi_rollout, cap)                  of each token
@@ -77,7 +65,7 @@ class TIS(CorrectionKind):
 
 
 @dataclass(frozen=True)
-class Band(CorrectionKind):
+class Band(Kind):
     """Settings of corrections by a band of ratios."""
 
     low: float
@@ -156,7 +144,7 @@ def _inside(tokens: SampledTokens, ratios: Tensor, *, low: float, high: float) -
 
 
 @dataclass(frozen=True)
-class OPSM(CorrectionKind):
+class OPSM(Kind):
     """Responses of negative advantage that the policy has moved away from do not train.
 
         w_t = 0   on all tokens of a response with A_t < 0 and mean_t log(pi_rollout / pi) > delta, else 1

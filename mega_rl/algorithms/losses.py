@@ -95,7 +95,7 @@ class SampledTokens:
         return (self.token_weights * x).sum()
 
 
-Correction = Callable[[SampledTokens], TokenLoss]  # a `CorrectionKind`, or a user's function or class
+Correction = Callable[[SampledTokens], TokenLoss]  # one of `corrections`, or a user's function or class
 
 
 @dataclass(frozen=True)

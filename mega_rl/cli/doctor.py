@@ -14,8 +14,7 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.patches import patches
 from mega_rl.rewards.sandbox import Limits, SandboxError
-from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.local import LocalSandbox
+from mega_rl.rewards.sandbox.local import LocalSandbox, Tool
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install, missing_tools
 
 CORE = ("torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets", "math-verify", "psutil")

@@ -115,7 +115,7 @@ def _streams(trainer: TrainerConfig, of_run: PromptReader) -> Sets:
 
 
 def _cells(name: str, own: Sequence[Prompt], *draws: float | None) -> list[str]:
-    """Return the cells of a set. draws: weight, share, draws and epochs of a set that trains."""
+    """Return the cells of a set. draws: its weight, share, draws and epochs if it trains."""
     lengths = [len(prompt.token_ids) for prompt in own] or [0]
     cells = [name, f"{len(own):,}", f"{sum(lengths) / len(lengths):.0f}", str(max(lengths))]
     formats = ("{:g}", "{:.1%}", "{:,}", "{:.3g}")

@@ -54,7 +54,7 @@ class Choice:
         return kind(**settings_of(kind, given, self.key, problems, lambda setting: self._unknown(kind, setting)))
 
     def register(self, name: str) -> Callable[[Own], Own]:
-        """Return a decorator by which a recipe may name a class or function. Raises UserError: no name, or taken."""
+        """Return a decorator that lets recipes name a class or function. Raises UserError: taken."""
         if not name.isidentifier() or name in self.builtin:
             reason = "is a built-in one" if name in self.builtin else "is no name: letters, digits and _"
             raise UserError(f"{self.key}: {shown(name)} {reason}; take another name")

@@ -121,9 +121,14 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: may_have_parts(c),
     ),
     (
-        "rollout.dtype rollout.verify_interval",
+        "rollout.dtype",
         "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
         lambda c: c.rollout.backend != "none",
+    ),
+    (
+        "rollout.verify_interval",
+        "rollout.backend=hf, or sglang with trainer.async_steps",
+        lambda c: c.rollout.backend == "hf" or (c.rollout.backend == "sglang" and bool(c.trainer.async_steps)),
     ),
     ("rollout.sglang.server", "no rollout.sglang.urls: servers that it starts", lambda c: not c.rollout.sglang.urls),
     (
@@ -174,7 +179,7 @@ def _missed(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def models_take_turns(engine: EngineConfig, several: bool, *, colocated: bool) -> bool:
-    """Return whether each of several models has the device to itself while it works; colocated: with servers."""
+    """Return whether each of several models works alone on the device; colocated: with servers."""
     wanted, movable = engine.resident_roles, not (engine.backend == "fsdp" and engine.fsdp.cpu_offload)
     return several and movable and (wanted == "one" or (wanted == "auto" and colocated))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -75,14 +73,3 @@ def tagged(kinds: Mapping[str, type[Kind]], default: str, doc: str) -> Any:
 def by_name(*kinds: type[K]) -> dict[str, type[K]]:
     """Return the kinds of a tagged section by their names."""
     return {kind.name: kind for kind in kinds}
-
-
-def kinds_below(package: str, base: type[K]) -> dict[str, type[K]]:
-    """Return the kinds in the modules of a package by their names; a class without one is a base of others."""
-    path = importlib.import_module(package).__path__
-    kinds = []
-    for entry in pkgutil.iter_modules(path, f"{package}."):
-        names = vars(importlib.import_module(entry.name)).values()
-        classes = [value for value in names if isinstance(value, type) and value.__module__ == entry.name]
-        kinds += [kind for kind in classes if issubclass(kind, base) and kind.name]
-    return by_name(*kinds)

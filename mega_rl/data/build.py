@@ -93,7 +93,7 @@ class PromptReader:
     def streams(
         self, seed: int, check: Callable[[Sequence[Prompt]], None] | None = None
     ) -> Iterator[tuple[str, StreamReader]]:
-        """Yield the readers of all streams by the name of their source; only their thread uses the tokenizer.
+        """Yield the readers of all streams by source; only their thread uses the tokenizer.
 
         check: raises UserError for unusable prompts of a block. Raises UserError.
         """

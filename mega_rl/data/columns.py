@@ -58,7 +58,7 @@ class RowColumns:
 
 
 def conversation(prompt: list[object], key: str) -> list[Message]:
-    """Return the messages of a row without keys that are null, ready for the assistant's turn. Raises RowProblem."""
+    """Return a row's messages without null keys, ready for the assistant's turn. Raises RowProblem."""
     if not prompt:
         raise RowProblem(f"{key!r} is an empty list of messages")
     messages: list[Message] = []

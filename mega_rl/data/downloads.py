@@ -1,4 +1,4 @@
-"""Settings that name models and datasets of the Hub -> the same settings with downloaded folders and files."""
+"""Settings that name models and datasets of the Hub, and their downloaded folders and files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _weight_files(folder: Path, *, label: str) -> list[str]:
-    """Return the files that the index names, or the one file of a model without an index."""
+    """Return the files that the index names, or the only file without an index."""
     index = folder / INDEX
     if not index.is_file():
         return ["model.safetensors"]
@@ -142,7 +142,7 @@ DATA_ROLES: Mapping[str, Role] = {
 
 @dataclass(frozen=True)
 class HubNames:
-    """Settings of a config that name something on the Hub, or a local folder of its kind."""
+    """Settings that name something on the Hub, or a local folder of its kind."""
 
     models: Mapping[str, ModelName] = field(default_factory=dict)  # key -> name
     data: Mapping[str, Mapping[str, RowsName]] = field(default_factory=dict)  # key -> file of the setting -> name
@@ -152,7 +152,7 @@ class HubNames:
 
 
 def hub_names(config: Config) -> HubNames:
-    """Return the names that the run would download; a resumed run takes the commits that it began with."""
+    """Return the names that the run would download; a resumed run keeps its commits."""
     begun = _begun(config)
     named = {key: name for key, path in checkpoint_paths(config).items() if (name := model_name(path)) is not None}
     models = {key: _model_as_begun(name, begun.get(key)) for key, name in named.items()}
@@ -230,7 +230,7 @@ def role_of(key: str) -> Role:
 
 
 def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint that an argument names: a local one, or one of the Hub, downloaded."""
+    """Return the folder of a checkpoint that an argument names, local or downloaded from the Hub."""
     name = model_name(str(text))
     if name is None:
         return Path(text)
@@ -242,7 +242,7 @@ def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> 
 
 
 def _begun(config: Config) -> Mapping[str, Any]:
-    """Return the settings that the run in the folder began with; empty where there is none to resume."""
+    """Return the settings that the run in the folder began with; empty without one."""
     run_dir = Path(config.trainer.run_dir)
     if config.checkpoint.resume != "auto" or not any((run_dir / "checkpoints").glob("step_*")):
         return {}
@@ -253,14 +253,14 @@ def _begun(config: Config) -> Mapping[str, Any]:
 
 
 def _model_as_begun(name: ModelName, begun: object) -> ModelName:
-    """Return the name at the commit of the run's beginning, unless it names a revision or another model."""
+    """Return the name at the run's first commit, unless it names a revision or another model."""
     earlier = model_name(begun) if isinstance(begun, str) else None
     same = earlier is not None and earlier.repo == name.repo and name.revision == DEFAULT_REVISION
     return earlier if earlier is not None and same else name
 
 
 def _rows_as_begun(name: RowsName, begun: Sequence[str]) -> RowsName:
-    """Return the name at the commit of the run's beginning, unless it names a revision or other rows."""
+    """Return the name at the run's first commit, unless it names a revision or other rows."""
     if isinstance(name, FolderName) or name.revision != DEFAULT_REVISION:
         return name
     for earlier in filter(None, map(dataset_name, map(str, begun))):

@@ -1,4 +1,4 @@
-"""Repositories on the Hub: their names in settings, and data sets by the `datasets` library. A path is never a name.
+"""Repositories on the Hub: names in settings, never those of paths, and rows by `datasets`.
 
 The library takes seconds to import, so it is imported only for a name whose file is not there yet. No code of a
 repository runs: the library has no dataset scripts any more.
@@ -235,7 +235,7 @@ def pin_rows(name: DatasetName, *, role: Role, label: str) -> DatasetName:
 
 
 def folder_files(name: FolderName, *, role: Role, label: str) -> list[Path]:
-    """Return the files of a split of a local folder, as the datasets library finds them. Raises UserError."""
+    """Return a local folder's files of a split by the datasets library. Raises UserError."""
     root = os.path.abspath(name.folder)
     with progress.phase(f"reading {name.folder}", deadline_s=DEADLINE_S), _readable(None, label):
         builder = _builder(name.folder, name.config, None, label)
@@ -273,7 +273,7 @@ class HubShard:
         return self.name
 
     def rows(self, columns: object, *, skip: int) -> Iterator[tuple[str, object]]:
-        """Yield (place, row) from row `skip` on. Raises UserError for a failure of the Hub or the library."""
+        """Yield (place, row) from row `skip` on. Raises UserError for a failed download."""
         with _readable(self.pinned, self.name):
             shard = self.dataset.shard(num_shards=self.num_shards, index=self.number)
             for number, row in enumerate(shard.skip(skip) if skip else shard, start=skip + 1):
@@ -309,7 +309,7 @@ def _commit(name: DatasetName, *, label: str) -> str:
 
 
 def _resolved(name: DatasetName, commit: str, role: Role, label: str) -> tuple[Any, DatasetName]:
-    """Return (the library's builder, pinned name) of a split. commit: "" where the Hub cannot be asked."""
+    """Return (the library's builder, pinned name) of a split. commit: "" without the Hub."""
     asked = commit or name.revision
     builder = _builder(_remote(name), name.config, asked, label)
     present = str(builder.hash)
@@ -359,7 +359,7 @@ def _split(builder: Any, asked: str, role: Role, label: str) -> str:
 
 @contextmanager
 def _readable(name: DatasetName | None, label: str) -> Iterator[None]:
-    """Raise failures of the Hub or the library as UserErrors with the label; None: a local folder."""
+    """Raise failures of the Hub or the library as UserErrors; None: a local folder."""
     import datasets
     import pyarrow
     import yaml

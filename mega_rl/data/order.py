@@ -79,7 +79,7 @@ class StepOrder(ABC):
         """Resume from the `numbers` of a checkpoint, which may have none; called before the first `take`."""
 
     def waits(self) -> Metrics:
-        """Return the seconds of waiting for a stream since the last call; empty for prompts in memory."""
+        """Return the seconds of waiting for a stream since the last call; empty without one."""
         return {}
 
     def close(self) -> None:  # noqa: B027
@@ -95,7 +95,7 @@ class StepOrder(ABC):
 
 
 class PromptSampler(StepOrder):
-    """The prompts of each step, a pure function of the arguments and the step: resuming needs no state."""
+    """The prompts of each step, a pure function of the arguments and the step."""
 
     def __init__(
         self, prompts: Sequence[Prompt], *, batch_size: int, shuffle: bool, seed: int, key: Sequence[int] = ()
@@ -136,7 +136,7 @@ class SuccessRates:
         return np.searchsorted(self._rows, rows)
 
     def record(self, prompts: Sequence[Prompt], *, right: Sequence[float], samples: Sequence[float]) -> None:
-        """Add the numbers of right samples and of samples of a visit; 0 of 0 is no visit."""
+        """Add the right samples and all samples of a visit; 0 of 0 is none."""
         own, places = np.unique(self.places(prompts), return_inverse=True)
         new = np.zeros((2, len(own)))
         np.add.at(new[0], places, np.asarray(right, dtype=np.float64))
@@ -154,7 +154,7 @@ class SuccessRates:
         return np.floor(weights * _WEIGHT_SCALE).astype(np.int64)
 
     def metrics(self, places: _Integers | None = None) -> Metrics:
-        """Return the mean rate of prompts with samples, and the shares of unseen, solved and unsolved ones."""
+        """Return the mean success rate, and the shares of unseen, solved and unsolved prompts."""
         places = np.arange(len(self._rows)) if places is None else places
         right, samples = self.right[places], self.samples[places]
         seen = samples > 0
@@ -205,7 +205,7 @@ class SuccessSampler(StepOrder):
 
 
 def draw_by_weight(weights: _Integers, count: int, *, taken: Sequence[int], key: Sequence[int]) -> list[int]:
-    """Return `count` places, drawn one after the other in proportion to their weights among those not yet drawn.
+    """Return `count` places, drawn by their weights among those not yet drawn.
 
     weights: [n] int64, not negative. taken: places that count as drawn. Where no weight is left the other places are
     drawn alike, and where no place is left, all again. A pure function of the arguments: raw Philox numbers, whose
@@ -253,7 +253,7 @@ def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def weights_by_size(sizes: Mapping[str, int], temperature: float) -> dict[str, float]:
-    """Return size^(1/temperature) of each source: at 1 in proportion to the sizes, nearer to equal shares above."""
+    """Return size^(1/temperature) of each source: 1 keeps the proportions, more evens them out."""
     if temperature == 1.0:
         return {name: float(size) for name, size in sizes.items()}
     largest = max(sizes.values())
@@ -261,7 +261,7 @@ def weights_by_size(sizes: Mapping[str, int], temperature: float) -> dict[str, f
 
 
 class DrawOrder:
-    """The source of every draw, an endless order of whole cycles, and a draw's number within its source.
+    """The source of every draw, in endless cycles, and a draw's number within its source.
 
     Tijdeman 1980, "The chairman assignment problem": among the sources that are due, the one that would first be late.
     After n draws a source of share w has had n*w of them, less or more than 1 - 1/(2k - 2), k sources.
@@ -316,7 +316,7 @@ class DrawOrder:
 
 
 class MixtureSampler(StepOrder):
-    """The prompts of each step from several sources, a pure function of the arguments and the step."""
+    """The prompts of each step from several sources, a pure function of arguments and step."""
 
     def __init__(
         self, samplers: Mapping[str, StepOrder], shares: Mapping[str, int], *, batch_size: int,

@@ -30,7 +30,7 @@ _PLACE = re.compile(r"(.*?):( row )?(\d+): ", re.DOTALL)
 
 @dataclass(frozen=True)
 class PromptReading:
-    """Columns, template and tokenizer for reading rows of prompts, and what happens to rows that do not fit."""
+    """Columns, template, tokenizer and limits for reading rows of prompts."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -43,7 +43,7 @@ class PromptReading:
     def prompts(
         self, rows: Iterable[tuple[str, object]], fatal: list[str], *, first: int = 0
     ) -> tuple[list[Prompt], int]:
-        """Return (prompts of rows given by place and content, number of rows); rows are numbered from `first` on."""
+        """Return (prompts of (place, content) rows, number of rows); numbers begin at `first`."""
         bad: list[str] = []
         parsed: list[PromptRow] = []
         sizes: Counter[str] = Counter()
@@ -67,7 +67,7 @@ class PromptReading:
     def _tokenised(
         self, parsed: Sequence[PromptRow], fatal: list[str], bad: list[str]
     ) -> tuple[list[Prompt], list[str]]:
-        """Return (prompts that fit, a line for each long one); other problems go to `fatal` and `bad`."""
+        """Return (prompts that fit, lines of long ones); other problems go to `fatal` and `bad`."""
         prompts: list[Prompt] = []
         long: list[str] = []
         rows = []
@@ -101,7 +101,7 @@ class PromptReading:
 
 
 def load_prompts(files: Sequence[str | Path] | RowSource, reading: PromptReading) -> list[Prompt]:
-    """Return every prompt of the files, in file and row order, or of a user's source, tokenised.
+    """Return every prompt of the files or of a user's source in order, tokenised.
 
     `Prompt.text` is the string in the file, or the content of the last message; `Prompt.index` numbers all rows. Raises
     UserErrors that names file and line of every problem, 20 of them in full.
@@ -117,7 +117,7 @@ def load_prompts(files: Sequence[str | Path] | RowSource, reading: PromptReading
 
 
 def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return (training, validation): `val_size` random prompts are held out, the same for one seed; order is kept."""
+    """Return (training, validation): `val_size` random prompts are held out, by the seed; order is kept."""
     if val_size >= len(prompts):
         raise UserError(f"data.val_size={val_size}: must be below the number of training prompts, {len(prompts)}")
     held_out = set(permutation(len(prompts), key=(seed, SPLIT))[:val_size])

@@ -1,4 +1,4 @@
-"""Rows of files and of a user's source: read, checked one by one, and rendered as text.
+"""Rows of files and of a user's source: read, checked and rendered as text.
 
 A JSONL file is read line by line: Hugging Face `datasets` infers one schema for the whole file, fails on columns that
 no setting names, and cannot say which line is at fault.
@@ -44,7 +44,7 @@ class DataContext:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows of a user's data source, read once; their number and content must be the same each time."""
+    """Rows of a user's data source, read once; each time they must be the same."""
 
     name: str  # the setting that chose it, with the split: "data.source='sums.py:Sums' (train)"
     rows: Iterable[object]
@@ -106,7 +106,7 @@ def one_line(error: Exception) -> str:
 
 
 def read_jsonl(file: Path, *, skip: int = 0) -> Iterator[tuple[str, object]]:
-    """Yield (place, row) of a JSONL file from row `skip` on, a RowProblem for an unreadable row."""
+    """Yield (place, row or RowProblem) of a JSONL file from row `skip` on."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -158,7 +158,7 @@ def read_parquet(file: Path, columns: RowColumns, *, skip: int = 0) -> Iterator[
 
 
 def with_short_floats(row: dict[str, Any], key: str, schema: pyarrow.Schema) -> dict[str, object]:
-    """Return a row whose float32 and float16 in column `key` are their shortest decimals: 0.1 stays 0.1."""
+    """Return a row with short decimals for float32 and float16 in column `key`: 0.1 stays 0.1."""
     if key in row and key in schema.names:
         row[key] = _short_float(row[key], schema.field(key).type)
     return row
@@ -226,7 +226,7 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
 
 
 def _check_unicode(texts: Mapping[str, str]) -> None:
-    """Raise RowProblem for half a surrogate pair, which JSON can spell and no tokenizer or log file takes."""
+    """Raise RowProblem for half a surrogate pair, which JSON can spell and no tokenizer takes."""
     for key, text in texts.items():
         try:
             text.encode()

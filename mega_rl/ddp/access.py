@@ -140,7 +140,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def freeze(named: Iterable[tuple[str, torch.nn.Parameter]], patterns: Sequence[str], *, everyone: Ranks) -> None:
-    """Take the weights that a pattern names out of training; collective over the ranks of the model.
+    """Take the weights that a pattern names out of training; collective over the model's ranks.
 
     Patterns are those of the shell. What is frozen before the model is wrapped for data parallelism has neither
     gradient nor optimizer state.

@@ -138,7 +138,7 @@ class Works:
 
 
 def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1) -> None:
-    """out = (rows[0] + rows[1] + ...) / divisor, computed in FP32 and rounded once to `out`'s dtype.
+    """out = (rows[0] + rows[1] + ...) / divisor in FP32, rounded once to `out`'s dtype.
 
     rows [n] of any floating dtype, one per rank, on CUDA as one tensor; out [n], may be one of the rows. On CPU the
     additions go in the order of rows; on CUDA in that of `torch.sum`, which is one kernel.
@@ -177,7 +177,7 @@ def reduce_scatter_fp32(
     async_op: bool = False,
     scratch: Scratch | None = None,
 ) -> Reduction | None:
-    """Reduce-scatter with FP32 sums: `output` gets this rank's part of the sum (AVG: mean) of all ranks' `input`.
+    """Reduce-scatter with FP32 sums: `output` gets this rank's part of the sum (AVG: mean).
 
     input [ranks * n], output [n], contiguous and of one dtype, which is what travels; output may be this rank's part
     of `input`. `across` is a second group that the result is summed over. The sum over `group` goes in rank order.

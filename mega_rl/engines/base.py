@@ -61,7 +61,7 @@ class ModelRequest:
 
 @dataclass(kw_only=True)
 class ModelEngine(Engine):
-    """A model of a known Hugging Face architecture, on either backend: how its weights leave, what is on the host."""
+    """A model on either backend: how its weights leave, and what is on the host."""
 
     name: Role  # the model's role
     sharding: Sharding  # the model, and the place of each Hugging Face tensor in `whole_chunks`
@@ -124,7 +124,7 @@ class ModelEngine(Engine):
         lesson: Lesson | None = None,
         kept: Tensor | None = None,
     ) -> TokenOutputs:
-        """Return outputs for `micro.targets`, shaped like them, of logits [n, V / tp], or values [n, 1]; collective.
+        """Return outputs for `micro.targets` of logits [n, V / tp], or values [n, 1]; collective.
 
         micro: on the device. group: tensor parallel, if logits are cut. kept: [n] flat positions of the logits; None:
         all, in order. With a `lesson` of the micro-batch outputs have the divergence from a teacher.

@@ -49,7 +49,7 @@ def resolve_model(
     attention: RequestedAttention,
     device_type: str,
 ) -> ModelRequest:
-    """Return the model of checkpoint `path` in a role, with its layers and its attention on this machine decided.
+    """Return a role's model of checkpoint `path`, its layers and attention here decided.
 
     `head` is "lm" or "value"; a trainable model has gradients and an optimizer.
 
@@ -150,7 +150,7 @@ def _build_megatron(
 def _trainable(
     chunks: list[GPTModel], *, model_config: TransformerConfig, settings: EngineSettings, groups: Groups
 ) -> tuple[list[Any], MegatronOptimizer]:
-    """Freeze what the config names, wrap the chunks for data parallelism, and return them with their optimizer."""
+    """Freeze what the config names, wrap the chunks, and return them with their optimizer."""
     megatron = settings.engine.megatron
     freeze(named_parameters(chunks), settings.model.frozen, everyone=ranks_of(groups.world))
     for chunk in chunks:

@@ -188,7 +188,7 @@ class FSDPEngine(ModelEngine):
         return self.token_outputs(logits, there, group=None, with_entropy=with_entropy, lesson=lesson, kept=kept)
 
     def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
-        """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far."""
+        """Clip by the global norm and step; return the norm before. metrics: of the update."""
         assert self.optimizer is not None
         parameters = self.parameters
         norm = gradient_norm(parameters, self.data_parallel)
@@ -203,7 +203,7 @@ class FSDPEngine(ModelEngine):
 def _head_output(
     model: nn.Module, micro: MicroBatch, there: MicroBatch, *, attention: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (logits [N, V] or values [N, 1], flat positions [N] that they are of, None for all) of a micro-batch.
+    """Return (logits [N, V] or values [N, 1], their flat positions [N]; None: all).
 
     `there` is the micro-batch on the device.
     """
@@ -220,14 +220,14 @@ def _head_output(
 
 
 def _expect_backward(model: nn.Module, *, sends: bool, frees: bool) -> None:
-    """Send gradients after the next backward, and free layers in it, or keep them for another micro-batch."""
+    """Set whether the next backward sends gradients and frees layers."""
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(sends, recurse=False)
         module.set_reshard_after_backward(frees, recurse=False)
 
 
 def _predicting(micro: MicroBatch) -> Tensor:
-    """Return [N] int64 flat positions whose output enters the loss, on the host where the micro-batch is.
+    """Return [N] int64 flat positions whose output enters the loss, on the host.
 
     One at least: every rank needs a backward.
     """
@@ -275,14 +275,14 @@ def set_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
 
 
 def gradient_norm(parameters: Iterable[DTensor], ranks: Ranks) -> float:
-    """Return the L2 norm of all gradients, squares summed in float64; `ranks` are all of them; collective."""
+    """Return the L2 norm of all gradients, squares summed in float64 over all `ranks`; collective."""
     own = (local(p.grad) for p in parameters if p.grad is not None and is_first_copy(p))
     squares = squared_norm([gradient for gradient in own if gradient.numel()])
     return math.sqrt(float(ranks.sum(squares.cpu())))
 
 
 def clip(parameters: Iterable[DTensor], *, norm: float, limit: float) -> None:
-    """Scale all gradients, whose norm is `norm`, down to the norm `limit`; 0 leaves them as they are."""
+    """Scale all gradients, of norm `norm`, down to `limit`; 0 leaves them as they are."""
     factor = limit / (norm + 1e-6)
     if limit > 0.0 and factor < 1.0:
         torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)

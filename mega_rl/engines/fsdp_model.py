@@ -1,4 +1,4 @@
-"""Building of a Hugging Face model sharded by PyTorch FSDP2, one layer at a time, and its attention.
+"""Hugging Face models sharded by PyTorch FSDP2, one layer at a time, and their attention.
 
 Attention is that of the kernels of our core attention, under names that transformers dispatches on. A name that
 transformers knows no mask for gets none, so nothing of size [T, T] is made for a packed micro-batch. Rows of padded
@@ -83,14 +83,14 @@ class Fp32ReduceScatter(_Memory):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> Reduction | None:
-        """Write this rank's part of the sum of all ranks' `input_tensor` [ranks * n] to `output_tensor` [n]."""
+        """Write this rank's part of the sum of all `input_tensor` [ranks * n] to `output_tensor` [n]."""
         return reduce_scatter_fp32(
             output_tensor, input_tensor, group=group, op=op, async_op=async_op, scratch=self.scratch
         )
 
 
 def use_host_collectives(modules: Iterable[FSDPModule], group: ProcessGroup, *, largest: int) -> Scratch | None:
-    """Use these collectives in the modules if `group` is of gloo; return the memory of pending messages, else None.
+    """Use these collectives on gloo; return the memory of pending messages, else None.
 
     largest: bytes of the gradients of the largest module.
     """
@@ -157,7 +157,7 @@ def shard(
     settings: FsdpConfig,
     recompute: bool,
 ) -> Scratch | None:
-    """Give the parameters of `model` memory, unset and float32, of which every rank of `mesh` keeps its rows.
+    """Give the parameters memory, unset and float32, of which every rank of `mesh` keeps its rows.
 
     Each of `units` is gathered, cast to `dtype`, just before it runs and freed after it. Only one unit is in memory
     whole at a time, here too. Gradients are sums over the mesh, float32 in a shard and, unless `grad_reduce_in_fp32` is
@@ -193,7 +193,7 @@ def shard(
 
 
 def use_fp32_head(hf: PreTrainedModel) -> None:
-    """Make the head of a model that computes in bf16, a tied one too, return float32 logits: `model.fp32_head`.
+    """Make the head of a bf16 model, tied or not, return float32 logits: `model.fp32_head`.
 
     Inside FSDP's hooks, which give it the whole weight in bf16.
     """
@@ -272,7 +272,7 @@ _WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")
 
 
 def attention_name(choice: str) -> str:
-    """Return the `attn_implementation` with which a model must be built to run `choice`, "eager" and the like.
+    """Return the `attn_implementation` that a model needs to run `choice`, as "eager".
 
     Raises KeyError: not one that Hugging Face's models run.
     """

@@ -28,7 +28,7 @@ FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
 
 
 def rows_here(parameter: DTensor) -> Box:
-    """Return where in the whole this rank's rows are; empty where there are more ranks than rows."""
+    """Return the place of this rank's rows in the whole; empty beyond the last row."""
     mesh = parameter.device_mesh
     dimension = next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
     local = tuple(parameter.to_local().shape)
@@ -38,7 +38,7 @@ def rows_here(parameter: DTensor) -> Box:
 
 
 def is_first_copy(parameter: DTensor) -> bool:
-    """Return whether this rank's rows are the first of their copies, which several groups of ranks hold."""
+    """Return whether this rank's rows are the first of their copies."""
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
     return all(
@@ -87,7 +87,7 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
 
 
 def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:
-    """Yield the copies that make the rows of `box` of a parameter of this shape from tensors on disk."""
+    """Yield the copies that make the rows of `box` from tensors on disk."""
     per_row = prod(shape[1:-1])  # of the matrix
     low = box.offset[0] * per_row
     high = low + matrix_shape(box.shape)[0]
@@ -128,7 +128,7 @@ class WholeModel(nn.Module):
 
 
 class _Gatherer:
-    """Gatherer of parameters that keeps the last ones, out of which experts are cut one by one."""
+    """Gatherer of parameters that keeps the last ones, to cut experts out one by one."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}

@@ -195,7 +195,7 @@ class MegatronEngine(ModelEngine):
         return freed + self._memory.offload(tensors, chosen)
 
     def _combine(self, full: Tensor) -> Tensor:
-        """Return the outputs of the whole replica from those of this rank, [n, B, S] both; collective."""
+        """Return the replica's outputs from those of this rank, [n, B, S] both; collective."""
         if self._is_last and self._context.size > 1:
             full = self._context.sum(full)  # each place holds one rank's number and zeros
         if self._pipeline.size > 1:
@@ -203,7 +203,7 @@ class MegatronEngine(ModelEngine):
         return full
 
     def _apply_gradients(self, optimizer: MegatronOptimizer, lr: float, metrics: Metrics) -> float:
-        """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far.
+        """Clip by the global norm and step; return the norm before. metrics: of the update.
 
         These are the pieces of Megatron-Core's `ChainedOptimizer.step`, with a look at the norm before any change.
         """
@@ -218,7 +218,7 @@ class MegatronEngine(ModelEngine):
 
 
 def _reduce(results: list[Finished], token_shares: Ranks, pipeline: Ranks) -> Metrics:
-    """Return the loss metrics over all ranks, on all of them; the last pipeline stage has the results."""
+    """Return the loss metrics over all ranks; the last pipeline stage has the results."""
     last = pipeline.size - 1
     reduced = reduce_losses(results, token_shares) if pipeline.rank == last else {}
     return broadcast_json(reduced, pipeline, source=last) if pipeline.size > 1 else reduced

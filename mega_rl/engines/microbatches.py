@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches, their results put together, and the checks of a step that all engines make."""
+"""Cutting a batch into micro-batches, joining their results, and the checks of a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MicrobatchLoss = Callable[[TokenOutputs, Mapping[str, Tensor]], LossOutput]
 
 @dataclass(frozen=True)
 class Batching:
-    """Settings by which rows become micro-batches: packed up to a token budget, or padded in fixed numbers.
+    """Settings of micro-batches: packed up to a token budget, or padded in fixed numbers.
 
     Under context parallelism every rank makes the same whole micro-batches and keeps its part of each.
     """
@@ -76,7 +76,7 @@ class Batching:
         return [cut(micro, cp_rank=self.cp_rank, cp_size=self.cp_size) for micro in micros]
 
     def _common_shape(self, lengths: Sequence[int], plan: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Return (rows, tokens of each) that every micro-batch is padded to, (1, 1) where that would add too much."""
+        """Return (rows, tokens) to pad micro-batches to; (1, 1) where that adds too much."""
         if not self.same_shapes:
             return 1, 1
         if self.packing:
@@ -167,7 +167,7 @@ def collect(
     with_entropy: bool,
     combine: Callable[[Tensor], Tensor] = lambda full: full,
 ) -> TokenOutputs:
-    """Return the outputs of all micro-batches, [B, S] float32 on the host, 0 off the loss mask.
+    """Return all micro-batches' outputs, [B, S] float32 on the host, 0 off the mask.
 
     `with_entropy`: a policy's micro-batches have it beside the log-probs. `combine` makes a replica's outputs [n, B, S]
     from those of this rank, where a replica has several ranks.
@@ -217,7 +217,7 @@ def was_clipped(norm: float, limit: float) -> Metrics:
 
 
 def check_norm(name: str, norm: float, metrics: Metrics) -> None:
-    """Raise NonFiniteGradientError where the gradient norm of the role `name`, equal on all ranks, is not finite.
+    """Raise NonFiniteGradientError for a gradient norm, equal on all ranks, that is not finite.
 
     metrics: of the update so far, for the error.
     """

@@ -1,4 +1,4 @@
-"""A frozen model on a layout of its own: rows travel to its replicas, and what it says of them comes back.
+"""A frozen model on another layout: rows travel to its replicas, outputs come back.
 
 The ranks are those of the model that trains, here the student, and each holds its part of both. Both cut a batch over
 data parallelism, pipeline, tensors and sequences, each in its way. Of every token travel some bytes so that the frozen
@@ -42,7 +42,7 @@ class _Recut:
     tokens: int  # of all rows
 
     def token_numbers(self, micro: MicroBatch, rows: Tensor, *, width: int) -> Tensor:
-        """Return the number among all tokens of the token at each position, [positions] int64, -1 on padding.
+        """Return the number among all tokens at each position, [positions] int64, -1 on padding.
 
         rows: [n] int64, the rows of the micro-batch's batch among all rows. width: its padded length.
         """
@@ -88,7 +88,7 @@ class OwnLayout:
         return TokenOutputs(logprobs=whole[recut.first : recut.first + count, :width].clone())
 
     def teach(self, minibatch: Experience) -> Lesson:
-        """Return the lesson on the student's micro-batches; hidden states are 0 where no response token is predicted.
+        """Return the lesson on the student's micro-batches; hidden states of other tokens are 0.
 
         Each round moves those of one micro-batch of every student.
         """
@@ -106,7 +106,7 @@ class OwnLayout:
         return Lesson(hidden, send(self._projection, self.student.device))
 
     def _recut(self, batch: Rollout | Experience) -> _Recut:
-        """Return the rows of all students and this replica's share of them, about equally many tokens each."""
+        """Return the rows of all students and this replica's share, of about equally many tokens."""
         own = TensorDict({name: getattr(batch, name) for name in _SENT}, len(batch.tokens))
         whole = self._students.gather_tensordict(own)
         counts = [int(count) for count in self._students.gather_json(len(batch.tokens))]
@@ -123,7 +123,7 @@ class OwnLayout:
         )
 
     def _places(self, recut: _Recut, *, has_hidden: bool) -> tuple[Tensor, Tensor]:
-        """Return where hidden states are, by number of the token: (position here or -1, rank), [all tokens] both.
+        """Return the places of hidden states, (position here or -1, rank), [all tokens] both.
 
         The rank is the one of tensor-parallel rank 0; the next ones have copies. Positions count over micro-batches.
         """
@@ -145,7 +145,7 @@ class OwnLayout:
         holders: Tensor,
         serve: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return hidden states for a student's micro-batch, [positions, H] on the host; none off its last stage."""
+        """Return hidden states for a micro-batch, [positions, H] on the host; none off the last stage."""
         count, width = minibatch.tokens.shape
         numbers = recut.token_numbers(micro, torch.arange(recut.first, recut.first + count), width=width)
         places = token_places(micro, width=width).flatten()
@@ -172,7 +172,7 @@ class OwnLayout:
         return rows
 
     def _cut_projection(self, weight: Tensor | None) -> Tensor:
-        """Return the rows of the projection for the student's logits on this rank, [V / tp, H] on the host; collective.
+        """Return the projection's rows for this rank's logits, [V / tp, H] on the host; collective.
 
         weight: this rank's rows as the frozen model cuts them; None off its last pipeline stage. Rows of padding are 0.
         """

@@ -61,7 +61,7 @@ class Schedule:
         return self._run(chunks, micros, finish, forward_only=loss is None)
 
     def hidden_states(self, chunks: Sequence[GPTModel], micros: list[MicroBatch]) -> list[Tensor]:
-        """Return the last hidden states of each micro-batch, [tokens, H] on the host; none off the last stage."""
+        """Return each micro-batch's last hidden states, [tokens, H] on the host; none off the last stage."""
         with torch.no_grad(), hidden_outputs(chunks):
             return self._run(chunks, micros, _keep_hidden, forward_only=True)
 
@@ -140,6 +140,6 @@ def _finish_microbatch(
 
 
 def _keep_hidden(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (no loss, unused token count, last hidden states [tokens, H] on the host) of the last stage's output."""
+    """Return (no loss, unused token count, last hidden states [tokens, H] on the host)."""
     no_count = torch.zeros([], dtype=torch.int, device=output.device)
     return output.new_zeros([]), no_count, output.flatten(0, 1).cpu()

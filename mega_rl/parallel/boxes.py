@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Box(NamedTuple):
-    """A box of elements of a tensor: `offset[i] <= index[i] < offset[i] + shape[i]`; () and () for a scalar."""
+    """A box of elements: `offset[i] <= index[i] < offset[i] + shape[i]`; () and () for a scalar."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -19,7 +19,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a checkpoint's tensor, the same under every layout: its owner saves `data`, every holder loads it."""
+    """Part of a checkpoint's tensor under any layout: its owner saves `data`, every holder loads it."""
 
     name: str  # of the whole tensor: "actor/exp_avg/decoder.layers.3.mlp.linear_fc2.weight"
     global_shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Divergence of a student's distributions from a teacher's over a whole vocabulary that is split over ranks.
+"""Divergence of a student's distributions from a teacher's over a vocabulary split over ranks.
 
 With p = softmax(student logits / temperature), q = softmax(teacher logits / temperature), m = beta q + (1 - beta) p:
 
@@ -41,7 +41,7 @@ from mega_rl.types import IdRanges
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """Last hidden states of a teacher, and the rows of its vocabulary projection for this rank's logits."""
+    """Last hidden states of a teacher, and its projection's rows for this rank's logits."""
 
     hidden: Tensor  # [T, H] float32 or bfloat16
     weight: Tensor  # [V / tp, H] likewise
@@ -65,7 +65,7 @@ class DistilledOutputs(NamedTuple):
 def vocab_parallel_divergence(
     logits: Tensor, targets: Tensor, teacher: TeacherHead, *, columns: VocabColumns, with_entropy: bool = False
 ) -> DistilledOutputs:
-    """Return log-probs, entropy and divergence from the teacher of each row of logits [T, V / tp]; collective.
+    """Return log-probs, entropy and divergence of each row of logits [T, V / tp]; collective.
 
     As `vocab_parallel_logprobs_entropy`, whose arguments these are: the backward writes the gradient of all three over
     the logits, which must be a temporary without later readers. The teacher gets no gradient. Beside the logits there
@@ -130,7 +130,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _log_sum_over_ranks(z: Tensor, columns: VocabColumns) -> Tensor:
-    """Return the log of the sum of exp(z) over the vocabulary, [n], of this rank's z [n, columns.count]; collective."""
+    """Return log sum exp(z) over the vocabulary, [n], of z [n, columns.count]; collective."""
     if columns.group is None:
         return z.logsumexp(dim=1)
     here = columns.count > 0
@@ -153,7 +153,7 @@ def _mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 
 
 def _divergence_sums(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of the divergence and of KL(p || m), [n] each; the latter is 0 for the forward KL."""
+    """Return this rank's part of the divergence and of KL(p || m), [n] each."""
     if beta == 0.0:
         forward = (logq.exp() * (logq - logp)).sum(dim=1)
         return forward, torch.zeros_like(forward)
@@ -165,7 +165,7 @@ def _divergence_sums(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, T
 
 
 def _divergence_gradient(logp: Tensor, logq: Tensor, own: Tensor, beta: float) -> Tensor:
-    """Return the derivative of the divergence by logits / temperature, like `logp`; own: KL(p || m), [n]."""
+    """Return the derivative of the divergence by logits / temperature; own: KL(p || m), [n]."""
     if beta == 0.0:
         return logp.exp().sub_(logq.exp())
     ratio = (logp - _mixture(logp, logq, beta)).sub_(own[:, None])

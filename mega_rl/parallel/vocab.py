@@ -83,7 +83,7 @@ def vocab_parallel_logprobs_entropy(
 
 @torch.no_grad()
 def hide(logits: Tensor, hidden: IdRanges, *, first: int = 0) -> Tensor:
-    """Overwrite the columns of hidden ids in logits [..., V / tp], of which `first` is the first id; returns them.
+    """Overwrite columns of hidden ids in logits [..., V / tp]; first: of column 0.
 
     No gradient reaches these columns: that of a token of probability 0 is 0.
     """
@@ -197,7 +197,7 @@ def write_gradient(
     of_results: tuple[Tensor | None, Tensor | None],
     columns: VocabColumns,
 ) -> None:
-    """Write the gradient of rows of logits into `grad`, which may be the logits themselves; 0 on padding.
+    """Write the gradient of rows of logits into `grad`, maybe the logits; 0 on padding.
 
     values: maximum, log_sum and entropy of `row_values`. of_results: gradients of log-probs and entropies, [T] float32,
     None where there is none.
@@ -225,7 +225,7 @@ def _write_gradient(
     of_results: tuple[Tensor, Tensor | None],
     columns: VocabColumns,
 ) -> None:
-    """Write the gradient of logits [T, V / tp] into `grad`, as `write_gradient` does, in chunks of rows."""
+    """Write the gradient of logits [T, V / tp] as `write_gradient`, in chunks of rows."""
     maximum, log_sum, entropy = row_values
     grad_logprobs, grad_entropy = of_results
     count, scale = columns.count, columns.scale
@@ -280,14 +280,14 @@ def _shift(sums: Tensor, distance: Tensor, *, hit: Tensor) -> None:
 
 
 def scaled_difference(logits: Tensor, maximum: Tensor, scale: float) -> Tensor:
-    """(logits - maximum) * scale as a new float32 tensor; the difference first, which large logits need."""
+    """Return (logits - maximum) * scale, new and float32; large logits need the difference first."""
     z = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     torch.sub(logits, maximum[:, None], out=z)
     return z if scale == 1.0 else z.mul_(scale)
 
 
 def row_chunks(tokens: int, chunk_rows: int) -> Iterator[slice]:
-    """Yield slices that cover the rows; none if `chunk_rows` is 0, as on a rank that holds only padding."""
+    """Yield slices that cover the rows; none if `chunk_rows` is 0, on padding."""
     if chunk_rows:
         yield from (slice(start, min(start + chunk_rows, tokens)) for start in range(0, tokens, chunk_rows))
 
@@ -305,7 +305,7 @@ def _inside(local_targets: Tensor, columns: int) -> Tensor:
 def fp32_linear(
     hidden: Tensor, weight: Tensor, *, gather: Collective | None = None, reduce: Collective | None = None
 ) -> Tensor:
-    """Return hidden @ weight.T as float32 [S, B, V] of hidden [S, B, H] and weight [V, H], both bfloat16.
+    """Return hidden @ weight.T, float32 [S, B, V], of bfloat16 [S, B, H] and [V, H].
 
     Gradients are computed in float32 and rounded once, to the dtypes of `hidden` and `weight`. Only the two inputs are
     kept for the backward.
@@ -348,7 +348,7 @@ class _Fp32Linear(torch.autograd.Function):
 
 
 def parts(grad: Tensor, *, split: bool) -> Iterator[Tensor]:
-    """Yield tensors of bfloat16 whose sum is the float32 `grad` to 2^-17 of each element, or `grad` itself.
+    """Yield bfloat16 tensors whose sum is `grad` to 2^-17 of each element, or `grad`.
 
     Both parts use the same memory: the second takes the place of the first.
     """
@@ -361,7 +361,7 @@ def parts(grad: Tensor, *, split: bool) -> Iterator[Tensor]:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right in float32, of matrices [M, K] and [K, N] of bfloat16 or float32."""
+    """Return left @ right in float32, of [M, K] and [K, N], bfloat16 or float32."""
     if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

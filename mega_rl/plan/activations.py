@@ -1,4 +1,4 @@
-"""Peaks of passes over a micro-batch, and what autograd keeps of one decoder layer, in bytes per token.
+"""Peaks of passes over a micro-batch, and bytes per token that autograd keeps of a layer.
 
 Each entry is a tensor that some operation saves; a tensor that two operations save counts once, and a view counts as
 the memory behind it. Tokens are those of a micro-batch on one context-parallel rank;
@@ -105,7 +105,7 @@ def saved(shape: LayerShape) -> dict[str, float]:
 
 
 def _norm_input(shape: LayerShape) -> float:
-    """Return the input of an RMSNorm with its statistics; written-out norms keep the input in FP32 and its result."""
+    """Return the input of an RMSNorm with its statistics; written-out norms also keep FP32 copies."""
     elements = shape.hf.hidden_size * shape.share
     if shape.spec == "hf":
         return elements * (FP32 + (shape.itemsize if shape.itemsize != FP32 else FP32)) + FP32
@@ -164,7 +164,7 @@ def _latent_attention(shape: LayerShape) -> dict[str, float]:
 
 
 def _rotary(shape: LayerShape, width: float, *, fused: bool | None = None) -> float:
-    """Return the bytes of sine and cosine of every token, once for queries and once for keys, unless fused."""
+    """Return the bytes of sine and cosine of a token, for queries and keys, unless fused."""
     fused = shape.spec == "te" and shape.hf.rope.kind != "yarn" if fused is None else fused
     return 0.0 if fused else 4 * width * shape.itemsize
 
@@ -213,7 +213,7 @@ def _mlp(shape: LayerShape) -> dict[str, float]:
 
 
 def _results_of_the_gate(shape: LayerShape) -> int:
-    """Return the number of kept results of the gate's width: the product, and its inputs if written out."""
+    """Return the number of kept results of the gate's width: the product, perhaps its inputs."""
     if shape.spec == "hf":
         return 2
     return 3 if shape.hf.activation == "gelu_tanh" else 1
@@ -282,7 +282,7 @@ def tokens_of_a_pass(setup: RunSetup) -> int:
 
 
 def tokens_of_longest(setup: RunSetup) -> int:
-    """Return the tokens of a micro-batch on one rank that holds as many longest sequences as fit."""
+    """Return a rank's tokens of a micro-batch with as many longest sequences as fit."""
     whole = tokens_of_a_pass(setup) * setup.layout.cp // setup.longest * setup.longest
     return -(-whole // setup.layout.cp)
 
@@ -347,7 +347,7 @@ def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool) -> LayerShape:
 
 
 def _kernel(setup: RunSetup, model: PlannedModel) -> Kernel:
-    """Return the attention kernel of a GPU; local layers use torch's kernel for variable lengths if they can."""
+    """Return the attention kernel of a GPU; local layers prefer torch's for variable lengths."""
     if setup.spec == "te":
         return "packed"
     hf = model.hf
@@ -425,7 +425,7 @@ def _temporaries(logits: int, itemsize: int) -> int:
 
 
 def _gathered(setup: RunSetup, model: PlannedModel) -> int:
-    """Return the bytes of FSDP2's gathered units: two at once, their gradients, and the gradients in transit."""
+    """Return the bytes of FSDP2's gathered units: two at once, with gradients held and in transit."""
     largest = _largest_unit(model.hf, model.head)
     reduced = FP32 if setup.config.engine.fsdp.grad_reduce_in_fp32 else setup.itemsize
     return largest * (2 * setup.itemsize + ((setup.itemsize + reduced) if model.trainable else 0))

@@ -1,4 +1,4 @@
-"""Expected time of a step: operations, bytes and messages, each divided by a rate of the hardware.
+"""Expected time of a step: operations, bytes and messages, divided by the hardware's rates.
 
 Every response is as long as it may be. A phase is the sum of its parts, which follow one another. The slowest stage of
 a pipeline counts, once for each micro-batch and for each that its ends wait for. docs/scale.md lists the
@@ -49,7 +49,7 @@ BUBBLE, COMPUTING = "waiting for other stages", "computing"
 
 @dataclass(frozen=True)
 class Hardware:
-    """Coefficients of the cost model: rates per second and GPU in operations or bytes, and shares that work reaches.
+    """Coefficients of the cost model: rates per second and GPU, and shares that work reaches.
 
     Peaks, memory and links come from data sheets. Shares and latencies are estimates for this package's code, until a
     device has measured them.
@@ -214,7 +214,7 @@ def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> di
 
 
 def _generation(setup: RunSetup, hardware: Hardware, server_ranks: int) -> dict[str, float]:
-    """Return the seconds of a step's responses, on servers or embedded engines that all have as many."""
+    """Return the seconds of a step's responses, shared evenly by servers or embedded engines."""
     hf, b, rollout = setup.actor.hf, setup.rollout_itemsize, setup.config.rollout
     if rollout.backend == "none":
         return {}
@@ -254,7 +254,7 @@ def _room(setup: RunSetup, hardware: Hardware, ranks: int) -> int:
 
 
 def _share_read(hf: HFConfig, tokens: int) -> float:
-    """Return the share of the weights that so many tokens read: of experts only the chosen ones."""
+    """Return the share of the weights that tokens read: of experts only the chosen ones."""
     if hf.moe is None:
         return 1.0
     layers = sum(is_moe(hf, i) for i in range(hf.num_layers))
@@ -294,7 +294,7 @@ class Message(NamedTuple):
 
 
 def step_traffic(setup: RunSetup, pp_rank: int, *, rank: int | None = None) -> list[Traffic]:
-    """Return the traffic of a rank of a pipeline stage in one step whose responses are all longest."""
+    """Return a rank's traffic in a step whose responses are all longest."""
     traffic: list[Traffic] = []
     rank = pp_rank * setup.layout.stage_size if rank is None else rank
     for model in setup.models.values():
@@ -314,7 +314,7 @@ def passes_of(setup: RunSetup, model: PlannedModel) -> tuple[int, int]:
 
 
 def pass_traffic(setup: RunSetup, model: PlannedModel, forward: int, training: int, pp_rank: int) -> list[Traffic]:
-    """Return the messages of so many forward and training passes: of layers that are cut, or that are gathered."""
+    """Return the messages of forward and training passes: of layers that are cut or gathered."""
     layout = setup.layout
     if setup.spec == "hf":  # FSDP2 gathers a layer once in a forward, twice in a training pass
         fsdp, ranks = setup.config.engine.fsdp, shard_ranks(setup.config, setup.machine.world_size)
@@ -404,7 +404,7 @@ def _merged(traffic: Iterable[Traffic]) -> list[Traffic]:
 
 
 def sync_traffic(setup: RunSetup) -> dict[str, int]:
-    """Return the bytes of one weight sync: of the model, to each rank, and to the servers."""
+    """Return the bytes of one weight sync: the model's, each rank's, the servers'."""
     layout, config = setup.layout, setup.config
     model = weight_bytes(setup.actor.hf, setup.rollout_itemsize)
     pieces = layout.tp * layout.pp * (layout.ep if setup.actor.hf.moe is not None else 1)
@@ -425,7 +425,7 @@ def num_servers(setup: RunSetup) -> int:
 
 
 def _stage_messages(setup: RunSetup, model: PlannedModel, pp_rank: int) -> Iterator[Message]:
-    """Yield the messages of a micro-batch on a pipeline rank, its ends included; a kind may repeat."""
+    """Yield the messages of a micro-batch on a pipeline rank; a kind may repeat."""
     layout, recompute = setup.layout, recompute_of(setup)
     stage = _Stage(setup, model, tokens_of_longest(setup))
     if pp_rank == 0:
@@ -459,7 +459,7 @@ class _Stage:
         return self.tokens // layout.tp if layout.sequence_parallel else self.tokens
 
     def head(self) -> list[Message]:
-        """Return the messages of the output layer, and of the sums over a vocabulary that is cut."""
+        """Return the messages of the output layer and of sums over a cut vocabulary."""
         layout = self.setup.layout
         if layout.tp == 1:
             return []
@@ -500,7 +500,7 @@ class _Stage:
         return _share(self.tokens * width * self.setup.itemsize, self.setup.layout.tp)
 
     def _gather_columns(self, width: int) -> list[Message]:
-        """Return the messages of a linear layer whose rows of weights are cut; `width` is that of its input."""
+        """Return the messages of a linear layer whose rows are cut; `width`: of its input."""
         layout, ring = self.setup.layout, self._ring(width)
         if layout.tp == 1:
             return []

@@ -1,4 +1,4 @@
-"""Layouts near by, a search for layouts that fit, and the cheapest change that makes a run fit."""
+"""A search for layouts that fit, and the cheapest change that makes a run fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_TRIED = 200  # combinations
 
 @dataclass(frozen=True)
 class SettingChange:
-    """New values of settings, and their price: their cost in speed, in steps of roughly a tenth."""
+    """New values of settings, and their price in speed, in steps of roughly a tenth."""
 
     kind: str  # changes of one kind exclude each other
     settings: Mapping[str, object]
@@ -80,7 +80,7 @@ def is_legal(setup: RunSetup) -> bool:
 
 
 def cheapest(setup: RunSetup) -> Proposal | None:
-    """Return the cheapest changes that let a run fit, None if none of the tried changes is enough."""
+    """Return the cheapest changes that let a run fit, None if none is enough."""
     assert setup.machine.gpu_memory is not None, "nothing fits a memory that is not known"
     options = list(possible(setup))
     first = Proposal({}, setup.machine.world_size, judge(setup))
@@ -223,7 +223,7 @@ def _sizes(setup: RunSetup) -> Iterator[dict[str, int]]:
 
 
 def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candidate | None:
-    """Return a layout; None if it is not legal or does not fit. Another pp makes the pipeline even, without vpp."""
+    """Return a layout, without vpp for another pp; None if illegal or too large."""
     par = setup.config.engine.megatron
     settings: dict[str, object] = {f"{_MEGATRON}.{name}": size for name, size in sizes.items()}
     if sizes["tp"] > 1 or par.sequence_parallel:

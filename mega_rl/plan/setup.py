@@ -1,4 +1,4 @@
-"""The run that a plan describes: settings, models by role, and machine, from a recipe and options."""
+"""The run that a plan describes: settings, models by role, machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RunSetup:
 
     @cached_property
     def layout(self) -> ParallelLayout:
-        """Return the layout of all models without their own. Raises ValueError for sizes that do not fit together."""
+        """Return the layout of models without their own. Raises ValueError for unfit sizes."""
         has_experts = any(model.hf.moe is not None for model in self.models.values())
         engine, world_size = self.config.engine, self.machine.world_size
         return ParallelLayout.of_engine(engine, world_size=world_size, has_experts=has_experts)
@@ -133,7 +133,7 @@ class RunSetup:
 
 
 def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role, PlannedModel]:
-    """Return the models of a run by role; a role without its own checkpoint has the actor's."""
+    """Return the models of a run by role; without a checkpoint it is the actor's."""
     own = {"critic": "model.critic_path", "reference": "model.ref_path", "reward": "reward.source.path"}
     models: dict[Role, PlannedModel] = {}
     for role in requested_models(config):

@@ -14,10 +14,10 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.protocols import Ranks, Scorer
 from mega_rl.rewards.builtin import CHEAP, RewardFunction
 from mega_rl.rewards.call import load_functions, plan
-from mega_rl.rewards.code import AssertCase, read_cases, specification, unfit_tests
+from mega_rl.rewards.code import AssertCase, read_cases, specification, usable_sandbox
 from mega_rl.rewards.pool import FunctionRewards, WorkerPool
 from mega_rl.rewards.role import AbsentScorer, RewardComponents, TextScorer
-from mega_rl.rewards.sandbox.suites import UnknownTestsError
+from mega_rl.rewards.sandbox.suites import UnknownTestsError, unfit
 from mega_rl.rewards.score import ResponseReader
 from mega_rl.rewards.service import Poster, find_service, service_scores
 from mega_rl.tracking import progress
@@ -34,11 +34,7 @@ class RunRewards:
     source: FunctionRewards | None  # functions or a service; None: a reward model scores, or no reward
 
     def columns(self, answer_key: str, source_key: str) -> RewardColumns:
-        """Return the columns of the data that are read.
-
-        Raises:
-            UserError: a reward function takes an answer, and no column has it.
-        """
+        """Return the columns of the data that are read. Raises UserError where an answer is missing."""
         kind, source = self.settings.source.name, source_key if self.settings.sources else ""
         if self.source is None or kind != "function":
             return RewardColumns(answer=bool(answer_key) and kind == "http", structured=True, source=source)
@@ -98,12 +94,9 @@ class RunRewards:
 
 
 def build_rewards(reward: RewardConfig, function: RewardFunction | None = None, *, resources: ExitStack) -> RunRewards:
-    """Return the rewards of a run; finds every mistake in a function or a service.
+    """Return the rewards of a run; raises UserError for a function, address or key that cannot be used.
 
     function: from a Python program, in place of the one that the settings name. resources: ends worker processes.
-
-    Raises:
-        UserError: a function that cannot be called, an address or key that cannot be used.
     """
     http = reward.source
     if http.name == "function":
@@ -168,11 +161,14 @@ def check_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
         for case in cases:
             if isinstance(case, AssertCase):
                 rows.setdefault(case, []).append(prompt.index)
-    unfit: dict[str, set[int]] = {}
-    for numbers, why in zip(rows.values(), unfit_tests(reward.sandbox, [*rows]), strict=True):
-        if why:
-            unfit.setdefault(why, set()).update(numbers)
-    problems = [f"they {why} (rows {', '.join(map(str, sorted(numbers)))})"[:400] for why, numbers in unfit.items()]
+    refused: dict[str, set[int]] = {}
+    if rows:
+        with usable_sandbox(reward.sandbox) as sandbox:
+            reasons = unfit(sandbox, [case.suite for case in rows], reward.sandbox.timeout_s)
+            for numbers, why in zip(rows.values(), reasons, strict=True):
+                refused.setdefault(why, set()).update(numbers)
+    refused.pop("", None)
+    problems = [f"they {why} (rows {', '.join(map(str, sorted(numbers)))})"[:400] for why, numbers in refused.items()]
     if problems:
         raise UserError(f"the reward function {CODE_TESTS} cannot judge by some tests: {'; '.join(problems)}")
 
@@ -184,24 +180,22 @@ def source_problems(
 
     key: column of a row's source. A source that no row has is a problem only where there are rows to train on.
     """
-    known = rewards.sources
+    known, rows = rewards.sources, [*train, *held_out]
+    sources, problems = {prompt.source for prompt in rows}, []
     if not known:
         return []
-    rows = [*train, *held_out]
-    sources = {prompt.source for prompt in rows}
-    problems = []
     if missing := sorted(sources - known.keys()):
         problems.append(
             f"rows have the sources {', '.join(map(repr, missing))} in the column {key!r} (data.source_key; '' where "
-            "it is missing), which reward.sources has no entry for; say which of reward.functions score them"
+            "it is missing), which reward.sources has no entry for"
         )
     if train and (unused := sorted(known.keys() - sources)):
         problems.append(f"reward.sources has entries for {', '.join(unused)}, which no row has as {key!r}")
-    without = {prompt.source: prompt for prompt in reversed(rows) if prompt.answer is None}
-    for source in sorted(without.keys() & known.keys()):
-        if rewards.takes_answer(source):
+    for source in sorted(known):
+        row = next((one.index for one in rows if one.source == source and one.answer is None), None)
+        if row is not None and rewards.takes_answer(source):
             problems.append(
-                f"row {without[source].index} of the source {source!r} has no answer, which a function of "
-                "reward.sources takes; add one, or give that parameter a default"
+                f"row {row} of the source {source!r} has no answer, which a function of reward.sources takes; add one, "
+                "or give that parameter a default"
             )
     return problems

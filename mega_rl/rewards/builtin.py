@@ -54,8 +54,9 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
             return float(texts[0] == texts[1])
         if len(_NEGATION.findall(response_text)) != len(_NEGATION.findall(gold_text)):
             return 0.0
-    gold = verifier.parse(_boxed(gold_text), parsing_timeout=timeout)
-    parsed = verifier.parse(response if response_text is None else _boxed(response_text), parsing_timeout=timeout)
+    gold = verifier.parse(f"\\boxed{{{gold_text}}}", parsing_timeout=timeout)
+    shown = response if response_text is None else f"\\boxed{{{response_text}}}"
+    parsed = verifier.parse(shown, parsing_timeout=timeout)
     if not gold or not parsed:
         return 0.0
     return float(verifier.verify(gold, parsed, timeout_seconds=timeout))
@@ -97,10 +98,8 @@ def plain_number(text: str, *, exponent: bool = False) -> Decimal | None:
     if match is None or (match["exponent"] and not exponent):
         return None
     unit = text[match.end() :]
-    return _value(match) if _UNIT.fullmatch(unit) and not _FACTOR.search(unit) else None
-
-
-def _value(match: re.Match[str]) -> Decimal:
+    if not _UNIT.fullmatch(unit) or _FACTOR.search(unit):
+        return None
     return Decimal(match["sign"] + match["value"].replace(",", "") + (match["exponent"] or ""))
 
 
@@ -162,10 +161,6 @@ def _closing_braces(text: str) -> dict[int, int]:
     return closing
 
 
-def _boxed(answer: str) -> str:
-    return f"\\boxed{{{answer}}}"
-
-
 BUILTINS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "math_verify": math_verify,
@@ -180,10 +175,7 @@ CHEAP = frozenset({"exact_match", "number_match", "has_final_answer"})  # a proc
 def resolve(spec: str, *, key: str = "reward.function") -> RewardFunction:
     """Return the reward function that the setting `key` names: a built-in name, or `path/to/file.py:function`.
 
-    spec: `code_tests` may have its settings behind it, as `code.specification` writes them.
-
-    Raises:
-        UserError: an unknown name, a missing file or function, a file that fails to import.
+    spec: `code_tests` may have its settings behind it, as `code.specification` writes them. Raises UserError.
     """
     if spec in BUILTINS:
         return BUILTINS[spec]

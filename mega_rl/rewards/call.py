@@ -1,7 +1,6 @@
 """Reward functions of every kind behind one form: responses in, an outcome for each out.
 
-`load_functions` finds functions by name and how each is called: with one response or several, sync or async. Imports
-no torch.
+`load_functions` finds them by name, and how each is called: with one response or several, sync or async. No torch.
 """
 
 from __future__ import annotations
@@ -216,10 +215,7 @@ def load_functions(
 ) -> list[PlannedFunction]:
     """Return the function that a name stands for, or several by name; settings: fields of `PlannedFunction`.
 
-    given: the function itself, from a Python program; `functions` is then its name in messages.
-
-    Raises:
-        UserError: an unknown name, a file that fails to import, or a function that cannot be called.
+    given: the function itself, from a Python program; `functions` is then its name in messages. Raises UserError.
     """
     named = {"": functions} if isinstance(functions, str) else functions
     loaded = []
@@ -228,8 +224,6 @@ def load_functions(
         function = resolve(spec, key=key) if given is None else given
         if not callable(function):
             raise UserError(f"{key}={spec!r}: is of type {type(function).__name__}, not a function")
-        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            raise UserError(f"{key}={spec!r}: is a generator; it must return a number itself")
         try:
             loaded.append(plan(function, name=name, **settings))
         except TypeError as error:

@@ -22,11 +22,9 @@ from mega_rl.config.schema import LocalSandboxConfig, RemoteSandboxConfig, Rewar
 from mega_rl.config.schema.rollout import CODE_TESTS
 from mega_rl.errors import UserError
 from mega_rl.rewards.sandbox import MIB, Execution, Limits, Sandbox, SandboxError
-from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.local import LocalSandbox
-from mega_rl.rewards.sandbox.remote import RETRIES, WAIT_S, RemoteSandbox
-from mega_rl.rewards.sandbox.suites import UnknownTestsError, judge, suite_of, unfit
-from mega_rl.rewards.service import Poster, find_service
+from mega_rl.rewards.sandbox.local import LocalSandbox, Tool
+from mega_rl.rewards.sandbox.suites import UnknownTestsError, judge, suite_of
+from mega_rl.rewards.service import RETRIES, WAIT_S, Poster, RemoteSandbox, find_service
 
 SECTION = "reward.sandbox"
 MOST_CHARACTERS = 1 << 15  # longest program parsed outside a sandbox: half a second
@@ -80,7 +78,7 @@ def with_settings(text: str) -> CodeTests:
 
 @functools.cache
 def _built(settings: RewardSandboxConfig) -> CodeTests:
-    with _sandbox(settings) as sandbox:
+    with usable_sandbox(settings) as sandbox:
         return CodeTests(sandbox, settings.timeout_s, settings.total_s, all_or_nothing=settings.score == "all")
 
 
@@ -97,7 +95,7 @@ def build_sandbox(settings: RewardSandboxConfig) -> LocalSandbox | RemoteSandbox
 
 
 @contextlib.contextmanager
-def _sandbox(settings: RewardSandboxConfig) -> Iterator[LocalSandbox | RemoteSandbox]:
+def usable_sandbox(settings: RewardSandboxConfig) -> Iterator[LocalSandbox | RemoteSandbox]:
     """Yield the sandbox of the settings; its failure is a mistake of the user."""
     try:
         yield build_sandbox(settings)
@@ -107,23 +105,14 @@ def _sandbox(settings: RewardSandboxConfig) -> Iterator[LocalSandbox | RemoteSan
 
 def check_sandbox(settings: RewardSandboxConfig) -> None:
     """Run a program in the sandbox of the settings. Raises UserError unless it works."""
-    with _sandbox(settings) as sandbox:
+    with usable_sandbox(settings) as sandbox:
         sandbox.check()
-
-
-def unfit_tests(settings: RewardSandboxConfig, cases: Sequence[AssertCase]) -> list[str]:
-    """Return for each case why it cannot judge a program, or "". Raises UserError."""
-    if not cases:
-        return []
-    with _sandbox(settings) as sandbox:
-        return [*unfit(sandbox, [one.suite for one in cases], settings.timeout_s)]
 
 
 def last_program(response: str) -> str | None:
     """Return the code of the last closed block of Python, or None.
 
-    The block may name no language. It begins at a line with three or more backticks, and ends at the next line that has
-    only as many or more.
+    The block may name no language. It begins at a line with three or more backticks, and ends at one of as many.
     """
     program, opened, language = None, "", ""
     lines: list[str] = []
@@ -314,7 +303,7 @@ def same_value(given: object, expected: object) -> bool:
 
     Any sequence equals a list, a set one in any order; an int equals no bool.
 
-    given: in the form of `sandbox.inside.values`; it is never made a set or dict again, for keys of a program may all
+    given: in the form of `sandbox.harness`; it is never made a set or dict again, for keys of a program may all
     have one hash. Raises ValueError, TypeError or KeyError for an unknown form.
     """
     if isinstance(expected, list):

@@ -58,10 +58,7 @@ class ModelScorer:
         """Return the reward of each row, on the rollout's device; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. Failed samples are not scored: 0.
-
-        Raises:
-            RewardError: on every rank, naming the prompt, for a row that the model cannot read and a value that is not
-                finite.
+        Raises RewardError on every rank for a row that the model cannot read and a value that is not finite.
         """
         rows = answered(rollout)
         failure: RewardError | None = None

@@ -2,8 +2,7 @@
 
 In workers a response that hangs or crashes costs only itself. A worker runs the program `pool_worker`: it reads a line
 of JSON, the responses of one message, and writes one, their outcomes. A worker that misses its deadline or ends is
-replaced. The pools of `concurrent.futures`, `multiprocessing`
-and pebble know no deadline of a task or unpickle what workers send, and leave the processes that a task has started.
+replaced. Pools of installed libraries know no deadline of a task, or unpickle what workers send.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -24,9 +24,8 @@ from typing import Any, cast
 import mega_rl
 from mega_rl.data.columns import RewardColumns
 from mega_rl.environment import of_other_programs, python_module
-from mega_rl.processes import PIPE, Child, ChildDeadlineError, ChildStartError
+from mega_rl.processes import KILL_S, PIPE, POLL_S, Child, ChildDeadlineError, ChildStartError
 from mega_rl.rewards.call import Arguments, PlannedFunction
-from mega_rl.rewards.pool_worker import END_S
 from mega_rl.rewards.score import (
     Item,
     NotAScoreError,
@@ -194,7 +193,7 @@ class WorkerPool:
             return worker.ask(message, within_s)
         except ChildDeadlineError:
             failure = function.timed_out(self._timeout_s)
-        except WorkerEndedError as error:
+        except EOFError as error:
             failure = RewardFailure("crash", f"{function} crashed its process, which {error}")
         worker.end()
         self._workers[number] = None
@@ -204,19 +203,15 @@ class WorkerPool:
         """End all workers and what they have started. May be called twice."""
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
-            worker.leave()  # a thread that still asks it hears its end
+            worker.kill()  # a thread that still asks it hears its end
         self._threads.shutdown()
         for worker in workers:
             worker.end()
         self._workers.clear()
 
 
-class WorkerEndedError(Exception):
-    """A worker ended, or answered what no worker does; the message says how."""
-
-
-class _Worker:
-    """A worker process, which ends with its starter, and its own children with it."""
+class _Worker(Child):
+    """A worker process, which ends with its starter, and its process group with it."""
 
     def __init__(self, number: int, order: bytes) -> None:
         """Start the process and send it the order. Raises RewardError if it cannot be started."""
@@ -224,7 +219,7 @@ class _Worker:
         path = [str(Path(mega_rl.__file__).resolve().parents[1]), variables.get("PYTHONPATH", "")]
         own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
-            self._child = Child(f"reward worker {number}", COMMAND, streams=(PIPE, PIPE, None), env=variables | own)
+            super().__init__(f"reward worker {number}", COMMAND, streams=(PIPE, PIPE, None), env=variables | own)
         except ChildStartError as error:
             raise RewardError(str(error)) from error
         self._is_ready = False
@@ -234,49 +229,27 @@ class _Worker:
     def ask(self, message: bytes, within_s: float) -> list[Outcome]:
         """Return a message's outcomes.
 
-        Raises:
-            ChildDeadlineError: after `within_s` seconds.
-            WorkerEndedError: the worker ended.
-            RewardError: the functions cannot be loaded.
+        Raises ChildDeadlineError after `within_s`, EOFError with how the worker ended, RewardError if it cannot start.
         """
         if not self._is_ready:
             try:
-                unusable = self._receive(START_S)
-            except (ChildDeadlineError, WorkerEndedError) as error:
-                unusable = f"a reward worker could not start: {error}"
-            if unusable:
-                raise RewardError(str(unusable))
-            self._is_ready = True
-        try:
+                self._is_ready = bool(self._receive(START_S))
+            except (ChildDeadlineError, EOFError) as error:
+                raise RewardError(f"a reward worker could not start: {error}; the log says why") from None
+        with contextlib.suppress(OSError):  # ended; `_receive` says how
             self._send(message)
-        except OSError:
-            raise WorkerEndedError(self._how_it_ended()) from None
         outcomes = cast("list[Any]", self._receive(within_s))
         return [RewardFailure(*one) if isinstance(one, list) else one for one in outcomes]
 
     def _send(self, message: bytes) -> None:
-        self._child.stdin.write(message + b"\n")
-        self._child.stdin.flush()
+        self.stdin.write(message + b"\n")
+        self.stdin.flush()
 
     def _receive(self, within_s: float) -> object:
-        line = next(self._child.lines(within_s=within_s), None)
-        if line is None:
-            raise WorkerEndedError(self._how_it_ended())
-        return json.loads(line)
-
-    def _how_it_ended(self) -> str:
-        with contextlib.suppress(ChildDeadlineError):
-            self._child.wait(2 * END_S)
-        return self._child.end_in_words()
-
-    def leave(self) -> None:
-        """Close the worker's input: its keeper then kills it and all that it has started."""
-        with contextlib.suppress(OSError):
-            self._child.stdin.close()
-
-    def end(self) -> None:
-        """End the process and all that it has started."""
-        self.leave()
-        with contextlib.suppress(ChildDeadlineError):  # its keeper outlives what it must kill
-            self._child.wait(2 * END_S)
-        self._child.end()
+        line = next(self.lines(within_s=within_s), None)
+        if line is not None:
+            return json.loads(line)
+        deadline = time.monotonic() + KILL_S
+        while self.exit_code is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        raise EOFError(self.end_in_words())

@@ -122,8 +122,7 @@ NAMED = 5  # failed responses in the log of one batch
 class TextScorer:
     """Reward role of one replica over a source of scores.
 
-    Each rank of the replica scores every size-th row and all get the sum: a source that is slow, random or a service
-    sees each response once, and all ranks of a replica train on the same numbers.
+    Each rank of the replica scores every size-th row and all get the sum: a source sees each response once.
     """
 
     source: FunctionRewards
@@ -143,9 +142,7 @@ class TextScorer:
         response without the stop tokens that ended its turns. Failed samples are not scored: 0. A response that the
         reward leaves out (None) has NaN.
 
-        Raises:
-            RewardError: on every rank of the run, naming prompt, response and cause.
-            UserError: on every rank, for settings that do not go with the reward's components.
+        Raises on every rank RewardError, and UserError for settings that do not go with the reward's components.
         """
         # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
         rows = answered(rollout)[self.replica.rank :: self.replica.size]

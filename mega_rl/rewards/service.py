@@ -1,7 +1,4 @@
-"""Rewards from an HTTP service: address and key, requests with retries, batches of texts.
-
-Imports no torch.
-"""
+"""HTTP services that score texts or run programs: address and key, requests with retries. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import asyncio
 import json
 import random
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,12 +15,13 @@ import httpx
 
 from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.errors import UserError
+from mega_rl.rewards.sandbox import MIB, Execution, Limits, SandboxError, Status
 from mega_rl.rewards.score import RewardError, shortened
 
 TRIED_AGAIN = (408, 429)  # also the server's faults: 500 and above
 MAX_PAUSE_S = 30.0  # between tries, unless the service asks for more
 REFUSAL_BYTES = 4096  # read of an answer that is not a 200
-ANSWER_BYTES = 1 << 20  # longest answer without its scores, which may each have:
+ANSWER_BYTES = 1 << 20  # longest answer without outputs and scores, which may each have:
 SCORE_BYTES = 64
 
 
@@ -38,8 +36,7 @@ class Service:
 def find_service(url: str, key_file: str, section: str = "reward.source") -> Service:
     """Return the service of the settings url and key_file ("" for none) of a section.
 
-    Raises:
-        UserError: no address, or one with a password; a key that others can read, or that would travel unencrypted.
+    Raises UserError: no address, or a password in it; a key that others can read, or that would travel unencrypted.
     """
     try:
         parts = urlsplit(url)
@@ -197,3 +194,58 @@ def service_scores(poster: Poster) -> Callable[..., Awaitable[list[object]]]:
         return given
 
     return scores
+
+
+RETRIES = 3
+WAIT_S = 30.0  # for the service to take a request up, before the program's time
+
+
+@dataclass(frozen=True)
+class RemoteSandbox:
+    """Runs programs at a service that speaks the protocol of SandboxFusion (sandbox/server/sandbox_api.py)."""
+
+    poster: Poster
+    limits: Limits
+
+    def run(self, program: str, stdin: bytes, *, timeout_s: float) -> Execution:
+        body = {
+            "code": program,
+            "language": "python",
+            "compile_timeout": timeout_s,
+            "run_timeout": timeout_s,
+            "memory_limit_MB": self.limits.memory_bytes // MIB,
+            "stdin": stdin.decode(errors="replace"),
+            "files": {},
+            "fetch_files": [],
+        }
+        limit = ANSWER_BYTES + 12 * self.limits.output_bytes  # two outputs, each byte up to six in JSON
+        try:
+            content = asyncio.run(self.poster.post(json.dumps(body).encode(), limit=limit))
+        except PostError as error:
+            raise SandboxError(f"sandbox service {self.poster.address}: {error}") from None
+        try:
+            return self._outcome(json.loads(content)["run_result"])
+        except (ValueError, RecursionError, TypeError, KeyError):
+            raise self._failure(
+                f"no run_result that finished with a return_code or was late: {self.poster.readable(content)}"
+            ) from None
+
+    def check(self) -> None:
+        """Run a program. Raises SandboxError unless it ends as it must."""
+        outcome = self.run("print(6 * 7)", b"", timeout_s=min(20.0, self.limits.timeout_s))
+        if not outcome.succeeded or outcome.stdout != b"42\n":
+            raise self._failure(f"{outcome.status}, output {shortened(outcome.stdout)} of print(6 * 7)")
+
+    def _outcome(self, run: Mapping[str, object]) -> Execution:
+        """Return a run's end. Raises TypeError or KeyError for the service's failures."""
+        is_late, code = run["status"] == "TimeLimitExceeded", run.get("return_code")
+        if not is_late and (run["status"] != "Finished" or type(code) is not int):
+            raise TypeError
+        stdout, stderr = (str(run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
+        end: Status = "timeout" if is_late else "finished"
+        if max(len(stdout), len(stderr)) > self.limits.output_bytes:
+            end = "output"
+        return Execution(end, code if type(code) is int and end == "finished" else None, stdout, stderr)
+
+    def _failure(self, what: str) -> SandboxError:
+        return SandboxError(f"sandbox service {self.poster.address} answered {what}")

@@ -143,7 +143,7 @@ class SaveAndExport(Event):
 
 @dataclass
 class Warn(Event):
-    """Log a hint when nothing was to learn in `IDLE_STEPS` steps in a row; steps without rewards do not count."""
+    """Log a hint when `IDLE_STEPS` steps in a row with rewards had nothing to learn."""
 
     log: StepLog
     _idle: int = field(default=0, init=False)  # steps in a row

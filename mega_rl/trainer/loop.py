@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Resident:
-    """Devices of a run whose models and servers all stay where they are; another kind is `workers.residency`."""
+    """Devices of a run whose models and servers stay; else see `workers.residency`."""
 
     def enter(self, stage: str) -> None:
         """Move other state off the devices, then bring what the stage needs; collective."""

@@ -60,7 +60,7 @@ class Samples(NamedTuple):
 
 
 def with_parts(table: Tensor, own: Sequence[str], names: Sequence[str], *, first: int, missing: float) -> Tensor:
-    """Return [n, first + K], columns of `names` after `first` others; own: the table's names, some of these."""
+    """Return [n, first + K], columns of `names` after `first` others; own: the table's names."""
     more = table.new_full((len(table), len(names)), missing)
     for place, name in enumerate(own):
         more[:, names.index(name)] = table[:, first + place]

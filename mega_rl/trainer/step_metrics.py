@@ -81,7 +81,7 @@ def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> M
 
 
 def _own_rows(rollout: Rollout, columns: Sequence[Tensor], ranks: Ranks, *, first: int = 0) -> Tensor:
-    """Return [N, 2 + K] float64 of all ranks' answered samples: prompt from `first` on, sample, columns; collective."""
+    """Return [N, 2 + K] float64 of all ranks' answered samples: prompt + `first`, sample, columns; collective."""
     whole = (rollout.prompt_index + first, rollout.sample_index, *columns)
     own = torch.stack([column.cpu().double() for column in whole], dim=1)[answered(rollout).cpu()]
     return gather_column(own, ranks)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mega_rl.algorithms.kl import KLController, k3
-from mega_rl.algorithms.policy_losses.clipped import PPO
+from mega_rl.algorithms.policy_losses import PPO
 from mega_rl.config.needs import RequestedAttention
 from mega_rl.config.schema import (
     EngineConfig,

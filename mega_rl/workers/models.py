@@ -221,7 +221,7 @@ class ReferenceWorker:
 
 
 def reference_updates(interval: int = 0, mix: Callable[[], float] | None = None) -> Callable[[int], Metrics]:
-    """Return the updates of the reference; mix: makes one every `interval` steps, returns the distance before it."""
+    """Return the reference's updates; mix: makes one, due every `interval` steps, returns the distance."""
 
     def update(done: int) -> Metrics:
         if mix is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.control import Keys
 from tests.fault_campaign.control_groups import ControlGroup
 from tests.fault_campaign.orders import free_port, serve, take_order
 from tests.fault_campaign.runs import ROOT

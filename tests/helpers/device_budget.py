@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mega_rl.errors import RunError
-from mega_rl.rollout.sglang.http.keys import Endpoint
-from mega_rl.rollout.sglang.server.settings import ServerSettings
+from mega_rl.rollout.sglang.control import Endpoint
+from mega_rl.rollout.sglang.server.process import ServerSettings
 from tests.helpers.update_server import UpdateServer
 
 GIB = 1 << 30

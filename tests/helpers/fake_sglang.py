@@ -16,9 +16,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from mega_rl.rollout.sglang.control import Endpoint, Keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, Sampling
-from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 
 VOCABULARY = 50
 STOP = 2

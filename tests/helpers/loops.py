@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.algorithms.advantages.groups import GRPO
-from mega_rl.algorithms.advantages.returns import GAE
+from mega_rl.algorithms.advantages import GAE, GRPO
 from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.config.schema import CheckpointConfig

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mega_rl.rewards.sandbox import MIB, Limits, SandboxError
-from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.local import LocalSandbox
+from mega_rl.rewards.sandbox.local import LocalSandbox, Tool
 
 SMALL = Limits(timeout_s=5.0, memory_bytes=192 * MIB, processes=12, output_bytes=64 << 10, tmp_bytes=8 * MIB)
 

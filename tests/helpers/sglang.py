@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from mega_rl.rollout.sglang.http.keys import Endpoint
-from mega_rl.rollout.sglang.server import group
+from mega_rl.rollout.sglang.control import Endpoint
+from mega_rl.rollout.sglang.server import launcher
 from mega_rl.rollout.sglang.server.installation import find_sglang
-from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, launcher
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # `make test` installs SGLang for CPUs on Linux, so there it is never skipped; on a GPU machine it comes with an extra.
@@ -90,7 +90,7 @@ def generate(endpoint: Endpoint, prompts: list[list[int]], **sampling: Any) -> l
 def listening_addresses(process_group: int) -> set[str]:
     """Addresses of all TCP sockets on which processes of a group listen."""
     addresses = set()
-    for process in group.members(process_group):
+    for process in launcher.group_members(process_group):
         for connection in process.net_connections(kind="tcp"):
             if connection.status == psutil.CONN_LISTEN:
                 addresses.add(connection.laddr.ip)
@@ -119,7 +119,7 @@ def wait_until(what: str, true: Callable[[], object], *, timeout_s: float) -> No
 def shared_files(process_group: int) -> set[Path]:
     """Return the files of /dev/shm that the processes of a group have mapped or open."""
     files = set()
-    for process in group.members(process_group):
+    for process in launcher.group_members(process_group):
         try:
             files |= {Path(each.path) for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
             files |= {Path(each.path) for each in process.open_files() if each.path.startswith("/dev/shm/")}
@@ -135,5 +135,5 @@ def private_folder(process_group: int) -> Path:
 
 def assert_gone(process_group: int, files: set[Path], *, timeout_s: float = 30.0) -> None:
     """Assert that within seconds no process of a group and none of `files` is left."""
-    wait_until(f"end of group {process_group}", lambda: not group.members(process_group), timeout_s=timeout_s)
+    wait_until(f"end of group {process_group}", lambda: not launcher.group_members(process_group), timeout_s=timeout_s)
     assert not [path for path in files if path.exists()]

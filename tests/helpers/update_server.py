@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint, Keys
+from mega_rl.rollout.sglang.control import GENERATION, Endpoint, Keys
 
 VOCAB_SIZE = 50
 KEYS = Keys("api-secret", "admin-secret")
@@ -58,7 +58,6 @@ class UpdateServer:
         self.version = "default"
         self.paused = False
         self.busy = 0  # flushes that it still refuses
-        self.checksum: str | None = None  # None: it has none, as on a CPU
         self.stopped = threading.Event()
         self._http = ThreadingHTTPServer((host, 0), _handler(self))
         self._http.daemon_threads = True
@@ -98,8 +97,6 @@ class UpdateServer:
             return 200, {"weight_version": self.version, **self.info.get("model", {})}
         if path == "/server_info":
             return 200, {"tp_size": self.tp, **self.info.get("server", {})}
-        if path == "/weights_checker":
-            return self._checksums()
         if path == "/flush_cache":
             self.busy -= self.busy > 0
             return (400, "Flush cache failed.\n") if self.busy else (200, "Cache flushed.\n")
@@ -123,15 +120,6 @@ class UpdateServer:
             "output_ids": [token] * count,
             "meta_info": {"output_token_logprobs": [[float(logprobs[token]), token, None]] * count},
         }
-
-    def _checksums(self) -> tuple[int, Any]:
-        if self.checksum is None:
-            return 400, {"success": False, "message": "Torch not compiled with CUDA enabled"}
-        ranks = [
-            {"per_gpu_checksum": f"{self.checksum}{rank}", "parallelism_info": {"tp_rank": rank}}
-            for rank in reversed(range(self.tp))
-        ]
-        return 200, {"success": True, "message": "", "ranks": ranks}
 
 
 def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:

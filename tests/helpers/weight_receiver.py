@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mega_rl.rollout.sglang.http.control import ServerError
-from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+from mega_rl.rollout.sglang.control import Endpoint, Keys, ServerError
 
 
 class FakeReceiver:

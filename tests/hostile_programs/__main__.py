@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mega_rl.rewards.sandbox import SandboxError
-from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.local import LocalSandbox
+from mega_rl.rewards.sandbox.local import LocalSandbox, Tool
 from tests.hostile_programs.campaign import LIMITS, PROGRAMS, Report, run_all, table
 from tests.hostile_programs.training import train
 

@@ -67,8 +67,7 @@ CHANGE_FOREIGN_MODULES = [
     "config/user_files.py",
     "parallel/accelerator/cpu.py",
     "parallel/groups.py",
-    "rewards/sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
-    "rewards/sandbox/inside/harness.py",
+    "rewards/sandbox/harness.py",  # a program that imports nothing of the package
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/launcher.py",
     "tracking/progress/terminal.py",

@@ -11,7 +11,7 @@ import torch
 from mega_rl import environment
 from mega_rl.config.loader import load
 from mega_rl.parallel import accelerator
-from mega_rl.rollout.sglang.server import settings as server
+from mega_rl.rollout.sglang.server import process as server
 
 TP = "engine.megatron.tp=2"
 SERVERS = "rollout.backend=sglang"

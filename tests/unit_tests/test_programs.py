@@ -25,7 +25,7 @@ PROGRAMS = (
     "mega_rl.verify.launcher",
 )
 # The harness starts the candidate of a sandbox, whose folder holds nothing else.
-STARTS_PYTHON_ITSELF = ["environment.py", "rewards/sandbox/inside/harness.py"]
+STARTS_PYTHON_ITSELF = ["environment.py"]
 # Modules that each program imports, and one that libraries try to.
 NAMES = [
     "argparse",

@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 import mega_rl
 from mega_rl.converters.families import TRAINED
 from mega_rl.converters.live.load import weights_on_disk
-from mega_rl.rollout.embedded.kv_cache import ATTENTION, GrowingLayer, make_cache
+from mega_rl.rollout.decoding import ATTENTION, GrowingLayer, make_cache
 from tests.helpers.models import SMALL, TINY
 
 DECODED = ("qwen3", "mixtral", "deepseek_v3", "gemma3_text")  # full attention, experts, latent attention, windows

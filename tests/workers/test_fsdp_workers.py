@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mega_rl.cli import app as cli
-from mega_rl.rollout.hidden_tokens import hidden_tokens, ids_of
+from mega_rl.rollout.tokens import hidden_tokens, ids_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import random_experience, write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.rewards.model_cases import write_other_tokenizer, write_reward_model

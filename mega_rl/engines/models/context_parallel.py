@@ -1,4 +1,4 @@
-"""Core attention of one context-parallel rank: its own queries, and the keys and values of whole sequences.
+"""Core attention of a context-parallel rank: own queries, keys and values of whole sequences.
 
 Each rank holds two chunks of every sequence (see `mega_rl.data.packing`). Keys and values are gathered from the group
 in one collective, put in order, and each chunk of queries attends to the keys from the sequence's begin to the chunk's
@@ -126,7 +126,7 @@ def attend_shared(
 def attend_chunks(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, *, rank: int, size: int, window: int | None
 ) -> Tensor:
-    """[n, heads, 2c, E] of a rank's query [n, heads, 2c, D], its two chunks of sequences of one length.
+    """Return [n, heads, 2c, E] of a rank's query [n, heads, 2c, D], its two chunks.
 
     key and value are whole, [n, groups, 2c * size, .].
     """
@@ -141,14 +141,14 @@ def attend_chunks(
 
 @lru_cache(maxsize=64)
 def _row_order(held: int, cp_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Places of a row's tokens in the ranks' slices of `held` tokens one after another, and the inverse."""
+    """Return the places of a row's tokens in the ranks' slices, and the inverse."""
     length = held * cp_size
     places = torch.cat([held_positions([length], cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)])
     return send(places.argsort(), device), send(places, device)
 
 
 class _Permute(torch.autograd.Function):
-    """Rows of a tensor in another order; the gradient goes back by the inverse, a gather as well."""
+    """Rows of a tensor in another order; the gradient returns by the inverse."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """[N, ...] on each rank -> [cp * N, ...] in the order of whole sequences, on every rank.
+    """[N, ...] on each rank -> [cp * N, ...] of whole sequences on every rank.
 
     The backward adds what all ranks say of a token, in rank order, in float32 at least. An all-to-all moves as many
     bytes as a reduce-scatter, while that would round to bfloat16 after each of its cp - 1 additions, or move twice the

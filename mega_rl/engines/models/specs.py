@@ -1,4 +1,4 @@
-"""Layer specs of Transformer Engine, if it is installed, or of Megatron-Core and ours; choice of attention."""
+"""Layer specs of Transformer Engine or of Megatron-Core and ours; choice of attention."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
 def decoder_spec(
     impl: Spec, hf: HFConfig, *, layers: range, pg_collection: ProcessGroupCollection
 ) -> TransformerBlockSubmodules:
-    """Spec of a stage's decoder, which holds `layers` of the model (global indices); `impl` is "te" or "local".
+    """Return the spec of a stage's decoder of `layers` (global); `impl` is "te" or "local".
 
     Raises UserError: the layers lack something that the architecture has, or something that they need themselves.
     """
@@ -268,7 +268,7 @@ def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpe
 
 
 def _latent_attention(mla: Mla) -> ModuleSpec:
-    """Keep the down projections whole on every rank, as Transformer Engine does; upstream's local spec cuts them."""
+    """Keep down projections whole on every rank; upstream's local spec cuts them."""
     norm = ModuleSpec(module=LatentRMSNorm, params={"latent_eps": mla.norm_eps})
     return ModuleSpec(
         module=LatentAttention,
@@ -307,7 +307,7 @@ def _experts() -> ModuleSpec:
 
 
 def choose_attention(requested: str, *, key: str, hf: HFConfig, impl: Spec, device_type: str, dtype: str) -> Attention:
-    """Return the attention for the setting `key` with value `requested`, one of `schema.ATTENTION`, and the model `hf`.
+    """Return the attention for setting `key` of value `requested`, one of `schema.ATTENTION`.
 
     "auto" leaves the choice to Transformer Engine in its layers; elsewhere it is FlashAttention in Hugging Face's
     models where that can run, else sdpa. `dtype` is "bf16" or "fp32".

@@ -98,7 +98,7 @@ VARIABLE = "OMP_NUM_THREADS"
 
 
 def use_threads() -> None:
-    """Give torch this rank's share of the host, unless OMP_NUM_THREADS says how many threads it shall use.
+    """Give torch this rank's share of the host's cores, unless OMP_NUM_THREADS is set.
 
     Without it, torch starts a thread for every processor of the host, also in a container that may use two of them.
     """
@@ -108,7 +108,7 @@ def use_threads() -> None:
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Within it, with `on`, torch uses only algorithms that repeat their bits and raises where it has none.
+    """Let torch use only algorithms that repeat their bits, or raise, inside, with `on`.
 
     The libraries read their variables when they first run, so this comes before the first collective.
     """

@@ -1,4 +1,4 @@
-"""Interface of a device to the rest of the package; GPUs of NVIDIA, which rank has which, copies to them; L2 norms."""
+"""Interface of a device; NVIDIA's GPUs, which rank has which, copies to them; L2 norms."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Accelerator:
         """Wait until every kernel queued on `device` is done."""
 
     def memory_allocated(self) -> int:
-        """Return the bytes held now: tensors on a GPU, resident set of the process on a CPU."""
+        """Return the bytes held now: tensors on a GPU, the resident set on a CPU."""
         return resident_bytes()
 
     def total_memory(self) -> int:
-        """Return the bytes of memory that `device` has; 0 on a CPU, whose memory is the host's."""
+        """Return the bytes of memory of `device`; 0 on a CPU, whose memory is the host's."""
         return 0
 
     def device_count(self) -> int:
@@ -54,7 +54,7 @@ class Accelerator:
         return 0
 
     def take_peak_memory(self) -> Mapping[str, int]:
-        """Return the largest bytes "allocated" to tensors and "reserved" since the last call; none on a CPU."""
+        """Return the most bytes "allocated" and "reserved" since the last call; none on a CPU."""
         return {}
 
     def empty_cache(self) -> None:
@@ -80,17 +80,17 @@ HIDDEN = {VISIBLE: ""}  # environment of a rank that runs on the CPU of a machin
 
 
 def gpu_for_each(ranks: int) -> bool:
-    """Return whether this machine shows that many GPUs, so that every one of its ranks can have its own."""
+    """Return whether this machine shows a GPU for each of so many ranks."""
     return torch.cuda.device_count() >= ranks
 
 
 def environment_of_ranks(ranks: int) -> Mapping[str, str]:
-    """Return the variables for ranks that run on GPUs if each can have one, and all on the CPU if not."""
+    """Return the variables of ranks, which run on GPUs if each can have one."""
     return {} if gpu_for_each(ranks) else HIDDEN
 
 
 def device_index(environment: Mapping[str, str], *, count: int) -> int:
-    """Return the index of this rank's GPU among the `count` visible ones: LOCAL_RANK, 0 without a launcher.
+    """Return the index of this rank's GPU among `count`: LOCAL_RANK, 0 without a launcher.
 
     A launcher that shows each process only its own GPU (Ray, Slurm with --gpus-per-task=1) leaves a single index, 0,
     for every local rank. It has set CUDA_VISIBLE_DEVICES to one device then, as a user may have who starts several
@@ -110,7 +110,7 @@ def device_index(environment: Mapping[str, str], *, count: int) -> int:
 
 
 def claim(identity: str, *, store: Store, rank: int, timeout: timedelta) -> None:
-    """Enter this rank as the only user of its device into the store that all ranks share.
+    """Enter this rank as the only user of its device into the shared store.
 
     identity: a name of the device that is unique among all machines; empty for a CPU, which ranks may share.
 
@@ -180,7 +180,7 @@ def prepare_cuda() -> CudaAccelerator:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the host tensor `tensor` on `device`; on a GPU the copy is queued behind the kernels that are under way.
+    """Return the host tensor `tensor` on `device`; a GPU's copy is queued behind its kernels.
 
     A copy from ordinary memory would make the host wait until the device has done all that is queued. Pinned memory
     comes from torch's cache, which gives a block out again when its copy is done.
@@ -229,7 +229,7 @@ class HostMemory:
 
 
 def _unlock(address: int, held: torch.UntypedStorage) -> None:
-    """Unlock pages when no copy reads or writes them any more; `held` keeps them mapped until then."""
+    """Unlock pages when no copy uses them any more; `held` keeps them mapped until then."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -239,9 +239,9 @@ BLOCK = 4096
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, a float64 scalar where the tensors are; the host does not wait.
+    """Return the sum of all elements' squares, a float64 scalar where the tensors are.
 
-    tensors: floating, of any shape, on one device, of one dtype; without any, zero on the host.
+    The host does not wait. tensors: floating, on one device, of one dtype; without any, zero on the host.
     """
     norms = [torch.zeros(1, dtype=torch.float64)]
     if tensors:
@@ -269,7 +269,7 @@ def distance(actual: Tensor, expected: Tensor, *, floor: float) -> float:
 
 
 def _block_norms(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the norm of each block of [N], and of the rest, [N // BLOCK + 1] of `dtype`."""
+    """Return the norms of blocks of [N] and of the rest, [N // BLOCK + 1]."""
     end = len(flat) // BLOCK * BLOCK
     whole = torch.linalg.vector_norm(flat[:end].view(-1, BLOCK), dim=1, dtype=dtype)
     return torch.cat([whole, torch.linalg.vector_norm(flat[end:], dtype=dtype).view(1)])

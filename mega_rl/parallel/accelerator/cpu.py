@@ -50,7 +50,7 @@ LITERALS = {
 
 
 def rewrite_code(code: CodeType, names: Mapping[str, str], literals: Mapping[str, str]) -> CodeType:
-    """Return a copy of `code` with attribute and import names and exact string constants replaced, nested code too.
+    """Return a copy of `code` with names and exact string constants replaced, nested code too.
 
     Docstrings and longer strings that merely contain a literal stay as they are.
     """
@@ -286,7 +286,7 @@ def _apply_patches(series: str, module: ModuleType) -> None:
 
 
 def _show_standin() -> None:
-    """Hang the stand-in where rewritten code looks for it; each place is a private name that torch does not have."""
+    """Put the stand-in where rewritten code looks for it, under private names of torch."""
     module = build_standin(f"torch.{STANDIN_ATTRIBUTE}")
     sys.modules[module.__name__] = module
     setattr(torch, STANDIN_ATTRIBUTE, module)
@@ -322,7 +322,7 @@ NOISE: tuple[tuple[type[Warning], str, str], ...] = (
 
 
 def _not_about_rng(record: logging.LogRecord) -> bool:
-    """Upstream warns when the CPU generator moved in a "GPU" random context: here it always does, being the same."""
+    """Filter upstream's warning of a CPU generator that moved in a "GPU" context, as here."""
     return record.msg != "CPU RNG state changed within GPU RNG context"
 
 

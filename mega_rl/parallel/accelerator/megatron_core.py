@@ -28,14 +28,14 @@ REQUIREMENT = "megatron-core>=0.16.1,!=0.17.*,<0.20"  # as in pyproject.toml
 
 
 def series_of(version: str) -> str | None:
-    """Return the supported series that a version such as "0.19.2" or "0.19.3rc1" belongs to; None without one."""
+    """Return the supported series of a version such as "0.19.2" or "0.19.3rc1"; None without one."""
     numbers = _numbers(version)
     own = ".".join(map(str, numbers[:2]))
     return own if own in RELEASES and numbers >= _numbers(RELEASES[own][0]) else None
 
 
 def megatron_folder() -> Path | None:
-    """Return the folder "megatron" that an import would take; None where there is none. Nothing is imported."""
+    """Return the folder "megatron" that an import would take; None without one. Imports nothing."""
     spec = PathFinder.find_spec("megatron")
     if spec is None:
         return None
@@ -79,7 +79,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def stable_name(tensor: str) -> str:
-    """Return the name of a parameter or buffer in 0.16, and in the checkpoints of all releases.
+    """Return a parameter's or buffer's name in 0.16 and in all checkpoints.
 
     Later ones call the decoder layer inside a multi-token prediction layer anew.
     """
@@ -87,7 +87,7 @@ def stable_name(tensor: str) -> str:
 
 
 def submodules_of(spec: Any) -> Any:
-    """Return the submodules that a spec of a module names; from 0.18 upstream's own specs may be partial functions."""
+    """Return the submodules of a module's spec; from 0.18 specs may be partial functions."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 

@@ -1,4 +1,4 @@
-"""The changes to Megatron-Core that make it run on a CPU, each with the releases it is for.
+"""Changes to Megatron-Core that make it run on a CPU, each with its releases.
 
 `mega_rl.parallel.accelerator.cpu` applies them; nothing here runs where there is CUDA.
 """
@@ -33,12 +33,12 @@ _PATCHES: list[Patch] = []
 
 
 def patches(series: str = "") -> tuple[Patch, ...]:
-    """Return the patches of a series of releases, or of all, in the order of this file."""
+    """Return the patches of a series, or of all, in the order of this file."""
     return tuple(patch for patch in _PATCHES if not series or series in patch.series)
 
 
 def _patch(symbol: str, *series: str) -> Callable[[Callable[[ModuleType], None]], Callable[[ModuleType], None]]:
-    """Register a function as the patch of an upstream symbol; its docstring is the reason. series: all without any."""
+    """Register a function as the patch of an upstream symbol. series: all without any."""
 
     def register(apply: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         _PATCHES.append(Patch(apply.__name__.strip("_"), symbol, series or tuple(RELEASES), apply))

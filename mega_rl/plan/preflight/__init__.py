@@ -109,7 +109,7 @@ def _of_models(config: Config, checkpoints: Checkpoints, world_size: int) -> lis
 
 
 def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
-    """Return the config with downloaded folders and files for Hub names, the same on all ranks of a node."""
+    """Return the config with downloads for Hub names, the same on a node's ranks."""
 
     def admit(described: Config) -> None:
         checkpoints, unread = read_checkpoints(described)
@@ -217,7 +217,7 @@ def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
 
 
 def _room(config: Config) -> Iterator[str]:
-    """Yield a problem if the longest row, with the one token at which its score is read, exceeds a micro-batch."""
+    """Yield a problem if the longest row, with the token of its score, exceeds a micro-batch."""
     micro, cp = config.trainer.microbatch, config.engine.megatron.cp
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     multiple = 2 * cp if cp > 1 else 1

@@ -44,7 +44,7 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
 
 
 def untrained(hf: HFConfig) -> Iterator[str]:
-    """Yield why a model that can be converted cannot be trained: its family, a known bug, quantized weights."""
+    """Yield why a model cannot be trained: its family, a known bug, quantized weights."""
     reason = FAMILIES[hf.family].not_trained
     if reason:
         yield (
@@ -62,7 +62,7 @@ def untrained(hf: HFConfig) -> Iterator[str]:
 
 
 def known_bug(hf: HFConfig, *, transformers: str | None = None) -> KnownBug | None:
-    """Return why a release of transformers computes wrong logits for an architecture; None if no bug is known."""
+    """Return why a release of transformers computes wrong logits; None if no bug is known."""
     release = Version(transformers or version("transformers"))
     bugs = FAMILIES[hf.family].known_bugs
     return next((bug for bug in bugs if release < Version(bug.fixed_in) and bug.concerns(hf)), None)
@@ -106,7 +106,7 @@ def _weight_files(directory: Path) -> Iterator[str]:
 
 
 def tensor_shape(directory: Path, name: str) -> list[int] | None:
-    """Return a tensor's shape from the header of its file; None if it is missing or the file is damaged."""
+    """Return a tensor's shape from its file; None if it is missing or damaged."""
     file = directory / "model.safetensors"
     try:
         if not file.is_file():

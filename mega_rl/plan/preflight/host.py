@@ -20,7 +20,7 @@ from mega_rl.plan.memory import judge
 from mega_rl.plan.search import advice, cheapest
 from mega_rl.plan.setup import Machine, RunSetup
 from mega_rl.processes import DEVNULL, PIPE, Child, ChildDeadlineError, ChildStartError
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.control import Keys
 from mega_rl.rollout.sglang.server.installation import argument_names, missing_tools, require_sglang
 
 Checkpoints = Mapping[str, HFConfig]  # config key, as "model.path" -> architecture
@@ -40,7 +40,7 @@ def launched_world_size() -> int:
 
 
 def refuse_tasks_of_srun(*, launchers: int = 1) -> None:
-    """Raise UserError in one of several Slurm tasks that are not ranks of one run; each launcher may be a task."""
+    """Raise UserError in Slurm tasks that are not ranks of one run; launchers may be tasks."""
     variables = os.environ
     if "RANK" in variables or "SLURM_PROCID" not in variables:
         return
@@ -55,7 +55,7 @@ def refuse_tasks_of_srun(*, launchers: int = 1) -> None:
 
 
 def smallest_gpu() -> int | None:
-    """Return the bytes of the smallest GPU of this machine, by NVIDIA's driver; None without a visible GPU."""
+    """Return the bytes of this machine's smallest GPU, by NVIDIA's driver; None without one."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -93,7 +93,7 @@ def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> I
 
 
 def check_packages(config: Config) -> Iterator[str]:
-    """Yield the packages that the settings need and that are not installed, and settings that a CPU cannot run."""
+    """Yield packages that the settings need and lack, and settings that a CPU cannot run."""
     par, on_cpu = config.engine.megatron, config.trainer.device == "cpu"
     for tracker in filter(is_missing, config.metrics.trackers):
         yield (
@@ -113,7 +113,7 @@ def check_packages(config: Config) -> Iterator[str]:
 
 
 def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
-    """Yield why SGLang cannot be started, the keys of servers cannot be read, or SGLang cannot serve the model."""
+    """Yield why SGLang cannot start or serve the model, or servers' keys cannot be read."""
     sglang = config.rollout.sglang
     if config.rollout.backend != "sglang":
         return
@@ -156,7 +156,7 @@ def check_folders(config: Config) -> Iterator[str]:
 
 
 def check_disk(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
-    """Yield a problem if the disk of the run folder is too small for the run's saves."""
+    """Yield a problem if the run folder's disk is too small for the run's saves."""
     needed = _bytes_of_a_save(config, checkpoints)
     try:
         free = free_bytes(Path(config.trainer.run_dir).absolute())
@@ -171,7 +171,7 @@ def check_disk(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
 
 
 def _bytes_of_a_save(config: Config, checkpoints: Checkpoints) -> int:
-    """Return the bytes of one checkpoint, of the weights if the run saves only these, 0 without saves."""
+    """Return the bytes of a checkpoint, or of the weights if only these are saved."""
     settings, weight = config.checkpoint, 2 if config.model.dtype == "bf16" else 4
     keys = ["model.path"]
     if not (settings.save_final or settings.save_interval):

@@ -1,7 +1,7 @@
 """Sandboxed execution of model-written programs against a row's tests.
 
-`local` runs a program under bubblewrap, `remote` at a service that speaks SandboxFusion's protocol. Both return a
-`Execution`. `inside.harness` runs inside and keeps tests and candidate in separate processes.
+`local` runs a program under bubblewrap, `service.RemoteSandbox` elsewhere. `harness` runs inside and keeps tests and
+candidate in separate processes.
 """
 
 from __future__ import annotations

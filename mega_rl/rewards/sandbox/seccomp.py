@@ -55,7 +55,8 @@ TERMINAL_REQUESTS = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
 AF_UNIX = 1
 SOCK_STREAM, SOCK_TYPES = 1, 0xF  # each empty datagram takes most of a kilobyte of the kernel
 
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+# Offsets in struct seccomp_data; of arguments the low 32 bits: both machines are little-endian.
+_NUMBER, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24
 _LOAD, _AND, _IF_EQUAL, _IF_ABOVE, _IF_BITS, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
@@ -89,27 +90,22 @@ def _instructions(machine: str) -> Iterator[tuple[int, int, int, int]]:
                 yield _IF_EQUAL, 0, 1, number
                 yield _RETURN, 0, 0, _ERRNO | answer
     yield _IF_EQUAL, 0, 4, CLONE[column]
-    yield _LOAD, 0, 0, _argument(0)
+    yield _LOAD, 0, 0, _FIRST
     yield _IF_BITS, 0, 1, NEW_NAMESPACES
     yield _RETURN, 0, 0, _ERRNO | errno.EPERM
     yield _RETURN, 0, 0, _ALLOW
     yield _IF_EQUAL, 0, 7, SOCKETPAIR[column]
-    yield _LOAD, 0, 0, _argument(0)
+    yield _LOAD, 0, 0, _FIRST
     yield _IF_EQUAL, 0, 3, AF_UNIX
-    yield _LOAD, 0, 0, _argument(1)
+    yield _LOAD, 0, 0, _SECOND
     yield _AND, 0, 0, SOCK_TYPES
     yield _IF_EQUAL, 1, 0, SOCK_STREAM
     yield _RETURN, 0, 0, _ERRNO | errno.EPERM
     yield _RETURN, 0, 0, _ALLOW
     yield _IF_EQUAL, 0, 2 + 2 * len(TERMINAL_REQUESTS), IOCTL[column]
-    yield _LOAD, 0, 0, _argument(1)
+    yield _LOAD, 0, 0, _SECOND
     for request in TERMINAL_REQUESTS:
         yield _IF_EQUAL, 0, 1, request
         yield _RETURN, 0, 0, _ERRNO | errno.EPERM
     yield _RETURN, 0, 0, _ALLOW
     yield _RETURN, 0, 0, _ALLOW
-
-
-def _argument(place: int) -> int:
-    """Return the offset of the low 32 bits of an argument; both machines are little-endian."""
-    return _ARGUMENTS + 8 * place

@@ -6,7 +6,6 @@ import ast
 import builtins
 import functools
 import json
-import re
 import secrets
 import symtable
 import sys
@@ -16,39 +15,18 @@ from pathlib import Path
 
 from mega_rl.rewards.sandbox import Execution, Sandbox
 
-_PLACE = 'CANDIDATE = ""'
-_FUTURE = "from __future__ import annotations\n"
-_IMPORT = re.compile(r"^from mega_rl\.rewards\.sandbox\.inside\.(\w+) import .*\n", re.MULTILINE)
-
-
-@functools.cache
-def harness_text() -> str:
-    """Return the harness with the candidate's program in it, as the text of one file."""
-    harness = _program("harness")
-    assert harness.count(_PLACE) == 1, "the harness has one place for the candidate's program"
-    return harness.replace(_PLACE, f"CANDIDATE = {_program('candidate')!r}")
-
-
-def _program(name: str) -> str:
-    """Return the text of a program inside, with its modules in place of their imports."""
-    text, parts = _IMPORT.sub("", _text(name)), dict.fromkeys(("values", *_IMPORT.findall(_text(name))))
-    bodies = "".join(_IMPORT.sub("", _text(part)).replace(_FUTURE, "") for part in parts)
-    return text.replace(_FUTURE, _FUTURE + bodies)
-
-
-def _text(name: str) -> str:
-    return (Path(__file__).parent / "inside" / f"{name}.py").read_text("utf-8")
+_HARNESS = Path(__file__).with_name("harness.py").read_text("utf-8")
 
 
 def judge(sandbox: Sandbox, timeout_s: float, mode: str, **content: object) -> tuple[dict[str, object], Execution]:
     """Give the harness an order; return its verdict and what became of its run.
 
-    content: what `inside.harness` says that the mode needs. The verdict, {"value"}, {"passed"} or {"error"}, is the
+    content: what `harness` says that the mode needs. The verdict, {"value"}, {"passed"} or {"error"}, is the
     last line behind the order's token, of a run that succeeded; without it the verdict is an error.
     """
     token = secrets.token_hex(16)
     order = json.dumps({"token": token, "mode": mode, **content}).encode()
-    outcome = sandbox.run(harness_text(), order, timeout_s=timeout_s)
+    outcome = sandbox.run(_HARNESS, order, timeout_s=timeout_s)
     if not outcome.succeeded:
         return {
             "error": outcome.status if outcome.status != "finished" else f"exit code {outcome.return_code}"
@@ -118,18 +96,15 @@ def unfit(sandbox: Sandbox, suites: Sequence[Mapping[str, object]], timeout_s: f
     Each is tried over a stub, which has every name, as a function that raises. Raises SandboxError.
     """
     for start in range(0, len(suites), SUITES_A_RUN):
-        yield from _tried(sandbox, suites[start : start + SUITES_A_RUN], timeout_s)
-
-
-def _tried(sandbox: Sandbox, suites: Sequence[Mapping[str, object]], timeout_s: float) -> Iterator[str]:
-    verdicts = judge(sandbox, timeout_s, "stub", suites=suites)[0].get("value")
-    if isinstance(verdicts, list):
-        yield from map(_reason, verdicts)
-    elif len(suites) == 1:  # it takes all of the sandbox's time or memory, so it does not pass
-        yield ""
-    else:
-        for half in (suites[: len(suites) // 2], suites[len(suites) // 2 :]):
-            yield from _tried(sandbox, half, timeout_s)
+        part = suites[start : start + SUITES_A_RUN]
+        verdicts = judge(sandbox, timeout_s, "stub", suites=part)[0].get("value")
+        if isinstance(verdicts, list):
+            yield from map(_reason, verdicts)
+        elif len(part) == 1:  # it takes all of the sandbox's time or memory, so it does not pass
+            yield ""
+        else:
+            for one in part:
+                yield from unfit(sandbox, [one], timeout_s)
 
 
 def _reason(verdict: Mapping[str, object]) -> str:

@@ -22,20 +22,19 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.hidden_tokens import ids_of
+from mega_rl.rollout.sglang.control import Control
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
-from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_shapes
-from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
+from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
+from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
+from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
-from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
-from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
+from mega_rl.rollout.tokens import ids_of
 from mega_rl.types import IdRanges
 
 log = logging.getLogger(__name__)
@@ -240,6 +239,8 @@ def connect(
     )
     resources.callback(router.close)
     own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}
+    hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
+    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, sglang.sync.probe_tokens, limits, hidden)
     return Connection(
         router=router,
         sync=SglangWeightSync(
@@ -255,23 +256,13 @@ def connect(
                 tp=None if sglang.urls else sglang.server.tp,
                 routing=sglang.return_routing,
             ),
-            probe=_probe(rollout, dtype, actor, world, ids_of(hidden_tokens, hf.vocab_size)),
-            verify_interval=rollout.verify_interval,
+            probe=probe if probe.num_tokens else None,
         ),
         memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
         concurrency=sum(near.values()) or per_rank * len(controls),
         _pool=pool,
         _controls=controls,
         _actor=actor,
-    )
-
-
-def _probe(
-    rollout: RolloutConfig, dtype: torch.dtype, actor: ModelEngine, world: Ranks, hidden: Sequence[int]
-) -> Probe | None:
-    vocab_size, tokens, limits = actor.sharding.hf.vocab_size, rollout.sglang.sync.probe_tokens, LIMITS[_name_of(dtype)]
-    return (
-        Probe(actor.forward, world, vocab_size, rollout.temperature, tokens, limits, tuple(hidden)) if tokens else None
     )
 
 

@@ -1,4 +1,4 @@
-"""The work of steps: the source of batches, the algorithm that learns from them, and their meter."""
+"""The work of steps: the source of batches, the algorithm, and their meter."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def build_collector(
         meter = SuccessMeter(prompts.rates, success.right_above, success.right_part)
 
     def count(rollout: Rollout) -> None:
-        """Count sampled tokens; with generation ahead the phase is a wait for samples, whose rate means nothing."""
+        """Count sampled tokens, unless generation ahead makes the phase a wait."""
         if not trainer.async_steps:
             run.roles.work.count(float(rollout.loss_mask.sum()) / run.roles.actor_engine.replica.size)
 

@@ -30,7 +30,7 @@ from mega_rl.parallel.agreement import broadcast_json, first_failure, run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.build import RunRewards, check_tests
 from mega_rl.rewards.score import ResponseReader
-from mega_rl.rollout.stop_tokens import check_stop_tokens
+from mega_rl.rollout.tokens import check_stop_tokens
 from mega_rl.tracking import progress
 from mega_rl.types import Prompt, PromptSet
 
@@ -93,7 +93,7 @@ class OwnRows:
     validates: bool  # the run evaluates on its held-out rows
 
     def read(self, tokens: Tokens, split: Literal["train", "validation"]) -> RowSource:
-        """Return the rows of a split. Raises UserError, also while they are read, for code that raises."""
+        """Return the rows of a split. Raises UserError for code that raises, also later."""
         setting = f"data.source={self.name!r}"
 
         def iterated(rows: Iterable[object]) -> Iterator[object]:

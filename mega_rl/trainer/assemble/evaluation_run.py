@@ -57,7 +57,7 @@ def _run(config: Config, accelerator: Accelerator, groups: Groups, resources: Ex
     inputs = read_inputs(config, accelerator, world, resources, trains=False)
     data, tokens, seed = config.data, inputs.tokens, config.trainer.seed
     columns = inputs.rewards.columns(data.answer_key, data.source_key)
-    reader = PromptReader(data, tokens.tokenizer, inputs.vocab_size, columns)
+    reader = PromptReader(data, tokens.tokenizer, inputs.plan.models["actor"].hf.vocab_size, columns)
     _, sets = load_data(reader, config.validation.sets, tokens, seed=seed, trains=False)
     run_on_one(partial(inputs.rewards.check, [], sets, source_key=data.source_key), world)
     agreed_fingerprint([], sets, world)

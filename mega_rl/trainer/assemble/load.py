@@ -41,11 +41,6 @@ class Inputs:
     rollouts: OwnRollouts | None = None  # the user's rollout source
     rows: OwnRows | None = None  # the user's data source
 
-    @property
-    def vocab_size(self) -> int:
-        """Return the size of the actor's vocabulary."""
-        return self.plan.models["actor"].hf.vocab_size
-
 
 def read_inputs(
     config: Config,
@@ -56,7 +51,7 @@ def read_inputs(
     reward_function: RewardFunction | None = None,
     trains: bool = True,
 ) -> Inputs:
-    """Take a Config apart for a run or an evaluation. Raises UserError before any weight is loaded."""
+    """Take a Config apart for a run or an evaluation, before any weight is loaded."""
     plan, reward, model, chat = plan_run(config, accelerator), config.reward, Path(config.model.path), config.data.chat
     if not trains:
         plan = replace(plan, models={role: replace(one, trainable=False) for role, one in plan.models.items()})

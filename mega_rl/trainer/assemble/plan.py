@@ -1,4 +1,4 @@
-"""Models of a run: their plan, decided once from its Config and the machine, and their roles."""
+"""Models of a run: their plan, decided once for the machine, and their roles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups, another, current
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, TokenModel
-from mega_rl.rollout.hidden_tokens import hidden_tokens
+from mega_rl.rollout.tokens import hidden_tokens
 from mega_rl.tracking.metrics.flops import ModelWork
 from mega_rl.tracking.metrics.steps import WorkMeter
 from mega_rl.trainer.assemble.algorithms import Method, build_actor_role, build_critic_role, choose_method
@@ -62,11 +62,7 @@ def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
     }  # fmt: skip
     if any(model.impl == "te" for model in models.values()):
         check_one_backend({role: model.attention for role, model in asked.items()})
-    elif (
-        device_type == "cuda"
-        and config.engine.backend == "megatron"
-        and config.engine.megatron.transformer_impl == "auto"
-    ):
+    elif (device_type, config.engine.backend, config.engine.megatron.transformer_impl) == ("cuda", "megatron", "auto"):
         log.info("Transformer Engine is not installed: Megatron-Core's own layers run instead, which are slower")
     rollout_dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
     return RunPlan(settings, models, choose_method(config), DTYPES[rollout_dtype])
@@ -163,9 +159,7 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, step
             average = WeightAverage(*stored, settings.reference_rate, ranks_of(groups.host_world))
             updates = reference_updates(interval, average.update)
     optim, critic = plan.engine.optim, None
-    learner = build_actor_role(
-        method, optim, actor, kl, total_steps=steps, lessons=lessons, meter=meter("actor")
-    )  # fmt: skip
+    learner = build_actor_role(method, optim, actor, kl, total_steps=steps, lessons=lessons, meter=meter("actor"))
     if "critic" in engines:
         critic = build_critic_role(method, optim, engines["critic"], total_steps=steps, meter=meter("critic"))
     paths = {role: model.path for role, model in plan.models.items()}

@@ -24,8 +24,7 @@ from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.data.build import source_lines
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
-from mega_rl.rollout.hidden_tokens import describe_zero_rows
-from mega_rl.rollout.stop_tokens import name_stop_tokens
+from mega_rl.rollout.tokens import name_stop_tokens
 from mega_rl.tracking.metrics.tables import RoleFacts, show_startup
 from mega_rl.tracking.metrics.trackers import without_secrets
 from mega_rl.tracking.records.reader import FOLDER, RecordDescription
@@ -46,11 +45,10 @@ PACKAGES = ("torch", "transformers", "megatron-core")
 
 def show_run(config: Config, run: LoadedRun, prompts: RunPrompts) -> None:
     """Write the run's config, and log what is unusual and the start-up table."""
-    run_dir, saves, actor = Path(config.trainer.run_dir), config.checkpoint, run.roles.actor_engine
+    run_dir, saves = Path(config.trainer.run_dir), config.checkpoint
     if not (saves.save_final or saves.save_interval or saves.hf_final or saves.hf_interval):
         log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
-    zero_rows = describe_zero_rows(run.roles.paths["actor"], actor.hidden_tokens, run.tokens.stop_ids)
-    for line in (*advice(config), *([zero_rows] if zero_rows else [])):
+    for line in advice(config):
         log.warning("%s", line)
     for line in source_lines(prompts.train, prompts.order, steps=run.trainer.steps):
         log.info("%s", line)

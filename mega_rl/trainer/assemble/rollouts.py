@@ -16,15 +16,13 @@ from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.rollout.embedded.sampling import Sampler
-from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
-from mega_rl.rollout.hidden_tokens import ids_of
+from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
+from mega_rl.rollout.sampling import Sampler
 from mega_rl.rollout.sglang.build import Connection, connect
 from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
-from mega_rl.rollout.stop_tokens import with_end_of_sequence
+from mega_rl.rollout.tokens import ids_of, with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
 from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
@@ -108,7 +106,7 @@ def build_rollouts(
 def _make_source(
     inputs: Inputs, rollout: RolloutConfig, seed: int, roles: Roles, engine: RolloutEngine | None, sync: WeightSync
 ) -> tuple[CheckedRollouts, RankState | None]:
-    """Return a user's rollout source with checks of its rows, and its state, if it keeps some. Raises UserError."""
+    """Return (a user's rollout source with checks, its state or None). Raises UserError."""
     own, actor, tokens = inputs.rollouts, roles.actor_engine, inputs.tokens
     assert own is not None, "a rule refuses rollout.backend=none with rollout.source=single_turn"
     name = f"rollout.source={own.name!r}"

@@ -49,7 +49,7 @@ def build_trainer(
     world, run_dir, tokens = inputs.world, Path(config.trainer.run_dir), inputs.tokens
     prompts = build_prompts(
         config.data, config.validation.sets, config.trainer, tokens, inputs.rewards, inputs.rows,
-        vocab_size=inputs.vocab_size, world=world,
+        vocab_size=inputs.plan.models["actor"].hf.vocab_size, world=world,
     )  # fmt: skip
     resources.callback(prompts.order.close)
     warmup = config.optim.warmup_steps + config.algorithm.critic_warmup_steps

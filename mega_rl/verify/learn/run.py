@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from mega_rl import api
 from mega_rl.protocols import MetricsSink, RolloutSource, TokenModel
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded import HFRolloutEngine
 from mega_rl.tracking.health.guard import StoppedBySignal
 from mega_rl.tracking.progress.terminal import standard_error
 from mega_rl.trainer.collect import Collector

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.returns import GAE
+from mega_rl.algorithms.advantages import GAE
 from mega_rl.algorithms.inputs import (
     AdvantageInputs,
     gae,

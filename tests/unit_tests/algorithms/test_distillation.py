@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.groups import RLOO
-from mega_rl.algorithms.advantages.returns import Distillation
+from mega_rl.algorithms.advantages import RLOO, Distillation
 from tests.helpers.advantages import advantages_of
 
 G = torch.Generator().manual_seed(3)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages import ESTIMATORS as REGISTRY
-from mega_rl.algorithms.advantages.groups import GDPO
+from mega_rl.algorithms.advantages import GDPO
 from mega_rl.algorithms.statistics import SumOverRanks, identity
 from mega_rl.types import RewardParts
 from tests.helpers.advantages import advantages_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.corrections import TIS
 from mega_rl.algorithms.kl import KLController, k2
-from mega_rl.algorithms.policy_losses.clipped import PPO
+from mega_rl.algorithms.policy_losses import PPO
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.types import TokenOutputs, row_numbers

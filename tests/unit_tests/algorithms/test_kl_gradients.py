@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.returns import GAE
+from mega_rl.algorithms.advantages import GAE
 from mega_rl.algorithms.inputs import AdvantageInputs
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL, kl_penalty
-from mega_rl.algorithms.policy_losses.clipped import PPO
+from mega_rl.algorithms.policy_losses import PPO
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check

@@ -19,8 +19,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.groups import GDPO, GRPO, OPO, RLOO
-from mega_rl.algorithms.advantages.returns import GAE, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
+from mega_rl.algorithms.advantages import (
+    GAE,
+    GDPO,
+    GRPO,
+    OPO,
+    RLOO,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
 from mega_rl.algorithms.corrections import OPSM, TIS, GeometricRejection, IcePop, SequenceRejection
 from mega_rl.algorithms.evaluation import pass_at_k
 from mega_rl.algorithms.inputs import AdvantageEstimator, AdvantageInputs
@@ -37,8 +45,7 @@ from mega_rl.algorithms.losses import (
     loss_weights,
     policy_loss,
 )
-from mega_rl.algorithms.policy_losses.clipped import GMPO, GSPO, PPO, ClipCov, KLCov, covariance
-from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV, SAPO
+from mega_rl.algorithms.policy_losses import CISPO, DPPOKL, DPPOTV, GMPO, GSPO, PPO, SAPO, ClipCov, KLCov, covariance
 from mega_rl.algorithms.statistics import Sequences, whiten
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.vocab import VocabColumns

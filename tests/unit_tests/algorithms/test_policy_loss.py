@@ -12,8 +12,7 @@ from torch import Tensor
 from mega_rl.algorithms import losses
 from mega_rl.algorithms.kl import k1, k3
 from mega_rl.algorithms.losses import KLTerm, PolicyObjective, PolicyTokens
-from mega_rl.algorithms.policy_losses.clipped import PPO
-from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV
+from mega_rl.algorithms.policy_losses import CISPO, DPPOKL, DPPOTV, PPO
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.protocols import LossOutput
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.losses import PolicyObjective, PolicyTokens
-from mega_rl.algorithms.policy_losses.clipped import GMPO, GSPO, ClipCov, KLCov
-from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV, SAPO
+from mega_rl.algorithms.policy_losses import CISPO, DPPOKL, DPPOTV, GMPO, GSPO, SAPO, ClipCov, KLCov
 from mega_rl.algorithms.statistics import Sequences
 
 LENGTHS = (9, 1, 17, 6, 12)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 import mega_rl
-from mega_rl.algorithms.advantages.returns import GAE
+from mega_rl.algorithms.advantages import GAE
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, OWN_CHOICES, chosen, needs_critic, reads_reference
 from mega_rl.config.loader import load

@@ -13,7 +13,7 @@ from mega_rl.config.rules import check
 from mega_rl.config.rules.rollout import DECIDED, KEY, REFUSED
 from mega_rl.plan.preflight.host import check_servers
 from mega_rl.rollout.sglang.server.installation import argument_names, find_sglang
-from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments
+from mega_rl.rollout.sglang.server.process import ServerSettings, arguments
 from tests.helpers.sglang import needs_sglang
 
 SGLANG = "rollout.backend=sglang"

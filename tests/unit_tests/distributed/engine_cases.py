@@ -16,7 +16,7 @@ STEPS = 2
 def losses(head: str) -> Any:
     """The loss under test: the clipped policy loss with KL and entropy, or the clipped value loss."""
     from mega_rl.algorithms.kl import KLController, k3
-    from mega_rl.algorithms.policy_losses.clipped import PPO
+    from mega_rl.algorithms.policy_losses import PPO
     from mega_rl.workers.models import PolicyLoss, ValueLoss
 
     if head == "value":

@@ -312,7 +312,8 @@ ENGINES: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str]] = [
 # What two ranks or a neighbour in the list show as well: in `make test-full`.
 FULL_ONLY = ("dp4 overlap", "dp4 average", "dp4 average overlap", "dp4 instances", "dp4 bf16 messages", "dp2 overlap")
 FULL_ONLY += ("dp2 average", "dp2 instances", "dp2 bf16 messages overlap", "ep2 average gather", "ep2 x2 average")
-FULL_ONLY += ("ep2 x2 instances", "pp2 x2 gather", "pp2 vpp2 x2 gather")
+FULL_ONLY += ("ep2 x2 instances", "pp2 x2 gather", "pp2 vpp2 x2 gather", "dp4 gather", "dp2 bf16 messages")
+FULL_ONLY += ("dp2 instances gather", "ep2 x2 instances average")
 assert {case[0] for case in ENGINES} >= set(FULL_ONLY)
 ENGINES = [case for case in ENGINES if FULL or case[0] not in FULL_ONLY]
 RESUMES = covering([(size, settings) for size in (2, 4) for settings in RESUMED])

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.policy_losses import LOSSES as NEEDS
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import (
@@ -81,7 +80,7 @@ LOSSES = {
     f"grpo with {loss}": AlgorithmConfig(
         loss=kind_of("algorithm.loss", loss), loss_aggregation="seq-mean-token-mean", epochs=2
     )
-    for loss in ((name for name in OBJECTIVES if not NEEDS[name].needs_teacher) if FULL else ())
+    for loss in ((name for name in OBJECTIVES if not OBJECTIVES[name].needs_teacher) if FULL else ())
 }
 # Named parts of the reward, one of them at half weight.
 PARTS = {"gdpo": AlgorithmConfig(advantage=kind_of("algorithm.advantage", "gdpo"), epochs=2)}

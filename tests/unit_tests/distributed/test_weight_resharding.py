@@ -93,8 +93,8 @@ def send_to_spanning(rank: int, weights: Any) -> dict[str, Any]:
     """Two servers with a rank on each of two hosts: what the bytes of each of their ranks are, and who made them."""
     import torch.distributed as dist
 
+    from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
     from mega_rl.rollout.sglang.weights.transport import Server
-    from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
     from tests.helpers.weight_receiver import SpanningReceiver
 
     receivers = [SpanningReceiver(index, tp=2) for index in range(2)]
@@ -121,8 +121,8 @@ Make = Callable[[list[Any], tuple[int, ...]], Any]
 
 
 def makers(weights: Any, *, apart: bool = True) -> dict[str, Make]:
-    from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
-    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
+    from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
+    from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
 
     given: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
     actual: dict[str, Make] = {"distributed": lambda servers, hosts: DistributedTransport(weights, servers, **given)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses import AGGREGATIONS
-from mega_rl.algorithms.policy_losses.weighted import TeacherDivergence
+from mega_rl.algorithms.policy_losses import TeacherDivergence
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.trainer.policy_gradient import MinibatchPlan

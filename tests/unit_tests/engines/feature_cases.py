@@ -291,8 +291,8 @@ def steps_on_host(engine: Any) -> bool:
 
 def reaches_a_server(rank: int, engine: Any) -> bool:
     """Whether a server has every bit of the engine's weights."""
+    from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
-    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from tests.helpers.weight_receiver import FakeReceiver
 
     weights, expected = TrainerWeights(engine, torch.float32), exported(engine)

@@ -9,11 +9,14 @@ import mmap
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+STARTED = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # a helper of the file itself
 
 
 def many_kinds(
@@ -95,12 +98,6 @@ class Naughty:
         return 0.0
 
     @staticmethod
-    def crash_and_linger(rest: str) -> None:
-        """Ends while a child of another session holds all that is open."""
-        Naughty.linger(rest)
-        os._exit(3)
-
-    @staticmethod
     def linger_and_hang(rest: str) -> None:
         Naughty.linger(rest)
         Naughty.hang(rest)
@@ -151,10 +148,9 @@ class Naughty:
 
     @staticmethod
     def linger(rest: str) -> float:
-        """Leaves children and grandchildren, some in sessions of their own; their ids go to a file."""
+        """Leaves children and grandchildren; their ids go to a file."""
         for _ in range(4):
             if os.fork() == 0:
-                os.setsid()
                 for _ in range(2):
                     os.fork()
                 with open(rest, "a", encoding="utf-8") as file:

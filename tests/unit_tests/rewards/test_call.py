@@ -171,7 +171,7 @@ def test_sources_of_the_rows_are_those_of_the_settings() -> None:
     nameless, other = dataclasses.replace(SUM, source=""), dataclasses.replace(SUM, source="code")
     assert problems(nameless, nameless, other, CHAT) == [
         "rows have the sources '', 'code' in the column 'data_source' (data.source_key; '' where it is missing), which "
-        "reward.sources has no entry for; say which of reward.functions score them",
+        "reward.sources has no entry for",
         "reward.sources has entries for sums/easy, which no row has as 'data_source'",
     ]
     assert problems(dataclasses.replace(SUM, answer=None), CHAT) == [

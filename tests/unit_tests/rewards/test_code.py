@@ -19,7 +19,7 @@ from mega_rl.rewards.code import (
     specification,
 )
 from mega_rl.rewards.sandbox import Execution, SandboxError
-from mega_rl.rewards.sandbox.inside.values import encode
+from mega_rl.rewards.sandbox.harness import encode
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
 from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt
@@ -53,7 +53,6 @@ CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert cand
         ("from solution import add\ndef test_one():\n    assert add(1, 2) == 3", {}, ADD, [True]),
         ("from solution import add\ndef test_one():\n    assert add(1, 2) == 4", {}, ADD, [False]),
         ("x = [3, 1]\nsort(x)\nassert x == [1, 3]", {}, "def sort(x): x.sort()", [True]),
-        ("assert apply(lambda x: x + 1) == 4", {}, "def apply(f): return f(3)", [True]),
         ("assert list(g()) == [0, 1] and set(g()) == {0, 1}", {}, "def g(): yield from range(2)", [True]),
         ("assert f((1, {2: {3}}, b'x')) == (1, {2: {3}}, b'x')", {}, "def f(x): return x", [True]),
         ("assert abs(f(1) - 0.5) < 1e-9", {}, "def f(x): return x / 2", [True]),
@@ -133,7 +132,7 @@ def test_outputs_are_compared_by_words(given: str, expected: str, same: bool) ->
     ],
 )
 def test_results_are_compared_by_type_and_value(given: Any, expected: Any, same: bool) -> None:
-    assert same_value(encode(given, repr), expected) == same
+    assert same_value(encode(given), expected) == same
 
 
 @pytest.mark.parametrize(

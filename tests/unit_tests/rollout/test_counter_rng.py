@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.rollout.counter_rng import _mix, stream_keys, uniform_at
+from mega_rl.rollout.sampling import _mix, stream_keys, uniform_at
 
 NUM = 200_000
 

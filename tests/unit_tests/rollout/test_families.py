@@ -9,8 +9,8 @@ import torch
 
 from mega_rl.converters.families import TRAINED
 from mega_rl.converters.safetensors.reader import CheckpointReader
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.rollout.embedded.sampling import Sampler
+from mega_rl.rollout.embedded import HFRolloutEngine
+from mega_rl.rollout.sampling import Sampler
 from mega_rl.types import Prompt
 from mega_rl.verify.twin import hf_logits
 from tests.helpers.models import write_tiny_checkpoint

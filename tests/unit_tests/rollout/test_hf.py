@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.embedded import decoding
-from mega_rl.rollout.embedded.sampling import Sampler
-from mega_rl.rollout.embedded.weight_sync import checksum
+from mega_rl.rollout import decoding
+from mega_rl.rollout.embedded import checksum
+from mega_rl.rollout.sampling import Sampler
 from mega_rl.types import Draws, Prompt, Rollout
 from tests.unit_tests.rollout.tiny_qwen3 import (
     EOS_ID,

@@ -1,4 +1,4 @@
-"""Tokens that no response may hold, and rows of the embedding that nothing has trained."""
+"""Tokens that no response may hold."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mega_rl.rollout.embedded.sampling import Sampler
-from mega_rl.rollout.hidden_tokens import ALL_FURTHER, describe_zero_rows, hidden_tokens, ids_of
+from mega_rl.rollout.sampling import Sampler
+from mega_rl.rollout.tokens import ALL_FURTHER, hidden_tokens, ids_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
-from tests.unit_tests.rollout.tiny_qwen3 import EOS_ID, VOCAB_SIZE, make_checkpoint, make_engine, make_prompts
+from tests.unit_tests.rollout.tiny_qwen3 import VOCAB_SIZE, make_checkpoint, make_engine, make_prompts
 
 IDS = {"<pad>": 0, "a": 1, "<eos>": 2, "b": 4, "c": 5, "!": 8}  # 3, 6 and 7 are holes, 9 and on is unknown
 
@@ -71,7 +71,7 @@ def ranks_train_beside_a_zero_row(rank: int, folders: list[str]) -> dict[str, li
 
     prepare("auto")
     from mega_rl.algorithms.kl import k3
-    from mega_rl.algorithms.policy_losses.clipped import PPO
+    from mega_rl.algorithms.policy_losses import PPO
     from mega_rl.workers.models import PolicyLoss
     from tests.helpers.engines import exported, make_config, own_rows, running_engine
 
@@ -106,14 +106,3 @@ def test_an_update_is_what_it_is_without_the_zero_row(tmp_path: Path) -> None:
             assert torch.equal(
                 tensor[rows] if tensor.dim() else tensor, other[name][rows] if tensor.dim() else other[name]
             )
-
-
-def test_zero_rows_are_named_at_the_start(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "model")
-    assert describe_zero_rows(checkpoint.path, (), (EOS_ID,)) is None
-    with torch.no_grad():
-        checkpoint.model.get_input_embeddings().weight[[EOS_ID, 5, 9]] *= 1e-4
-    checkpoint.model.save_pretrained(tmp_path / "zeros")
-    line = describe_zero_rows(tmp_path / "zeros", ((9, 10),), (EOS_ID,))
-    assert line is not None
-    assert "rows of 2 tokens are nearly zero (ids 5, 9); 1 of them may be sampled" in line

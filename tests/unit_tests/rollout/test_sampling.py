@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.rollout.counter_rng import stream_keys, uniform_at
-from mega_rl.rollout.embedded.sampling import Sampler, _fixed_point
+from mega_rl.rollout.sampling import Sampler, _fixed_point, stream_keys, uniform_at
 from tests.helpers.determinism import OnlyDeterministic
 
 NUM_DRAWS = 40_000

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.stop_tokens import check_stop_tokens, name_stop_tokens
+from mega_rl.rollout.tokens import check_stop_tokens, name_stop_tokens
 from tests.helpers.inputs import qwen3_config
 from tests.helpers.models import write_digit_tokenizer
 

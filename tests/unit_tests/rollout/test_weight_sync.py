@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync, buckets, checksum
+from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine, buckets, checksum
 from tests.unit_tests.rollout.tiny_qwen3 import Checkpoint, make_engine, make_prompts
 
 SQUARE = "model.layers.0.self_attn.o_proj.weight"

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.rollout.embedded.sampling import Sampler
+from mega_rl.rollout.embedded import HFRolloutEngine
+from mega_rl.rollout.sampling import Sampler
 from mega_rl.types import Prompt
 
 VOCAB_SIZE = 131  # not a multiple of the sampler's block

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages import ESTIMATORS
-from mega_rl.algorithms.advantages.returns import Distillation
+from mega_rl.algorithms.advantages import ESTIMATORS, Distillation
 from mega_rl.algorithms.kl import KLController
+from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.loop import Event, StepLog
 from mega_rl.trainer.mismatch import RolloutMismatchError
 from mega_rl.trainer.policy_gradient import PolicyGradientRules
-from mega_rl.types import TokenOutputs
+from mega_rl.types import Rewards, TokenOutputs
 from mega_rl.workers.models import reference_updates
 from tests.helpers.fakes import (
     FakePrompts,
@@ -255,3 +255,41 @@ def test_an_event_ends_the_run_after_its_step() -> None:
         expected += [f"after {number + 1}"] * 2
     assert run.events == [*expected, *["finish 2"] * 2]
     assert list(run.metrics.records) == [1, 2]
+
+
+def test_a_student_without_a_reward_learns_as_with_one_of_zeros() -> None:
+    """Weights to the bit; of rewards there is no number, no column and no call, in validations neither."""
+    runs = {}
+    for name, reward in {"zeros": ZeroReward(), "none": AbsentScorer()}.items():
+        trainer = FakeRun(
+            grpo=True,
+            reference=FakeFrozen(),
+            estimator=Distillation(),
+            reward=reward,
+            validation=held_out(FakePrompts().batch(0)),
+            settings=RunSettings(steps=8, val_interval=1, rollout_interval=1, rollout_samples=2),
+        )
+        trainer.fit()
+        runs[name] = trainer
+    assert torch.equal(runs["zeros"].actor.logits, runs["none"].actor.logits)
+    assert runs["none"].actor.logits.any()
+    for step, record in runs["none"].metrics.records.items():
+        beside = runs["zeros"].metrics.records[step]
+        kept = {name: value for name, value in beside.items() if not name.startswith(("reward/", "val/reward_"))}
+        assert len(kept) < len(beside)
+        assert record == kept
+    sink = runs["none"].metrics
+    rows = [row for dump in (sink.dumps, sink.val_dumps) for step in dump.values() for row in step]
+    assert len(rows) == 2 * (8 + 9)
+    assert not {name for row in rows for name in row if name.startswith("reward")}
+    assert {name for name in sink.records[0] if name.startswith("val/")} == {"val/response_tokens_mean"}
+
+
+class ZeroReward(FakeReward):
+    """A reward that is always 0."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def score(self, rollout: Any, prompts: Any) -> Rewards:
+        return Rewards(torch.zeros(len(rollout.lengths)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.groups import GRPO
+from mega_rl.algorithms.advantages import GRPO
 from mega_rl.algorithms.losses import AGGREGATIONS, Aggregation
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.trainer.rows import Overlong, leave_truncated_out, soft_punishment

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.algorithms.advantages.groups import OPO
+from mega_rl.algorithms.advantages import OPO
 from mega_rl.config.choices import ADVANTAGE, ALGORITHM_CHOICES, Choice, chosen
 from mega_rl.config.keys import FIELDS, flat, with_settings
 from mega_rl.config.schema import Config

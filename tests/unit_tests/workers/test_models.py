@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_rl.algorithms import losses
 from mega_rl.algorithms.kl import KLController, k2
 from mega_rl.algorithms.losses import KLTerm, PolicyTokens, clipped_value_loss
-from mega_rl.algorithms.policy_losses.clipped import PPO
+from mega_rl.algorithms.policy_losses import PPO
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss

@@ -16,8 +16,7 @@ from torch import Tensor
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.counter_rng import stream_keys
-from mega_rl.rollout.limits import is_greedy, response_limits
+from mega_rl.rollout.sampling import is_greedy, response_limits, stream_keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,

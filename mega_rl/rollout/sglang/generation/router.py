@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mega_rl.errors import RunError, UserError
+from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.generation.client import SglangClient
 from mega_rl.rollout.sglang.generation.replica import Replica, least_loaded
 from mega_rl.rollout.sglang.generation.samples import (
@@ -32,7 +33,6 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.tracking import progress
 
 # An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.20).

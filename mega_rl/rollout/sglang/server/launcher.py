@@ -3,7 +3,7 @@
 SGLang's own server with five things around it:
 
 - Keys come in a file of the private folder (`MEGA_RL_SGLANG_SCRATCH`), not in SGLang's settings, which it logs.
-  Every endpoint wants a key; see `keys.KeyCheck`.
+  Every endpoint wants a key; see `control.KeyCheck`.
 - All processes of the server end with the trainer, whose end closes standard input, and with this one, their leader.
 - A server on several hosts has such a process on each of them, and they end together; see `nodes`.
 - Files that SGLang shares by public names go to the private folder, which is removed at the end.
@@ -14,6 +14,7 @@ SGLang's own processes run this module's top level, by spawn; without CUDA they 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import getpass
 import os
@@ -31,8 +32,8 @@ from typing import cast
 
 import psutil
 
-from mega_rl.rollout.sglang.http.keys import KeyCheck, Keys, Receive, Scope, Send
-from mega_rl.rollout.sglang.server import cpu_stand_ins, group, nodes
+from mega_rl.rollout.sglang.control import KeyCheck, Keys, Receive, Scope, Send
+from mega_rl.rollout.sglang.server import cpu_stand_ins, nodes
 
 DEVICE_VARIABLE = "MEGA_RL_SGLANG_DEVICE"
 SCRATCH_VARIABLE = "MEGA_RL_SGLANG_SCRATCH"
@@ -40,6 +41,8 @@ TRAINER_VARIABLE = "MEGA_RL_SGLANG_TRAINER"
 SCRATCH_PREFIX = "mega-rl-sglang-"  # servers' private folders
 KEYS_FILE = "keys.json"  # in one
 
+# These remove files of the others from /dev/shm (semaphores, tensors) and end by themselves once the others are gone.
+_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 _POLL_S = 0.5
 _KILL_S = 10.0
 
@@ -159,10 +162,54 @@ def _end_all(scratch: Path, reason: str = "") -> None:
     # Before and after: once its processes die, SGLang's main thread may end this one at any moment.
     shutil.rmtree(scratch, ignore_errors=True)
     deadline = time.monotonic() + _KILL_S
-    while group.kill(os.getpgrp(), spare=os.getpid()) and time.monotonic() < deadline:
+    while kill_group(os.getpgrp(), spare=os.getpid()) and time.monotonic() < deadline:
         time.sleep(0.02)  # a process that is still there could write into the folder
     shutil.rmtree(scratch, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def group_members(group: int) -> list[psutil.Process]:
+    """Return the living processes of a process group, without zombies."""
+    assert group > 1, f"{group} is not the group of a server"
+    living = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return living
+
+
+def kill_group(group: int, *, spare: int = 0, cleaners: bool = False) -> int:
+    """Send SIGKILL to a group's members but `spare`, and to `_CLEANERS` only if asked; return the number of signals."""
+    targets = [one for one in group_members(group) if one.pid != spare and (cleaners or not _cleans(one))]
+    for process in targets:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()  # checks first that the id is still this process's
+    return len(targets)
+
+
+def end_group(group: int, *, deadline_s: float) -> list[int]:
+    """Kill a group and wait for its end; return the processes left at the deadline.
+
+    `_CLEANERS` have half of that time to end by themselves.
+    """
+    start = time.monotonic()
+    while left := group_members(group):
+        passed = time.monotonic() - start
+        if passed > deadline_s:
+            return [process.pid for process in left]
+        kill_group(group, cleaners=passed > deadline_s / 2)  # again and again: one may have been started meanwhile
+        time.sleep(0.05)
+    return []
+
+
+def _cleans(process: psutil.Process) -> bool:
+    try:
+        return any(name in argument for argument in process.cmdline() for name in _CLEANERS)
+    except psutil.Error:
+        return False
 
 
 if __name__ in ("__main__", "__mp_main__"):

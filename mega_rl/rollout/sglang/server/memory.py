@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import merge_failures, raise_together
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.http.control import Control, each
-from mega_rl.rollout.sglang.server.pool import ServerPool
+from mega_rl.rollout.sglang.control import Control, each
+from mega_rl.rollout.sglang.server.pool import ServerPool, StartedServers
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def release_memory(control: Control, tags: Sequence[str]) -> None:
     control.call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
 
-def release_at_start(pool: ServerPool, ranks: Ranks, *, timeout_s: float) -> None:
+def release_at_start(pool: StartedServers, ranks: Ranks, *, timeout_s: float) -> None:
     """Let every server that has just started release its memory; collective. Raises RunError on all ranks."""
 
     def release(index: int) -> None:

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from mega_rl.config.values import divisors, listed
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import run_on_all, run_on_one
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+from mega_rl.rollout.sglang.control import Control, Endpoint, Keys
 from mega_rl.rollout.sglang.server.nodes import Node
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.tracking import progress
@@ -27,42 +27,8 @@ _ANSWER_S = 10.0
 _HEALTH_S = 5.0  # a healthy server answers /health faster
 
 
-class ServerPool:
-    """Servers of a run, equal on all ranks. This class starts and ends none."""
-
-    endpoints: list[Endpoint]
-    tp: list[int]  # tensor-parallel ranks of each server
-    hosts: list[tuple[int, ...]]  # numbers of the trainer's hosts that each server is on; none for a joined one
-    ranks_per_host = 1
-    colocated = False  # they share the trainer's devices and take turns with it
-
-    def owner(self, index: int) -> int:
-        """Return the rank that starts a server's first node, which has its URL."""
-        return self.hosts[index][0] * self.ranks_per_host
-
-    def wait_ready(self) -> None:
-        """Wait until every server of every host generates; at once when they do already; collective.
-
-        Raises RunError on all ranks.
-        """
-        raise NotImplementedError
-
-    def bring_back(self, lost: Sequence[int]) -> None:
-        """Restart or await these servers until they answer at `endpoints`, with weights of any kind; collective.
-
-        Raises RunError on all ranks.
-        """
-        raise NotImplementedError
-
-    def stop(self, servers: Sequence[int]) -> None:
-        """End those of these servers that this rank started, until `bring_back`; no collective."""
-
-    def close(self) -> None:
-        """End the servers that this rank started; no collective, may be called twice."""
-
-
-class StartedServers(ServerPool):
-    """Servers that this run starts, equally many on each host or each `nodes` hosts.
+class StartedServers:
+    """Servers that this run starts, equally many on each host or each `nodes` hosts; equal on all ranks.
 
     The first rank of a host owns the servers there, or its nodes' parts of them.
     """
@@ -87,13 +53,14 @@ class StartedServers(ServerPool):
         self._ranks, self.ranks_per_host, nodes = ranks, ranks_per_host, settings.nodes
         self._timeout_s = settings.start_timeout_s
         self._spans_hosts = nodes > 1
-        self.colocated = settings.memory_saver
+        self.colocated = settings.memory_saver  # they share the trainer's devices and take turns with it
         num_hosts = -(-ranks.size // ranks_per_host)
         if num_hosts % nodes:
             raise UserError(
                 f"rollout.sglang.server.nodes={nodes}: the trainer runs on {num_hosts} host(s), and each server "
                 f"takes {nodes} of them; legal: {listed(divisors(num_hosts))}"
             )
+        # Numbers of the trainer's hosts that each server is on, and each one's tensor-parallel ranks.
         self.hosts = [tuple(range(first, first + nodes)) for first in range(0, num_hosts, nodes) for _ in range(count)]
         self.tp = [settings.tp] * len(self.hosts)
         self.endpoints: list[Endpoint] = []
@@ -110,7 +77,12 @@ class StartedServers(ServerPool):
             self._own[index] = process(own, index, folder)
         self._start(range(len(self.hosts)))
 
+    def owner(self, index: int) -> int:
+        """Return the rank that starts a server's first node, which has its URL."""
+        return self.hosts[index][0] * self.ranks_per_host
+
     def wait_ready(self) -> None:
+        """Wait until every server of every host generates; collective. Raises RunError on all ranks."""
         if self.endpoints:
             return
         with progress.phase("waiting for SGLang servers", deadline_s=self._timeout_s):
@@ -118,6 +90,10 @@ class StartedServers(ServerPool):
         self.endpoints = [ready[index] for index in range(len(self.hosts))]
 
     def bring_back(self, lost: Sequence[int]) -> None:
+        """Restart these servers, until they answer at `endpoints` with weights of any kind; collective.
+
+        Raises RunError on all ranks.
+        """
         for index in sorted(self._own.keys() & set(lost)):
             log.warning("starting SGLang server %d again", index)
         run_on_all(lambda: self.stop(lost), self._ranks)  # no old part may be there when a new one starts
@@ -162,29 +138,39 @@ class StartedServers(ServerPool):
         return {one["index"]: Endpoint(one["index"], one["url"], Keys(**one["keys"])) for one in records}
 
     def stop(self, servers: Sequence[int]) -> None:
+        """End those of these servers that this rank started, until `bring_back`; no collective."""
         for index in self._own.keys() & set(servers):
             self._own[index].stop()
 
     def close(self) -> None:
+        """End the servers that this rank started; no collective, may be called twice."""
         self.stop(list(self._own))
 
 
-class JoinedServers(ServerPool):
+class JoinedServers:
     """Servers that run already (`rollout.sglang.urls`); this run neither starts nor ends them."""
+
+    ranks_per_host, colocated = 1, False
 
     def __init__(self, ranks: Ranks, urls: Sequence[str], keys_file: Path, *, timeout_s: float) -> None:
         """Send nothing; `wait_ready` does. timeout_s: deadline of an answer from all of them."""
         self._ranks, self._timeout_s, keys = ranks, timeout_s, Keys.read(keys_file)
-        self.tp, self.hosts = [], [()] * len(urls)
+        self.tp: list[int] = []
+        self.hosts: list[tuple[int, ...]] = [()] * len(urls)
         self.endpoints = [Endpoint(index, url.rstrip("/"), keys) for index, url in enumerate(urls)]
 
     def wait_ready(self) -> None:
+        """Wait until all answer; collective. Raises RunError on all ranks."""
         urls = ", ".join(endpoint.url for endpoint in self.endpoints)
         with progress.phase(f"waiting for SGLang servers {urls}", deadline_s=self._timeout_s):
             self.tp = run_on_one(lambda: self._sizes(range(len(self.endpoints))), self._ranks)
 
     def bring_back(self, lost: Sequence[int]) -> None:
+        """Wait until these servers answer; collective. Raises RunError on all ranks."""
         run_on_one(lambda: self._sizes(lost), self._ranks)
+
+    def stop(self, servers: Sequence[int]) -> None:
+        """End none."""
 
     def _sizes(self, servers: Sequence[int]) -> list[int]:
         """Wait until these servers answer; return their tensor-parallel sizes from /server_info."""
@@ -204,3 +190,6 @@ class JoinedServers(ServerPool):
         if not isinstance(size, int) or size < 1:
             raise RunError(f"{endpoint.url}: /server_info says tp_size={size!r}, which is not a number of ranks")
         return size
+
+
+ServerPool: TypeAlias = StartedServers | JoinedServers

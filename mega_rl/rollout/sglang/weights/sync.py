@@ -1,10 +1,9 @@
-"""Weight sync to SGLang servers: check, pause, send, resume, then a probe and checksums."""
+"""Weight sync to SGLang servers: check, pause, send, resume, then a probe."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +13,17 @@ import torch
 from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.control import Control, ServerError, each
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import State
-from mega_rl.rollout.sglang.http.control import Control, ServerError, each
-from mega_rl.rollout.sglang.weights.checks import ExpectedServer, check_server
-from mega_rl.rollout.sglang.weights.probe import Probe
+from mega_rl.rollout.sglang.weights.checks import ExpectedServer, Probe, check_server
 from mega_rl.rollout.sglang.weights.transport import Transport
 from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
 
 _SCHEDULER_S = 30.0  # a scheduler ends its step and answers faster
-PHASES = ("check", "pause", "send", "continue", "probe", "checksum")
+PHASES = ("check", "pause", "send", "continue", "probe")
 
 
 class SglangWeightSync:
@@ -45,19 +43,16 @@ class SglangWeightSync:
         num_servers: int,
         expected: ExpectedServer,
         probe: Probe | None,
-        verify_interval: int,
     ) -> None:
         """
         controls: of the servers that this rank steers; every server has one rank that does.
         probe: None proves nothing; else it runs after every update.
-        verify_interval: compare checksums at the first publish and every N-th.
         """
         self._transport, self._router, self._ranks = transport, router, ranks
         self._controls, self._num_servers = controls, num_servers
-        self._expected, self._probe, self._verify_interval = expected, probe, verify_interval
+        self._expected, self._probe = expected, probe
         self._listeners: list[Callable[[Sequence[int]], None]] = []
         self._weight_version = 0
-        self._num_publishes = 0
         self._ready: set[int] = set()
         self._checked: set[int] = set()
 
@@ -85,10 +80,8 @@ class SglangWeightSync:
         Raises on all ranks alike: UserErrors for servers of another model or setting (with all differences), before
         sending; RunError when no server took the update, and the version then stays.
         """
-        verify = self._num_publishes % self._verify_interval == 0
-        metrics = self._update(range(self._num_servers), self._weight_version + 1, verify=verify)
+        metrics = self._update(range(self._num_servers), self._weight_version + 1)
         self._weight_version += 1
-        self._num_publishes += 1
         return {"rollout/weight_version": float(self._weight_version), **metrics}
 
     def refit(self, servers: Sequence[int]) -> Metrics:
@@ -99,11 +92,11 @@ class SglangWeightSync:
         if not self._weight_version:
             raise RuntimeError("refit was called before any weights were published")
         self._checked -= set(servers)
-        return self._update(sorted(servers), self._weight_version, verify=True)
+        return self._update(sorted(servers), self._weight_version)
 
     # -- one update ------------------------------------------------------------------------------------------------
 
-    def _update(self, servers: Sequence[int], version: int, *, verify: bool) -> Metrics:
+    def _update(self, servers: Sequence[int], version: int) -> Metrics:
         seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         requests = sum(control.requests for control in self._controls.values())
         for server in servers:
@@ -127,10 +120,6 @@ class SglangWeightSync:
             if self._probe is not None and attempt.left:
                 failed, largest = self._probe(self._controls, attempt.left)
                 attempt.fail(failed)
-        compared = 0
-        with _timed(seconds, "checksum"):
-            if verify:
-                compared = self._compare_checksums(attempt)
         self._conclude(attempt, version)
         requests = sum(control.requests for control in self._controls.values()) - requests
         return {
@@ -138,7 +127,6 @@ class SglangWeightSync:
             "sync/buckets": float(len(buckets)),
             "sync/tensors": float(sum(len(bucket.slots) for bucket in buckets)),
             "sync/requests": float(self._ranks.sum(torch.tensor(requests))),
-            "sync/verified": float(compared > 0),
             "sync/probe_logprob_diff_max": largest,
             "sync/failed_servers": float(len(attempt.failed)),
             "sync/seconds": sum(seconds.values()),
@@ -158,37 +146,6 @@ class SglangWeightSync:
         if faults:
             raise UserErrors([line for i in sorted(faults) for line in faults[i].split("\n")])
         self._checked |= set(fresh) & set(attempt.left)
-
-    def _compare_checksums(self, attempt: _Attempt) -> int:
-        """Compare checksums among servers of one tensor-parallel size; fail those that differ from the majority.
-
-        Returns the number of servers compared.
-        """
-        asked = [i for i in attempt.left if i in self._controls]
-        sums, failed = each(asked, lambda i: _checksum(self._controls[i]))
-        attempt.fail(failed)
-        # merge_failures gathers any text by server.
-        texts = {i: text for i, text in sums.items() if text is not None}
-        by_server = merge_failures(texts, self._ranks)
-        by_size: dict[str, dict[int, str]] = defaultdict(dict)
-        for i, text in by_server.items():
-            by_size[text.partition(":")[0]][i] = text
-        compared = 0
-        for held in by_size.values():
-            if len(held) < 2:
-                continue
-            compared += len(held)
-            usual, count = Counter(held.values()).most_common(1)[0]
-            if 2 * count <= len(held):  # without a majority all of them fail
-                usual = ""
-            attempt.fail(
-                {
-                    i: f"SGLang server {i}: the checksum of its weights differs from the other servers' ({text})"
-                    for i, text in held.items()
-                    if text != usual
-                }
-            )
-        return compared
 
     def _conclude(self, attempt: _Attempt, version: int) -> None:
         """Put servers that passed into rotation, log the others; RunError if none is left."""
@@ -251,26 +208,6 @@ def _finish(control: Control, version: int) -> None:
         what = f"weight_version is {held!r} after the update to version {version}"
         raise ServerError(control.endpoint, "/model_info", what)
     control.call("POST", "/continue_generation", {})
-
-
-def _checksum(control: Control) -> str | None:
-    """Return "2:<hash of rank 0>:<hash of rank 1>" of a server's weights.
-
-    None from a server without checksums, as on a CPU, where SGLang's own code asks for CUDA.
-    """
-    ranks: Any
-    try:
-        ranks = control.object("POST", "/weights_checker", {"action": "checksum"}).get("ranks")
-    except ServerError as error:
-        if error.status is not None and 400 <= error.status < 500 and error.status not in (401, 403):
-            return None
-        raise
-    try:
-        parts = {int(entry["parallelism_info"]["tp_rank"]): str(entry["per_gpu_checksum"]) for entry in ranks}
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"no checksum per rank in the answer: {type(error).__name__}: {error}"
-        raise ServerError(control.endpoint, "/weights_checker", what) from None
-    return ":".join([str(len(parts)), *(parts[rank] for rank in sorted(parts))])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from mega_rl.converters.live.export import export_hf
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.control import Control, ServerError
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot, plan_buckets
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ class Transport(ABC):
     Over process groups rank 0 talks to all servers; where devices are shared, the first rank of a server's first host.
     """
 
-    name: ClassVar[str]
     _by_stage: ClassVar[bool] = False  # no bucket has weights of two pipeline stages
     _world: GroupRanks  # all ranks of the run; set by `_open`
     _part: GroupRanks  # ranks that send together with this one

@@ -22,7 +22,7 @@ from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the runs that are never killed
 
-LAYOUTS = ["dp2", "tp2", "fsdp 2"] if FULL else ["dp2", "fsdp 2"]
+LAYOUTS = ["dp2", "tp2", "fsdp 2"] if FULL else ["dp2"]
 # Points of a save in memory, as shares of its operations on files: writes first, renames and removals at the end.
 POINTS = [0.0, 0.1, 0.5, 0.8, 0.85, 0.9, 0.95, 0.999] if FULL else [0.9]
 
@@ -78,7 +78,8 @@ def test_goes_on_from_memory(folder: Path, undisturbed: dict[str, Any], layout: 
     assert killed.go_on(undisturbed, start=KILLED) == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS if FULL else ["fsdp 2"])
+@pytest.mark.skipif(not FULL, reason="make test-full: test_store.py loses hosts of small engines")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_replaced_host_gets_shards_from_neighbour(folder: Path, undisturbed: dict[str, Any], layout: str) -> None:
     killed = Killed(folder, MemoryRun(f"replaced {layout}", layout, hosts=2, phase="update_actor"))
     shutil.rmtree(killed.host(0))

@@ -17,8 +17,7 @@ import pytest
 
 import mega_rl.rewards.sandbox.local as local
 from mega_rl.rewards.sandbox import MIB, Limits, SandboxError
-from mega_rl.rewards.sandbox.bubblewrap import Tool
-from mega_rl.rewards.sandbox.local import LocalSandbox
+from mega_rl.rewards.sandbox.local import LocalSandbox, Tool
 from tests.helpers.sandboxes import SMALL, local_sandbox
 
 

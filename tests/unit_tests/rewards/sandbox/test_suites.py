@@ -69,9 +69,10 @@ def test_each_suite_is_tried_over_functions_that_raise() -> None:
         ERROR,
         "try: f(1)\nexcept Exception: pass\nassert f",
         "import nothing\nassert f(1)",
+        "assert f(lambda x: x + 1) == 4",
     ]
     reasons = list(unfit(local_sandbox(), [suite_of(text, "") for text in texts], 5.0))
-    assert [bool(reason) for reason in reasons] == [False, True, False, False, True, True]
+    assert [bool(reason) for reason in reasons] == [False, True, False, False, True, True, True]
     assert reasons[1] == "run no assert"
     assert "check nothing" in reasons[4]
     assert "need 'nothing'; reward.sandbox.interpreter" in reasons[5]

@@ -21,7 +21,7 @@ import torch
 from mega_rl.errors import RunError
 from mega_rl.parallel import agreement
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.rollout.sglang.server import group, installation, nodes
+from mega_rl.rollout.sglang.server import installation, launcher, nodes
 from mega_rl.rollout.sglang.server import process as server
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.server.process import ServerSettings
@@ -123,7 +123,7 @@ def life(ranks: GroupRanks, _: str, folder: Path) -> dict[str, Any]:
         answer["other is untouched"] = pool.endpoints[0] == untouched and pool._own[0].exit_code is None
         ranks.sum(torch.zeros(1))  # the first rank that leaves ends its parts of both servers, and so the other's
         processes = [one.pid for one in pool._own.values()]
-    answer["left"] = [pid for pid in processes if group.members(pid or 0)]
+    answer["left"] = [pid for pid in processes if launcher.group_members(pid or 0)]
     return answer
 
 
@@ -137,7 +137,7 @@ def fails(ranks: GroupRanks, how: str, folder: Path) -> dict[str, Any]:
             said = "nothing"
         except RunError as error:
             said = str(error)
-    left = [pid for pid in processes if group.members(pid or 0)]
+    left = [pid for pid in processes if launcher.group_members(pid or 0)]
     return {"said": said, "seconds": time.monotonic() - began, "left": left}
 
 
@@ -158,10 +158,9 @@ def meet(rank: int, meeting: nodes.Node) -> tuple[float, list[str]]:
 
 def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     """Send a checkpoint to a server of two ranks over a process group; return failures."""
-    from mega_rl.rollout.sglang.http.control import Control
-    from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+    from mega_rl.rollout.sglang.control import Control, Endpoint, Keys
+    from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
-    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from tests.helpers.engines import make_config, running_engine
 
     control = Control(

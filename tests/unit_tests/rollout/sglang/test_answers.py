@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.rollout.sglang.generation.answers import LOGPROB_ROUNDING, ExpectedAnswer, parse_answer
+from mega_rl.rollout.sglang.generation.client import LOGPROB_ROUNDING, ExpectedAnswer, parse_answer
 from mega_rl.rollout.sglang.generation.samples import RequestFailure
 from tests.helpers.fake_sglang import STOP, VOCABULARY, right_answer
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS

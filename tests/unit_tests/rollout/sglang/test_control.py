@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.control import Control, ServerError
 from tests.helpers.update_server import KEYS, UpdateServer
 
 

@@ -16,6 +16,7 @@ import torch
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.generation.engine import (
     RoutedLayers,
     SglangRolloutEngine,
@@ -32,7 +33,6 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.types import Prompt
 from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, generated, right
 

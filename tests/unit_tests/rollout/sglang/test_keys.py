@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.http.keys import GENERATION, KeyCheck, Keys
+from mega_rl.rollout.sglang.control import GENERATION, KeyCheck, Keys
 
 KEYS = Keys("the-api-key", "the-admin-key")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.rollout.sglang.server import group
+from mega_rl.rollout.sglang.server import launcher
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import assert_gone, needs_sglang, owner
 
@@ -45,14 +45,14 @@ def start(checkpoint: Path, tmp_path: Path) -> Iterator[Owner]:
         program.kill()
         program.communicate()
     for process_group in groups:
-        assert not group.end(process_group, deadline_s=10.0)
+        assert not launcher.end_group(process_group, deadline_s=10.0)
 
 
 @pytest.mark.parametrize("how", ["exit", "exception", "SIGTERM", "SIGKILL"])
 def test_starting_server_ends_with_its_trainer(start: Owner, how: str) -> None:
     program, server = start(how if how.islower() else "wait")
     if not how.islower():
-        assert group.members(server)
+        assert launcher.group_members(server)
         program.send_signal(getattr(signal, how))
     expected = {"exit": 0, "exception": 1, "SIGTERM": -signal.SIGTERM, "SIGKILL": -signal.SIGKILL}[how]
     assert program.wait(60) == expected
@@ -85,4 +85,4 @@ time.sleep(120)
     finally:
         os.kill(child, signal.SIGKILL)
         trainer.kill()
-        assert not group.end(server, deadline_s=10.0)
+        assert not launcher.end_group(server, deadline_s=10.0)

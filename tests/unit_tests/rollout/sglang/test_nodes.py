@@ -16,8 +16,7 @@ import pytest
 
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server.nodes import Node, end_together
-from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
-from mega_rl.rollout.sglang.server.settings import arguments, environment
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, arguments, environment
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.rollout.sglang.nodes_on_ranks import lives, meet
 
@@ -46,7 +45,7 @@ def test_arguments_of_a_node_have_number_and_meeting() -> None:
 def test_a_node_talks_over_its_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
-    monkeypatch.setattr("mega_rl.rollout.sglang.server.settings.interface_of", {"10.0.0.8": "ib0"}.get)
+    monkeypatch.setattr("mega_rl.rollout.sglang.server.process.interface_of", {"10.0.0.8": "ib0"}.get)
     given = environment(replace(SETTINGS, node=1, host="10.0.0.8"), scratch=tmp_path, packages=None)
     assert (given["SGLANG_HOST_IP"], given["GLOO_SOCKET_IFNAME"], given["NCCL_SOCKET_IFNAME"]) == (
         "10.0.0.8", "ib0", "mine",

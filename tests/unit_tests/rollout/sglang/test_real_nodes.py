@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mega_rl.rollout.sglang.http.keys import Endpoint
-from mega_rl.rollout.sglang.server import group
+from mega_rl.rollout.sglang.control import Endpoint
+from mega_rl.rollout.sglang.server import launcher
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
@@ -112,11 +112,11 @@ def test_a_server_ends_with_its_second_node(nodes: Any) -> None:
     parts, *_ = nodes
     groups = [part.pid for part in parts]
     folders = [private_folder(own) for own in groups]
-    ranks = [process for process in group.members(groups[1]) if process.pid != groups[1]]
+    ranks = [process for process in launcher.group_members(groups[1]) if process.pid != groups[1]]
     scheduler = next(process for process in ranks if "scheduler" in " ".join(process.cmdline()) + process.name())
     os.kill(scheduler.pid, signal.SIGKILL)
     for own in groups:
-        wait_until(f"end of group {own}", lambda own=own: not group.members(own), timeout_s=30.0)
+        wait_until(f"end of group {own}", lambda own=own: not launcher.group_members(own), timeout_s=30.0)
     assert "node 1 at 127.0.0.1 has ended" in parts[0].log_file.read_text()
     for part in parts:
         part.stop()

@@ -21,12 +21,11 @@ import pytest
 import torch
 
 from mega_rl.errors import RunError
-from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint, Keys
-from mega_rl.rollout.sglang.server import group, installation, launcher
+from mega_rl.rollout.sglang.control import GENERATION, Endpoint, Keys
+from mega_rl.rollout.sglang.server import installation, launcher
 from mega_rl.rollout.sglang.server import process as server
 from mega_rl.rollout.sglang.server.installation import missing_tools
-from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
-from mega_rl.rollout.sglang.server.settings import arguments, environment
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, arguments, environment
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import (
     DEVICE,
@@ -192,7 +191,7 @@ def test_failed_start_is_explained_and_leaves_nothing(scripted: Any, how: str, t
     assert message.startswith("SGLang server 5 did not start: ")
     assert str(process.log_file) in message
     assert "\n  a scripted server says hello" in message
-    assert not group.members(process_group)
+    assert not launcher.group_members(process_group)
     assert process.exit_code is not None
     if how == "dies":
         assert message.endswith("\n  Traceback (most recent call last):\n  ValueError: no such model")
@@ -201,9 +200,9 @@ def test_failed_start_is_explained_and_leaves_nothing(scripted: Any, how: str, t
 def test_keys_are_gone_before_the_server_is_killed(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher may kill the rank while it waits for the server's end."""
     process, seen = scripted("hangs"), []
-    scratch, end = process._scratch, group.end
+    scratch, end = process._scratch, launcher.end_group
     assert scratch.exists()
-    monkeypatch.setattr(group, "end", lambda pid, **given: seen.append(scratch.exists()) or end(pid, **given))
+    monkeypatch.setattr(launcher, "end_group", lambda pid, **given: seen.append(scratch.exists()) or end(pid, **given))
     process.stop()
     assert seen == [False]
     assert not scratch.exists()
@@ -214,7 +213,7 @@ def test_server_that_starts_again_has_new_keys(scripted: Any) -> None:
     first, endpoint = process.pid, process.wait_ready()
     process.stop()
     process.start()
-    assert not group.members(first)
+    assert not launcher.group_members(first)
     assert process.wait_ready().keys != endpoint.keys
     assert process.log_file.read_text("utf-8").count("hello") == 2  # appended
     os.kill(process.pid, signal.SIGKILL)
@@ -324,7 +323,7 @@ def test_the_keys_are_nowhere_to_be_read(own: Running, pair: Running) -> None:
         log = running.log_file.read_text("utf-8")
         assert "server_args=" in log
         shown = [json.dumps(settings), log]
-        for process in group.members(running.group):
+        for process in launcher.group_members(running.group):
             shown += [*process.cmdline(), *process.environ().values()]
         assert not [text[:200] for text in shown for key in keys if key in text]
 
@@ -358,7 +357,7 @@ def test_experts_compute_as_transformers_does(own: Running, pair: Running, check
 def test_server_with_killed_main_process_leaves_nothing(both: Any) -> None:
     _, pair, process, _ = both
     files, folder = shared_files(pair.group), private_folder(pair.group)
-    assert len(group.members(pair.group)) >= 5, "the main process, what cleans up, two ranks, the detokenizer"
+    assert len(launcher.group_members(pair.group)) >= 5, "the main process, what cleans up, two ranks, the detokenizer"
     assert files, "the ranks' message queue"
     os.kill(pair.group, signal.SIGKILL)
     assert_gone(pair.group, files)

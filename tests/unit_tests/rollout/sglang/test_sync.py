@@ -17,11 +17,9 @@ from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.control import Control, Endpoint, ServerError
 from mega_rl.rollout.sglang.generation.samples import State
-from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.keys import Endpoint
-from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_shapes
-from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
+from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.types import Rollout, TokenOutputs
@@ -112,7 +110,6 @@ class Run:
         ranks: Ranks | None = None,
         own: Sequence[int] | None = None,
         timeout_s: float = 20.0,
-        verify_interval: int = 2,
         **options: Any,
     ) -> None:
         ranks = ranks or SingleRank()
@@ -135,7 +132,6 @@ class Run:
                 num_tokens=4,
                 limits=LIMITS["float32"],
             ),
-            verify_interval=verify_interval,
             **options,
         )
 
@@ -155,7 +151,7 @@ def test_an_update_is_bracketed_and_proved(servers: list[UpdateServer]) -> None:
     run = run_of(servers)
     metrics = run.sync.publish()
     bracket = ["/server_info", "/model_info", "/server_info", "/pause_generation"]
-    rest = [*[UPDATE] * 3, "/model_info", "/continue_generation", "/generate", "/weights_checker"]
+    rest = [*[UPDATE] * 3, "/model_info", "/continue_generation", "/generate"]
     assert servers[0].paths() == [*bracket, *["/flush_cache"] * 3, *rest]
     assert servers[1].paths() == [*bracket, "/flush_cache", *rest]
     versions = [body.get("weight_version") for path, body in servers[1].calls if path == UPDATE]
@@ -164,11 +160,11 @@ def test_an_update_is_bracketed_and_proved(servers: list[UpdateServer]) -> None:
     assert run.rotation.said == {0: "ready 1", 1: "ready 1", 2: "ready 1"}
     assert [word for index, word in run.rotation.history if index == 0] == ["stale", "ready 1"]
     assert metrics["rollout/weight_version"] == 1.0
-    assert metrics["sync/requests"] == 3 * 12 + 2  # buckets + constant, and two flushes more
+    assert metrics["sync/requests"] == 3 * 11 + 2  # buckets + constant, and two flushes more
     assert metrics["sync/failed_servers"] == 0.0
     assert 0.0 <= metrics["sync/probe_logprob_diff_max"] < 1e-6
     assert (metrics["sync/bytes"], metrics["sync/buckets"], metrics["sync/tensors"]) == (12.0, 3.0, 3.0)
-    phases = [f"sync/{phase}_seconds" for phase in ("check", "pause", "send", "continue", "probe", "checksum")]
+    phases = [f"sync/{phase}_seconds" for phase in ("check", "pause", "send", "continue", "probe")]
     assert metrics["sync/seconds"] == pytest.approx(sum(metrics[phase] for phase in phases))
 
 
@@ -181,7 +177,6 @@ def test_later_updates_ask_less_and_probe_every_time(servers: list[UpdateServer]
         assert servers[0].weights == weights_of_version(version)
         assert metrics["sync/probe_logprob_diff_max"] < 1e-6
     assert servers[0].number("/generate") == 3
-    assert servers[0].number("/weights_checker") == 2  # of publishes 1 and 3: verify_interval=2
     assert servers[0].number("/server_info") == 3 + 1  # is it there, three times; what is it, once
 
 
@@ -200,7 +195,6 @@ FAULTS = [
     ("/continue_generation", "refuse", 1, "stale", "/continue_generation: HTTP 400"),
     ("/generate", "list", 1, "stale", "answered no object"),
     ("/generate", "die", 1, "down", "/generate"),
-    ("/weights_checker", "error", 1, "stale", "/weights_checker: HTTP 500"),
 ]
 
 
@@ -307,21 +301,6 @@ def test_server_of_another_model_ends_the_run(servers: list[UpdateServer]) -> No
         assert any(f"server {server} " in line and what in line for line in caught.value.problems)
     assert not run.trainer.sent
     assert not servers[0].number("/pause_generation")
-
-
-@pytest.mark.parametrize(("sums", "out"), [("aaa", []), ("aab", [2]), ("ab", [0, 1])])
-def test_checksums_of_servers_agree(servers: list[UpdateServer], sums: str, out: list[int]) -> None:
-    for server, checksum in zip(servers, sums, strict=False):
-        server.checksum = checksum
-    run = run_of(servers[: len(sums)])
-    if len(out) == len(sums):
-        with pytest.raises(RunError, match="checksum of its weights differs"):
-            run.sync.publish()
-        return
-    metrics = run.sync.publish()
-    assert metrics["sync/verified"] == 1.0
-    assert sorted(i for i, word in run.rotation.said.items() if word == "stale") == out
-    assert all("checksum of its weights differs" in run.rotation.reasons[i] for i in out)
 
 
 def test_listener_is_called_between_loading_and_generating(

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangSyncConfig
-from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+from mega_rl.rollout.sglang.control import Control, Endpoint, Keys, ServerError
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, telling_lines
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
@@ -234,9 +233,8 @@ def _has_left(endpoint: Endpoint, group: str) -> bool:
 
 def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[Any]:
     """(tokens, lengths, log-probs) of the embedded engine and of the servers, greedy."""
-    from mega_rl.rollout.embedded.engine import HFRolloutEngine
-    from mega_rl.rollout.embedded.sampling import Sampler
-    from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
+    from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
+    from mega_rl.rollout.sampling import Sampler
     from mega_rl.rollout.sglang.generation.engine import SglangRolloutEngine, SglangRolloutSettings
     from mega_rl.rollout.sglang.generation.samples import Sampling
 

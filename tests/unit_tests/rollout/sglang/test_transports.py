@@ -15,9 +15,7 @@ import torch
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang import build
-from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
-from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, slot_tensor
-from mega_rl.rollout.sglang.weights.transports.cuda_ipc import (
+from mega_rl.rollout.sglang.weights.cuda_ipc import (
     _DEVICE_ARGUMENT,
     CudaDevice,
     CudaIpcTransport,
@@ -26,7 +24,9 @@ from mega_rl.rollout.sglang.weights.transports.cuda_ipc import (
     payload,
     ranks_of_servers,
 )
-from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
+from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
+from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
+from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, slot_tensor
 from tests.helpers.weight_receiver import FakeReceiver
 from tests.unit_tests.distributed.test_weight_resharding import HostDevice
 

@@ -14,11 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from mega_rl.config import packaged
-from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+from mega_rl.rollout.sglang.control import Control, Endpoint, Keys
 from mega_rl.rollout.sglang.server.process import ServerSettings
+from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
 from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, open_ranks
-from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_sglang import right_answer
 from tests.helpers.fakes import FakePrompts

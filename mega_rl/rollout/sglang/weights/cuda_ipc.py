@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mega_rl.parallel.agreement import broadcast_json
-from mega_rl.rollout.sglang.http.control import Control
+from mega_rl.rollout.sglang.control import Control
 from mega_rl.rollout.sglang.weights.reshard import Bucket
 from mega_rl.rollout.sglang.weights.transport import (
     FORMAT,
@@ -152,8 +152,6 @@ class CudaIpcTransport(Transport):
 
     The ranks of a site send together to its servers: hosts that one server spans are one site, any other host its own.
     """
-
-    name = "cuda_ipc"
 
     def __init__(
         self,

@@ -30,8 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.keys import Endpoint
+from mega_rl.rollout.sglang.control import Control, Endpoint, ServerError
 from mega_rl.rollout.sglang.server.addresses import address_for
 from mega_rl.rollout.sglang.weights.reshard import Bucket, first_ranks
 from mega_rl.rollout.sglang.weights.transport import (
@@ -54,7 +53,6 @@ Meeting = dict[str, Any]  # arguments of `join_group`, as JSON
 class DistributedTransport(Transport):
     """`Transport` over a group of each stage's source and all servers; rank 0 leads."""
 
-    name = "distributed"
     _by_stage = True
     _groups: _Groups | None = None  # on sources
 

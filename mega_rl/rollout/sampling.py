@@ -1,11 +1,18 @@
-"""One token per row out of its logits: temperature, top-k, top-p and an inverse-CDF draw."""
+"""Sampling that rollout engines share: lengths of responses, random streams, and a token out of logits.
+
+Random numbers are counter-based: a draw depends on its key and position, not on rank, time or batch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mega_rl.errors import UserError
+from mega_rl.types import Draws, Prompt
 
 # Sums of exponentials are kept per block of this many tokens, so that the running sum, the slow part of an inverse-CDF
 # draw, is over V/64 blocks and then inside one block only.
@@ -123,3 +130,92 @@ def _invert_cdf(weights: Tensor, block_sums: Tensor, uniforms: Tensor) -> Tensor
     inside = torch.where(in_vocab, weights.gather(1, ids.clamp(max=weights.shape[1] - 1)), 0.0)
     offset, _ = _invert(inside, within)
     return ids.gather(1, offset[:, None])[:, 0].clamp(max=weights.shape[1] - 1)
+
+
+_MASK_64 = (1 << 64) - 1
+_WEYL = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+
+
+def _signed(word: int) -> int:
+    """Return the int64 with the bits of `word` modulo 2**64."""
+    word &= _MASK_64
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _logical_shift(x: Tensor, shift: int) -> Tensor:
+    """Shift int64 right as unsigned; torch's own repeats the sign bit."""
+    return (x >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Apply SplitMix64's finaliser, a bijection of 64-bit words in which every input bit moves half of the output bits.
+
+    x: any shape, int64; products wrap modulo 2**64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014, with the constants of Stafford's variant 13.
+    """
+    x = (x ^ _logical_shift(x, _SHIFTS[0])) * _signed(_MULTIPLIERS[0])
+    x = (x ^ _logical_shift(x, _SHIFTS[1])) * _signed(_MULTIPLIERS[1])
+    return x ^ _logical_shift(x, _SHIFTS[2])
+
+
+def _absorb(state: Tensor, word: Tensor | int) -> Tensor:
+    """Return the next state after one more key word. Mixing between words keeps (a, b) and (b, a) apart."""
+    return _mix((state ^ word) + _signed(_WEYL))
+
+
+def stream_keys(seed: Sequence[int], *words: Tensor) -> Tensor:
+    """Return the key of each stream, int64 in the broadcast shape of `words`.
+
+    seed: any integers, any number of them; words: int64 tensors, one per further coordinate (prompt, sample, ...).
+    """
+    device = words[0].device if words else None
+    state = torch.zeros((), dtype=torch.int64, device=device)
+    for number in (len(seed), *seed):
+        state = _absorb(state, _signed(int(number)))
+    for word in words:
+        state = _absorb(state, word)
+    return state
+
+
+def uniform_at(keys: Tensor, position: Tensor | int) -> Tensor:
+    """Return the `position`-th uniform of each stream: float64 in [0, 1) with 53 random bits, in broadcast shape."""
+    return _logical_shift(_absorb(keys, position), 11).double() * 2.0**-53
+
+
+def response_limits(
+    prompts: Sequence[Prompt],
+    limits: Sequence[int] | None,
+    draws: Draws | None,
+    *,
+    max_new_tokens: int,
+    max_positions: int,
+) -> list[int]:
+    """Return the most tokens of each prompt's responses: `limits`, or those of the evaluation or the run.
+
+    max_positions: the model's, prompt and response together.
+
+    Raises UserError for prompts that are empty or leave no room for a response, ValueError for limits of a caller.
+    """
+    most = max_new_tokens if draws is None else draws.max_new_tokens or max_new_tokens
+    limits = [most] * len(prompts) if limits is None else list(limits)
+    if len(limits) != len(prompts) or not all(1 <= limit <= most for limit in limits):
+        raise ValueError(f"limits={limits}: one for each prompt, 1 to the longest response, {most} tokens")
+    lengths = ((len(prompt.token_ids), limit) for prompt, limit in zip(prompts, limits, strict=True))
+    longest, limit = max(lengths, key=sum, default=(0, 0))
+    if longest + limit > max_positions:
+        raise UserError(
+            f"the longest prompt has {longest} tokens and its response up to {limit}: together more than the model's "
+            f"max_position_embeddings={max_positions}; lower data.max_prompt_tokens or the length of responses, "
+            "rollout.max_new_tokens or validation.max_new_tokens"
+        )
+    empty = [prompt.index for prompt in prompts if not prompt.token_ids]
+    if empty:
+        raise UserError(f"prompts without tokens, data set rows {empty[:8]}: a prompt needs one token; remove them")
+    return limits
+
+
+def is_greedy(greedy: bool, draws: Draws | None) -> bool:
+    """Return whether to take the most likely tokens: in greedy rollouts, and in evaluations at temperature 0."""
+    return greedy or (draws is not None and not draws.temperature)

@@ -1,8 +1,8 @@
-"""Program that judges a candidate inside a sandbox: tests here, the candidate in a child.
+"""Program that judges a candidate inside a sandbox: tests here, the candidate in a child. It needs only Python 3.8.
 
-It reads an order from standard input, starts the candidate's program in another interpreter, and talks with it in
-JSON over pipes. The candidate's process never holds the tests, an expected value or the token, and has no descriptor of
-this one's: it answers calls. What it returns is data of builtin types, so that none of its `__eq__` decides anything.
+The child is forked before anything is read, and the two talk in JSON over pipes. The candidate's process never holds
+the tests, an expected value or the token, and has no descriptor of this one's: it answers calls. What it returns is
+data of builtin types, so that none of its `__eq__` decides anything.
 
 An order: {"token", "mode": "call", "code", "entry", "arguments"}, {"token", "mode": "tests", "code", "suite": {"tests",
 "entry", "names", "modules"}}, or {"token", "mode": "stub", "suites"}. The last line of standard output is
@@ -21,11 +21,134 @@ import inspect
 import json
 import os
 import signal
-import subprocess
 import sys
 import types
+from itertools import islice
+from typing import Any
 
-from mega_rl.rewards.sandbox.inside.values import Value, decode, encode
+Value = Any  # of whatever type code and tests use
+
+# Name of a form, the type that it has, and its parts as JSON; lists and dicts that hold values come by themselves.
+FORMS = (
+    ("bytes", (bytes, bytearray), lambda value: bytes(value).hex(), bytes.fromhex),
+    ("range", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    ("complex", complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+)
+COLLECTIONS = (("tuple", tuple), ("set", set), ("frozenset", frozenset), ("iterator", None))
+MOST_ITEMS = 1_000_000  # of an iterator
+
+
+def encode(value: Value) -> Value:
+    """Return a value's form in JSON: builtin types, iterators, arrays of NumPy. Raises TypeError for other objects.
+
+    A subclass of a builtin type has that type's form. A list is a list; a type that JSON lacks is an object with one
+    entry, as {"tuple": [1, 2]}.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, list):
+        return [encode(part) for part in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(part)] for key, part in value.items()]}
+    for name, collection in COLLECTIONS[:3]:
+        if isinstance(value, collection):
+            return {name: [encode(part) for part in value]}
+    for name, form, parts, _ in FORMS:
+        if isinstance(value, form):
+            return {name: parts(value)}
+    if not isinstance(value, type) and hasattr(value, "__next__"):
+        return {"iterator": [encode(part) for part in islice(value, MOST_ITEMS)]}
+    if not isinstance(value, type) and hasattr(value, "tolist"):
+        return encode(value.tolist())
+    raise TypeError("an object of " + type(value).__name__ + " is no data")
+
+
+def decode(value: Value) -> Value:
+    """Return a value from its form in JSON, whatever the other side writes. Raises ValueError or TypeError."""
+    if isinstance(value, list):
+        return [decode(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, parts),) = value.items()
+    if kind == "dict":
+        return {decode(key): decode(part) for key, part in parts}
+    for name, _, _, made in FORMS:
+        if kind == name:
+            return made(parts)
+    for name, collection in COLLECTIONS:
+        if kind == name:
+            return (collection or iter)([decode(part) for part in parts])
+    raise ValueError("no form of a value: " + str(kind))
+
+
+class CandidateServer:
+    """The candidate's code in its process, which answers requests.
+
+    Nothing here is a secret or decides anything: the code may read and change all of it.
+    """
+
+    def __init__(self, requests: Value, answers: Value) -> None:
+        self._requests, self._answers = requests, answers
+        self._module = types.ModuleType("solution")  # the code's own tests behind `__name__ == "__main__"` stay out
+
+    def serve(self) -> None:
+        """Answer requests until there are no more."""
+        operations: dict[str, Value] = {
+            "load": self._load,
+            "name": lambda name: getattr(self._module, name),
+            "call": self._call,
+        }
+        for line in self._requests:
+            op, *parts = json.loads(line)
+            with self:
+                self._send("value", encode(operations[op](*map(decode, parts))))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Answer with what the code raises, SystemExit and all."""
+        if error is not None:
+            names = [parent.__name__ for parent in type(error).__mro__ if hasattr(builtins, parent.__name__)]
+            self._send("raised", [names[0], str(error)[:500]])
+        return True
+
+    def _load(self, code: str) -> dict[str, bool]:
+        """Run the code; return the names that it defines, and whether each can be called."""
+        sys.modules["solution"] = self._module
+        exec(compile(code, "program.py", "exec"), self._module.__dict__)
+        return {name: callable(value) for name, value in self._module.__dict__.items() if not name.startswith("__")}
+
+    def _call(self, name: str, arguments: list[Value], keywords: dict[str, Value]) -> list[Value]:
+        """Return the result, and arguments that may have changed; name: maybe "Solution.method"."""
+        kind, _, method = name.rpartition(".")
+        target = getattr(getattr(self._module, kind)(), method) if kind else getattr(self._module, name)
+        result = target(*arguments, **keywords)
+        return [result, [part if isinstance(part, (list, dict, set)) else None for part in arguments]]
+
+    def _send(self, kind: str, value: Value) -> None:
+        self._answers.write(json.dumps([kind, value]) + "\n")
+        self._answers.flush()
+
+
+def start_candidate() -> tuple[Value, Value]:
+    """Fork the candidate's process, without standard input and output; return the pipes to it and from it."""
+    requests, answers = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        os.close(requests[1])
+        os.close(answers[0])
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+        CandidateServer(os.fdopen(requests[0]), os.fdopen(answers[1], "w")).serve()
+        os._exit(0)
+    os.close(requests[0])
+    os.close(answers[1])
+    return os.fdopen(requests[1], "w"), os.fdopen(answers[0], "rb")
+
 
 ALIASES = {"np": "numpy", "pd": "pandas"}
 
@@ -150,6 +273,8 @@ class Stub:
 
     def name(self, name: str) -> Value:
         def function(*arguments: Value, **keywords: Value) -> None:
+            if any(map(callable, arguments)):
+                raise UnfitTestsError("pass a function to the program, which gets data")
             raise NotImplementedError(name)
 
         if name.startswith("__"):
@@ -160,23 +285,16 @@ class Stub:
         pass
 
 
-CANDIDATE = ""  # text of `candidate`, put here by `mega_rl.rewards.sandbox.suites`
 MOST_MESSAGE = 4 << 20  # bytes of one message of the candidate
 PR_SET_DUMPABLE = 4
 STUB_S = 1.0  # for the tests of one row over a stub
 
 
 class CandidateChannel:
-    """Channel to the candidate's process, which may call back functions of the tests."""
+    """Channel to the candidate's process."""
 
-    def __init__(self, code: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-s", *(["-S"] if sys.flags.no_site else []), "-c", CANDIDATE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            close_fds=True,
-        )
-        self._functions: list[Value] = []
+    def __init__(self, requests: Value, answers: Value, code: str) -> None:
+        self._requests, self._answers = requests, answers
         self._changes: list[tuple[Value, Value]] = []  # arguments of calls, and how they are afterwards
         self._keeps_changes = False
         self._names: dict[str, bool] = self.ask("load", code)  # whether each can be called
@@ -190,21 +308,17 @@ class CandidateChannel:
 
         StopIteration would end a loop of the tests, so it is RuntimeError.
         """
-        self._send([op, *(self.encode(part) for part in parts)])
-        while True:
-            assert self._process.stdout is not None
-            line = self._process.stdout.readline(MOST_MESSAGE)
-            if not line.endswith(b"\n"):
-                raise SystemExit("the candidate's process ended, or sent too much")
-            kind, value = json.loads(line)
-            if kind == "callback":
-                self._call_back(*value)
-            elif kind == "raised":
-                error = _exception(str(value[0]))
-                ends_loop = issubclass(error, (StopIteration, StopAsyncIteration))
-                raise (RuntimeError if ends_loop else error)(str(value[1]))
-            else:
-                return decode(value, _refused)
+        self._requests.write(json.dumps([op, *map(encode, parts)]) + "\n")
+        self._requests.flush()
+        line = self._answers.readline(MOST_MESSAGE)
+        if not line.endswith(b"\n"):
+            raise SystemExit("the candidate's process ended, or sent too much")
+        kind, value = json.loads(line)
+        if kind == "value":
+            return decode(value)
+        error = _exception(str(value[0]))
+        ends_loop = issubclass(error, (StopIteration, StopAsyncIteration))
+        raise (RuntimeError if ends_loop else error)(str(value[1]))
 
     def call(self, name: str, /, *arguments: Value, **keywords: Value) -> Value:
         """Return the result of a candidate's function; arguments that it changed change here.
@@ -230,35 +344,6 @@ class CandidateChannel:
     def name(self, name: str) -> Value:
         """Return the candidate's value of a name, or a function that calls it."""
         return functools.partial(self.call, name) if self._names.get(name) else self.ask("name", name)
-
-    def encode(self, value: Value) -> Value:
-        """Return a value's form in JSON. Raises TypeError for an object of the tests."""
-        return encode(value, self._refer)
-
-    def _refer(self, value: Value) -> Value:
-        if hasattr(value, "__next__"):
-            return {"iterator": [self.encode(part) for part in value]}
-        if not callable(value):
-            raise TypeError("a test passes an object of " + type(value).__name__ + ", which is no data")
-        self._functions.append(value)
-        return {"function": len(self._functions) - 1}
-
-    def _call_back(self, number: int, arguments: Value) -> None:
-        """Call a function of the tests for the candidate, which gets what it raises."""
-        try:
-            value = self._functions[number](*decode(arguments, _refused))
-            self._send(["returned", self.encode(value)])
-        except Exception as error:  # noqa: BLE001 - a function of the tests may raise anything
-            self._send(["raised", type(error).__name__, str(error)[:500]])
-
-    def _send(self, message: Value) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
-
-
-def _refused(kind: str, parts: Value) -> Value:
-    raise ValueError("the candidate sent no value")
 
 
 def _exception(name: str) -> Value:
@@ -289,7 +374,7 @@ def call_entry(channel: CandidateChannel, entry: str, arguments: Value) -> Value
     """Call the candidate's function, or the method of that name on its `Solution` class."""
     if not channel.has(entry) and not channel.has("Solution"):
         raise NameError("the program defines no " + entry)
-    return channel.encode(channel.call(entry if channel.has(entry) else "Solution." + entry, *arguments))
+    return encode(channel.call(entry if channel.has(entry) else "Solution." + entry, *arguments))
 
 
 class VerdictWriter:
@@ -315,16 +400,17 @@ def main() -> None:
     """Judge one order."""
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
+    candidate = start_candidate()
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the candidate is the same user: no look into this process
     order = json.loads(sys.stdin.buffer.read())
     with VerdictWriter(order["token"]) as verdict:
         if order["mode"] == "stub":
             verdict.content = {"value": [judge_stub(suite, order["token"]) for suite in order["suites"]]}
         elif order["mode"] == "call":
-            channel = CandidateChannel(order["code"])
+            channel = CandidateChannel(*candidate, order["code"])
             verdict.content = {"value": call_entry(channel, order["entry"], order["arguments"])}
         else:
-            Suite(CandidateChannel(order["code"])).run(**order["suite"])
+            Suite(CandidateChannel(*candidate, order["code"])).run(**order["suite"])
             verdict.content = {"passed": True}
 
 

@@ -1,15 +1,17 @@
-"""Stop tokens of a response, compared with the end tokens of the tokenizer and its chat template."""
+"""Tokens that end a response, and tokens that no response may hold."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from mega_rl.data.chat import TemplateRefusal, apply_template
 from mega_rl.errors import UserError
+from mega_rl.types import IdRanges
 
 log = logging.getLogger(__name__)
 
@@ -100,3 +102,33 @@ def _named(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
 
 def _setting(ids: Sequence[int]) -> str:
     return f"[{','.join(map(str, ids))}]"
+
+
+ALL_FURTHER = 1 << 40  # end of a range without one: vocabularies of one tokenizer are padded to different sizes
+
+
+def hidden_tokens(path: Path, stop_token_ids: Sequence[int] = ()) -> IdRanges:
+    """Return the ids that sampler and trainer give a probability of 0, as ranges in ascending order.
+
+    The tokenizer of the checkpoint `path` does not know these ids; its padding token is one of them if it is a special
+    token and ends no response. `stop_token_ids` end a response next to the model's own. Empty without a tokenizer.
+    """
+    if not any(path.glob("*token*")):
+        return ()
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    model = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    stops = with_end_of_sequence(path, model, stop_token_ids)
+    known, pad = set(tokenizer.get_vocab().values()), tokenizer.pad_token_id
+    if pad in known and pad not in stops and tokenizer.added_tokens_decoder[pad].special:
+        known.remove(pad)
+    known.update(stops)
+    end = max(known, default=-1) + 1
+    # Neighbours of a run of missing ids differ from their place in the list by the same number.
+    missing = enumerate(sorted(set(range(end)) - known))
+    runs = [[token for _, token in run] for _, run in groupby(missing, key=lambda pair: pair[1] - pair[0])]
+    return (*((run[0], run[-1] + 1) for run in runs), (end, ALL_FURTHER))
+
+
+def ids_of(ranges: IdRanges, vocab_size: int) -> list[int]:
+    """Return the ids of ranges that are below `vocab_size`."""
+    return [token for first, end in ranges for token in range(first, min(end, vocab_size))]

@@ -1,0 +1,219 @@
+"""Decoding loop of the embedded rollout engine, with a key-value cache that grows in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from mega_rl.parallel.vocab import hide
+from mega_rl.rollout.sampling import Sampler, uniform_at
+from mega_rl.tracking import progress
+from mega_rl.types import IdRanges
+
+# Finished rows leave the batch when at least this share of it is finished: each removal copies the cache once.
+_SHRINK_SHARE = 0.25
+# Tokens from one look at who is finished to the next. On a GPU the host waits for the device to look, and a finished
+# row costs little; on a CPU a finished row costs as much as any other.
+CHECK_TOKENS = {"cpu": 1}
+_CHECK_TOKENS_ON_DEVICE = 16
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Responses of one batch: R rows of at most N tokens. Past a row's length tokens and log-probs mean nothing."""
+
+    tokens: Tensor  # [R, N] int64
+    logprobs: Tensor  # [R, N] float32
+    lengths: Tensor  # [R] int64
+    finished: Tensor  # [R] bool
+
+
+class DecodingLoop:
+    """Decoding of one batch: each prompt is read once, then the rows that continue it are sampled.
+
+    Of transformers it needs a model's forward and a cache (`make_cache`). transformers' own `generate` draws V random
+    numbers per row and token from the global generator, which costs more than the model on a CPU and ties a sample to
+    its batch, and it computes finished rows to the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_of_row: Tensor,  # [R] int64, into the prompts that `run` is given
+        keys: Tensor,  # [R] int64, random stream of each row
+        sampler: Sampler,
+        greedy: bool,
+        max_new_tokens: int,
+        stop_token_ids: Tensor,  # [number of stop ids] int64
+        cache: Cache,  # an empty one
+        hidden: IdRanges = (),  # tokens that are never chosen
+    ) -> None:
+        self._prompt_of_row, self._keys = prompt_of_row, keys
+        self._sampler, self._greedy, self._hidden = sampler, greedy, hidden
+        self._max_new_tokens, self._stop_token_ids = max_new_tokens, stop_token_ids
+        self._cache = cache
+
+    def run(self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Decoded:
+        """Return the responses of all rows; a loop runs once, since it fills its cache.
+
+        input_ids: [P, L] int64, left-padded prompts; attention_mask: [P, L] int64, 0 on padding.
+        """
+        num_rows, device = self._prompt_of_row.shape[0], input_ids.device
+        tokens = torch.zeros(num_rows, self._max_new_tokens, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(num_rows, self._max_new_tokens, dtype=torch.float32, device=device)
+        lengths = torch.full((num_rows,), self._max_new_tokens, dtype=torch.int64, device=device)
+        finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        check_tokens = CHECK_TOKENS.get(device.type, _CHECK_TOKENS_ON_DEVICE)
+        rows = torch.arange(num_rows, device=device)  # row of the result that each row of the shrinking batch fills
+        logits, mask, positions = self._prefill(model, input_ids, attention_mask)
+        for step in range(self._max_new_tokens):
+            progress.note(f"token {step + 1}/{self._max_new_tokens}")
+            if self._greedy:
+                drawn, logprob = self._sampler.most_likely(logits)
+            else:
+                drawn, logprob = self._sampler.draw(logits, uniform_at(self._keys[rows], step))
+            tokens[rows, step], logprobs[rows, step] = drawn, logprob
+            newly = (drawn[:, None] == self._stop_token_ids).any(-1) & ~finished[rows]
+            lengths[rows] = torch.where(newly, step + 1, lengths[rows])
+            finished[rows] |= newly
+            if step + 1 == self._max_new_tokens:
+                break
+            if (step + 1) % check_tokens == 0:
+                keep = (~finished[rows]).nonzero()[:, 0]
+                if not len(keep):
+                    break
+                if len(keep) <= (1.0 - _SHRINK_SHARE) * len(rows):
+                    self._cache.batch_select_indices(keep)
+                    rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
+            logits = self._forward(model, drawn[:, None], mask[:, : input_ids.shape[1] + step + 1], positions + step)
+        return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
+
+    def _prefill(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits [R, V] after the prompt, mask [R, L + N], position [R, 1] of the first response token)."""
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        logits = self._forward(model, input_ids, mask, positions)
+        self._cache.batch_select_indices(self._prompt_of_row)
+        room = mask.new_ones(mask.shape[0], self._max_new_tokens)
+        of_row = self._prompt_of_row
+        return logits[of_row], torch.cat([mask, room], dim=1)[of_row], positions[of_row, -1:] + 1
+
+    def _forward(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """[rows, V] logits of the last token."""
+        output = model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            past_key_values=self._cache,
+        )
+        return hide(output.logits[:, -1], self._hidden)
+
+
+ATTENTION = "mega_rl_grouped_sdpa"
+_FIRST_RESERVE = 64  # tokens
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer in a buffer with room to spare.
+
+    transformers' own dynamic layer copies everything it holds for each new token; this one writes the token in place
+    and doubles its room when it is full, up to `max_tokens` of a row, the most that will come.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self._max_tokens = max_tokens
+        self.num_tokens = 0
+        self._key_buffer: Tensor | None = None  # [B, kv heads, room, head size]
+        self._value_buffer: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values [B, kv heads, tokens so far, head size] after appending the new ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        first, self.num_tokens = self.num_tokens, self.num_tokens + key_states.shape[2]
+        room = max(min(self.num_tokens + max(first, _FIRST_RESERVE), self._max_tokens), self.num_tokens)
+        self._key_buffer = _with_room(self._key_buffer, key_states, first, self.num_tokens, room)
+        self._value_buffer = _with_room(self._value_buffer, value_states, first, self.num_tokens, room)
+        self._key_buffer[:, :, first : self.num_tokens] = key_states
+        self._value_buffer[:, :, first : self.num_tokens] = value_states
+        self.keys = self._key_buffer[:, :, : self.num_tokens]
+        self.values = self._value_buffer[:, :, : self.num_tokens]
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens held per row."""
+        return self.num_tokens
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` [R] int64, in that order; a row may be named several times."""
+        assert self._key_buffer is not None, "rows selected from an empty cache"
+        assert self._value_buffer is not None
+        self._key_buffer = self._key_buffer.index_select(0, indices)
+        self._value_buffer = self._value_buffer.index_select(0, indices)
+        self.keys = self._key_buffer[:, :, : self.num_tokens]
+        self.values = self._value_buffer[:, :, : self.num_tokens]
+
+
+def _with_room(buffer: Tensor | None, like: Tensor, num_held: int, num_needed: int, room: int) -> Tensor:
+    """Return `buffer` if it has room for `num_needed` tokens, else one of `room` with the same first `num_held`."""
+    if buffer is not None and buffer.shape[2] >= num_needed:
+        return buffer
+    batch_size, num_heads, _, head_size = like.shape
+    larger = like.new_empty(batch_size, num_heads, room, head_size)
+    if buffer is not None:
+        larger[:, :, :num_held] = buffer[:, :, :num_held]
+    return larger
+
+
+def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
+    """An empty cache for one batch, whose rows reach `max_tokens` tokens at most.
+
+    Models with other layers than full attention get transformers' own.
+    """
+    layer_types = config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers
+    if all(layer_type == "full_attention" for layer_type in layer_types):
+        return Cache(layers=[GrowingLayer(max_tokens) for _ in layer_types])
+    return DynamicCache(config=config)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """(attention output [B, queries, heads, head size], None) of grouped-query attention.
+
+    With one query per row, the query heads that share a key head are passed to SDPA as queries of that head:
+    nothing is copied. transformers' own function writes every key and value once per query head when there is a mask.
+    query: [B, heads, queries, head size]; key, value: [B, kv heads, tokens, head size]; attention_mask: [B, 1, queries,
+    tokens] bool or additive, or None.
+    """
+    batch_size, num_heads, num_queries, head_size = query.shape
+    num_kv_heads = key.shape[1]
+    if num_queries > 1 or num_heads == num_kv_heads:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    by_group = query.reshape(batch_size, num_kv_heads, num_heads // num_kv_heads, head_size)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        by_group, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return output.reshape(batch_size, 1, num_heads, head_size), None
+
+
+AttentionInterface.register(ATTENTION, grouped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,1 +1,0 @@
-"""Rollouts in the trainer's own process, by a Hugging Face model with the policy's weights."""

@@ -1,1 +1,0 @@
-"""Requests that steer one server: address, keys, calls with a deadline."""

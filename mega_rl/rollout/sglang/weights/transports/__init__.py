@@ -1,1 +1,0 @@
-"""Ways that buckets of weights travel: shared memory, CUDA IPC, process groups."""
