@@ -18,7 +18,7 @@ IOV_MAX = 1024  # buffers in one pwritev
 
 
 class SaveError(RunError):
-    """A checkpoint that could not be written; the message names the file and the operating system's error."""
+    """A checkpoint could not be written; the message names the file and the operating system's error."""
 
 
 def make_folder(path: Path) -> None:
@@ -90,7 +90,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder; replaces a file of that name, and fails for a folder that is not empty."""
+    """Rename a file or folder; replaces a file at `target` but fails for a non-empty folder."""
     with _naming(target):
         os.rename(source, target)
 

@@ -37,7 +37,7 @@ def use(variables: Mapping[str, str]) -> list[str]:
 
 
 def of_other_programs() -> dict[str, str]:
-    """Return this process's environment without what is meant for the trainer alone."""
+    """Return this process's environment without the variables that only the trainer reads."""
     return {name: value for name, value in os.environ.items() if name not in _set_by_run and name not in _ALLOCATOR}
 
 
@@ -86,7 +86,7 @@ def _container_limit() -> int | None:
         return None
 
 
-# Of the extra `gpu`, and no dependency. Megatron-Core imports it wherever it is installed; 0.16.1 asks for >=2.9,<2.12.
+# An extra (`gpu`), no dependency. Megatron-Core imports it wherever it is installed; 0.16.1 asks for >=2.9,<2.12.
 TRANSFORMER_ENGINE = Requirement("transformer-engine==2.11.*")
 
 

@@ -1,4 +1,4 @@
-"""Errors that end a run with one message instead of a traceback, and words that their messages share."""
+"""Errors that end a run with one message and no traceback, and their shared wording."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ LAST_WORD = "MEGA_RL_LAST_WORD"
 
 
 class UserError(ValueError):
-    """A mistake of the user: one message with the value, the rule and the fix, exit code 2, never a traceback."""
+    """User's mistake: one message with value, rule and fix; exit code 2, no traceback."""
 
     exit_code = 2
 
 
 class RunError(RuntimeError):
-    """A run that cannot continue, by its numbers or the user's code: one message, exit code 1, on all ranks alike."""
+    """A run cannot continue: one message and exit code 1, the same on all ranks."""
 
     exit_code = 1
 
 
 class PeerError(RunError):
-    """Failure of a rank that another one has caused, which is gone, or did not come to a collective in time."""
+    """Failure caused by another rank that is gone or came too late to a collective."""
 
 
 class StalledError(PeerError):
-    """A run that stands still because of a rank that makes no progress; raised on the ranks that wait for it."""
+    """Another rank makes no progress; raised on the ranks that wait for it."""
 
 
 class HungError(RunError):

@@ -172,7 +172,7 @@ class Child:
         """Close this end of the pipes; the process lives on."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was not flushed to a process that is gone
+                with contextlib.suppress(OSError):  # the rest was not flushed to a process that is gone
                     pipe.close()
 
     def end_in_words(self) -> str:

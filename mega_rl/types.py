@@ -19,7 +19,7 @@ import torch
 from tensordict import tensorclass
 from torch import Tensor
 
-JsonObject = Mapping[str, Any]  # as JSON carries it
+JsonObject = Mapping[str, Any]  # decoded JSON
 Answer = str | bool | list[Any] | dict[str, Any] | None  # a reference answer as its row has it, numbers as strings
 
 
@@ -29,7 +29,7 @@ class Prompt:
 
     index: int  # row number in the data set: 17
     token_ids: tuple[int, ...]  # (3, 11, 4)
-    text: str  # what the reward function sees: "3+4="
+    text: str  # the reward function sees it: "3+4="
     answer: Answer  # the reference answer: "7"; None where the row has none
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
@@ -48,13 +48,13 @@ class PromptSet:
 class Draws:
     """Sampling of an evaluation."""
 
-    n: int  # of each prompt
+    n: int  # samples of each prompt
     temperature: float  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps all tokens
-    stream: int = 0  # of random numbers; each set of prompts has its own
+    stream: int = 0  # stream of random numbers; each set of prompts has its own
     first: int = 0  # position of the first prompt in its set, which random numbers go by
-    max_new_tokens: int = 0  # of a response; 0 is the longest of training
+    max_new_tokens: int = 0  # a response's; 0 is the longest of training
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:
@@ -102,8 +102,8 @@ class Rollout:
 class RewardParts:
     """Named parts of the rewards of rows, of which the weighted sum is the reward."""
 
-    names: tuple[str, ...]  # of the K parts, in alphabetical order: ("correct", "format")
-    weights: tuple[float, ...]  # of each part in the reward; 0: it is only shown
+    names: tuple[str, ...]  # the K parts' names, in alphabetical order: ("correct", "format")
+    weights: tuple[float, ...]  # each part's weight in the reward; 0: it is only shown
     values: Tensor  # [B, K] float32, as scored, before weights; NaN of a part that the row's data source does not have
 
 
@@ -192,7 +192,7 @@ class Lesson:
 
     hidden: Sequence[Tensor] = ()  # on the host, of each micro-batch: [its tokens on this rank, H], last hidden states
     weight: Tensor | None = None  # [V / tp, H], this rank's rows of the vocabulary projection
-    beta: float = 1.0  # which divergence the student minimises; mega_rl.parallel.divergence
+    beta: float = 1.0  # kind of divergence that the student minimises; mega_rl.parallel.divergence
 
 
 IdRanges = tuple[tuple[int, int], ...]  # token ids from the first up to, but without, the second; ascending

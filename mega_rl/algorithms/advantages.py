@@ -115,7 +115,7 @@ class OPO(AdvantageKind):
 
 @dataclass(frozen=True)
 class GDPO(AdvantageKind):
-    """Named parts of the rewards, each relative to the other samples of the prompt, summed by reward.weights.
+    """Named parts of the reward, each relative to the prompt's other samples, summed by reward.weights.
 
         s_i = sum over parts k of w_k * (r_ik - mean_k(group)) / (std_k(group) + eps)
         A_i = s_i / (std(s of the batch) + eps)      over the samples of all ranks

@@ -1,6 +1,6 @@
 """Estimates of an evaluation: pass@k, avg@k, maj@k of a prompt's samples, and their means over prompts.
 
-All in float64, from counts and votes alone; no tensor.
+All in float64, only from counts and votes; no tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Estimate:
     mean: float
     low: float
     high: float
-    prompts: int  # that it is the mean of
+    prompts: int  # number of prompts behind the mean
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that k of n samples, drawn without putting back, hold one of the c right ones.
+    """Return the probability that k of n samples, without replacement, include one of c right samples.
 
     1 - C(n - c, k) / C(n, k), unbiased for samples that are independent. Source: Chen et al. 2021 (Codex),
     arXiv:2107.03374, equation 1. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -38,7 +38,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_k(votes: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """Return the mean rightness of the answer that most of k samples give, over disjoint sets of k of the n samples.
+    """Return the mean rightness of the majority's answer over disjoint sets of k of n samples.
 
     votes: [n] answer of each sample, None for one without, which takes a place in a set but no part in its vote; right:
     [n] whether the reward calls the sample right. Answers with equally many votes share the set evenly. Where samples
@@ -58,7 +58,7 @@ def maj_at_k(votes: Sequence[Hashable | None], right: Sequence[bool], k: int) ->
 
 
 def mean_with_interval(values: Sequence[float], *, samples: int) -> Estimate:
-    """Return the mean of one number in [0, 1] for each prompt, with a 95 % interval; values must not be empty.
+    """Return mean and 95 % interval of `values` in [0, 1], one per prompt, not empty.
 
     The interval is Wilson's with as many trials as the spread between prompts makes it worth,
     P p (1 - p) / variance (Korn and Graubard 1998, for surveys), at most all samples, P * samples.
@@ -77,7 +77,7 @@ def mean_with_interval(values: Sequence[float], *, samples: int) -> Estimate:
 
 
 def wilson(share: float, trials: float) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval of a share over so many trials.
+    """Return Wilson's 95 % score interval of a share over a number of trials.
 
     Source: Wilson 1927, Probable inference, the law of succession, and statistical inference, JASA 22.
     """
@@ -85,4 +85,4 @@ def wilson(share: float, trials: float) -> tuple[float, float]:
     center = (share + square / 2.0) / (1.0 + square)
     half = Z_95 * math.sqrt(share * (1.0 - share) / trials + square / (4.0 * trials)) / (1.0 + square)
     low, high = max(center - half, 0.0), min(center + half, 1.0)
-    return (0.0 if share == 0.0 else low), (1.0 if share == 1.0 else high)  # as it is without rounding
+    return (0.0 if share == 0.0 else low), (1.0 if share == 1.0 else high)  # exact at both ends, without rounding

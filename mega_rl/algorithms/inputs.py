@@ -1,4 +1,4 @@
-"""Inputs of advantage estimators: rewards of a batch, the groups of its prompts, returns of token rewards.
+"""Inputs of advantage estimators: a batch's rewards, its prompts' groups, returns of token rewards.
 
 Every [B, S] tensor is aligned to the token that it describes (see mega_rl.types); `mask` is the loss mask, [B, S] bool,
 True on response tokens. What is off the mask is ignored on input and 0 on output. The response tokens of a row need not
@@ -22,9 +22,9 @@ Advantages = tuple[Tensor, Tensor]  # (advantages, value targets), [B, S] float3
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an estimator. Rows of one prompt, which share a `prompt_index`, are all on this rank."""
+    """Inputs of an estimator. Rows of one prompt share `prompt_index` and are all on one rank."""
 
-    experience: Experience  # whose advantages and returns are blank
+    experience: Experience  # its advantages and returns are blank
     rewards: Tensor  # [B] float32
     kl_penalty: Tensor | None  # [B, S] float32, coefficient times KL, to be taken off token rewards; None: without
     sum_over_ranks: SumOverRanks  # over data parallelism
@@ -51,7 +51,7 @@ class AdvantageInputs:
         return token_rewards(scores, self.mask, self.kl_penalty)
 
     def returns(self, rewards: Tensor, *, gamma: float) -> Tensor:
-        """Return the discounted sums of token rewards [B, S] from each response token on; [B, S] float32."""
+        """Return [B, S] float32: discounted sums of token rewards [B, S] from each response token on."""
         returns, _ = gae(rewards, torch.zeros_like(rewards), self.mask, gamma=gamma, lam=1.0)
         return returns
 
@@ -73,7 +73,7 @@ AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """Rows by prompt. A row without response tokens, a failed sample, is in no group and in no sum."""
+    """Rows by prompt. A row without response tokens (failed sample) is in no group or sum."""
 
     index: Tensor  # [B] int64, number of the row's group: 0 .. num_groups-1
     num_groups: int
@@ -95,11 +95,11 @@ class PromptGroups:
 
     @property
     def counts(self) -> Tensor:
-        """Return [B] float64, the number of answered rows in each row's group, at least 1 to divide by."""
+        """Return [B] float64: the number of answered rows in each row's group, at least 1."""
         return self.sum(self.answered).clamp(min=1)
 
     def centred(self, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return [B] float64, each row's reward minus the mean of its group; 0 for a row that is in no group.
+        """Return [B] float64: each row's reward minus its group's mean; 0 for rows without a group.
 
         rewards [B] float32; weights [B] of the mean, integers above 0; None: equal ones. A group whose rewards are all
         equal, hence also a group of one, gives exactly 0, which no later division can blow up: float64 holds sums of
@@ -134,7 +134,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 def discounted_sums(x: Tensor, decay: float | Tensor) -> Tensor:
-    """Return y_t = x_t + decay * y_{t+1} of each row, 0 behind its end: [B, S] as x.
+    """Return y_t = x_t + decay * y_{t+1} in each row, [B, S] as x.
 
     decay of all rows, or [B, 1] float64. It takes ceil(log2 S) vector steps: after step k of the doubling scan each
     token holds the sum of its next 2^k.
@@ -150,7 +150,7 @@ def discounted_sums(x: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def response_order(mask: Tensor) -> Tensor:
-    """Return [B, S] int64, the columns of each row with response tokens first, otherwise in their order.
+    """Return [B, S] int64: each row's columns, response tokens first, otherwise in their order.
 
     `x.gather(1, order)` puts the response tokens of a row next to each other, `zeros.scatter(1, order, y)` puts them
     back.
@@ -160,13 +160,13 @@ def response_order(mask: Tensor) -> Tensor:
 
 
 def last_response_token(mask: Tensor) -> Tensor:
-    """Return [B, S] bool, True on the last response token of each row; a row without a response has none."""
+    """Return [B, S] bool, True on each row's last response token, if there is one."""
     assert mask.dtype == torch.bool, f"the loss mask is {mask.dtype}, not bool"
     return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, kl_penalty: Tensor | None = None) -> Tensor:
-    """Return token rewards: the score on the last response token, minus the KL penalty of each token.
+    """Return token rewards: the score on the last response token, minus each token's KL penalty.
 
         r_t = score * [t is the last response token] - kl_penalty_t
 
@@ -180,7 +180,7 @@ def token_rewards(rewards: Tensor, mask: Tensor, kl_penalty: Tensor | None = Non
 
 
 def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
-    """Return a lambda for each row, [B, 1] float64, whose weights of TD errors sum to alpha times the length.
+    """Return [B, 1] float64: the lambda whose TD-error weights sum to alpha times the row's length.
 
         lambda = 1 - 1 / (alpha * l), at least 0      since sum of lambda^t over t = 0, 1, ... is 1 / (1 - lambda)
 

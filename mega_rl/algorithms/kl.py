@@ -17,7 +17,7 @@ WEIGHT_LIMIT = 10.0  # ratio to the policy that sampled; the clipped objective's
 
 
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return log(p / q) of two log-probs, clamped to +-20 nats so that its exponential stays finite in float32.
+    """Return log(p / q) of two log-probs, clamped to +-20 nats so that exp is finite.
 
     Beyond the limit the gradient is 0: such a token carries no usable ratio.
     """
@@ -41,7 +41,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return q/p - 1 - log(q / p), at most 10: of low variance, never negative, unbiased while no token is cut.
+    """Return q/p - 1 - log(q/p), at most 10: low variance, never negative, unbiased where uncut.
 
     Without the bound one token whose probability collapsed is the mean. Beyond it the derivative is 0, so a loss takes
     its gradient from `kl_penalty`.
@@ -55,7 +55,7 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
-    """Return each token's KL to the reference as a term of a loss, with the divergence's own gradient.
+    """Return each token's KL to the reference as a loss term with the divergence's own gradient.
 
         value     w * estimator(p, q)
         gradient  w * log(p / q) * grad log p       w = min(p / p_old, 10), a constant; log(p / q) within +-20 nats
@@ -79,12 +79,12 @@ class RewardKL:
     estimator: KLEstimator
 
     def penalty(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Return coefficient times estimate for each token, in the shape of the log-probs; to be taken off rewards."""
+        """Return coefficient times estimate of each token, shaped like the log-probs, to subtract from rewards."""
         return self.controller.value * self.estimator(logprobs, ref_logprobs)
 
 
 def kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, *, token_weights: Tensor) -> dict[str, Tensor]:
-    """Return the token means kl/ref (estimate k3) and kl/ref_k1, nats, as shares of this micro-batch; no gradient.
+    """Return the token means kl/ref (k3) and kl/ref_k1 in nats, this micro-batch's shares, without gradient.
 
     All tensors share one shape; `token_weights` as in `algorithms.losses`, and where it is 0 nothing counts.
     """
@@ -126,7 +126,7 @@ class KLController:
         self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
 
     def state(self) -> dict[str, float]:
-        """Return the numbers that a checkpoint must hold; of a constant none, as a resumed run takes its config's."""
+        """Return the numbers that a checkpoint must hold; empty for a constant, taken from the config."""
         return {} if self.target is None else {"value": self.value}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Losses of the policy and the critic on tokens of a micro-batch, and how token losses become one number.
+"""Policy and critic losses on a micro-batch's tokens, and their aggregation to one number.
 
 Every aggregation is a weighted sum: loss = sum over all ranks and micro-batches of weight * token_loss. The
 denominators are those of the whole mini-batch, counted before the backward, so neither the loss nor its gradient
@@ -20,7 +20,7 @@ from mega_rl.protocols import LossOutput
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Tokens of a micro-batch, packed or padded; all tensors of one shape, float32, 0 where `token_weights` is 0."""
+    """A micro-batch's tokens, packed or padded: float32 tensors of one shape, 0 where `token_weights` is 0."""
 
     logprobs: Tensor  # the policy's, with gradient
     log_ratio: Tensor  # to the policy before the update, clamped to +-20 nats, with gradient
@@ -42,7 +42,7 @@ class PolicyTokens:
         sequences: Sequences,
         divergence: Tensor | None = None,
     ) -> PolicyTokens:
-        """Return the tokens of these fields; values of tokens that do not count, even a NaN, become 0."""
+        """Return tokens with these fields; values of tokens that do not count, even NaN, become 0."""
         active = token_weights > 0
         logprobs, old_logprobs, advantages = (torch.where(active, x, 0.0) for x in (logprobs, old_logprobs, advantages))
         log_ratio = clamped_log_ratio(logprobs, old_logprobs)
@@ -87,7 +87,7 @@ class SampledTokens:
 
     @property
     def log_distance(self) -> Tensor:
-        """Return log(pi_rollout / pi) of the policy now, clamped to +-20 nats; 0 on tokens that do not count."""
+        """Return log(pi_rollout / pi), clamped to +-20 nats; 0 on tokens that do not count."""
         return clamped_log_ratio(self.rollout_logprobs, self.logprobs).where(self.token_weights > 0, 0.0)
 
     def mean(self, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _given(of_prompts: Tensor | None) -> Tensor:
 
 
 def token_and_sequence_counts(mask: Tensor) -> Tensor:
-    """Return [2] float64: response tokens, and rows that have any; its sum over data parallel has the global counts."""
+    """Return [2] float64: this rank's numbers of response tokens and of rows that have any."""
     per_row = mask.sum(dim=1)
     return torch.stack([per_row.sum(), (per_row > 0).sum()]).double()
 
@@ -147,7 +147,7 @@ def loss_weights(
     prompt_index: Tensor | None = None,
     prompt_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight of each token's loss in the mini-batch's loss; [B, S] float32, 0 off the mask.
+    """Return [B, S] float32: each token's weight in the mini-batch's loss, 0 off the mask.
 
     mask [B, S] bool; this rank's rows, which must hold whole responses. A row without response tokens weighs 0.
     global_tokens and global_sequences are the sums of `token_and_sequence_counts` over the whole mini-batch. A mean
@@ -289,7 +289,7 @@ def clipped_value_loss(
 def explained_variance(
     values: Tensor, returns: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = identity
 ) -> Tensor:
-    """Return 1 - Var[returns - values] / Var[returns] over the global batch, scalar float64; at most 1.
+    """Return 1 - Var[returns - values] / Var[returns] over the global batch, a float64 scalar.
 
     values, returns [B, S] float32; mask [B, S] bool. 1 is a perfect critic, 0 one no better than a constant. Where all
     returns are equal (variance 0) the ratio has no meaning and the result is 0.

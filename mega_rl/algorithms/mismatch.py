@@ -1,4 +1,4 @@
-"""Mismatch between the trainer's log-probs and those of the engine that sampled the tokens, and importance weights.
+"""Mismatch between log-probs of the trainer and of the sampling engine, and importance weights.
 
 The weights of the trainer's policy to what sampled the tokens are measured whether or not a loss uses them:
 
@@ -32,7 +32,7 @@ class LogprobMismatch:
     sum: float  # nats, over all tokens
     count: int  # tokens
     max: float  # nats; a difference that is not a number counts as infinite
-    prompt_index: int = -1  # of the worst token; -1 when there are no tokens
+    prompt_index: int = -1  # the worst token's; -1 when there are no tokens
     sample_index: int = -1
     position: int = -1  # column of the worst token in its row: prompt, then response
     token_id: int = -1

@@ -176,7 +176,7 @@ class ClipCov(PPO):
 
 @dataclass(frozen=True)
 class KLCov(DualClipped):
-    """The unclipped objective with a penalty on the tokens that would reduce the entropy most, as in `ClipCov`.
+    """Unclipped objective with a penalty on tokens that would reduce entropy most, as in `ClipCov`.
 
         loss = -A * ratio, + coef * |log_ratio| where c >= threshold; bounded by dual_clip as PPO's
 

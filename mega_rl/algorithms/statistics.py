@@ -81,7 +81,7 @@ class Sequences:
     sum_over_context: Callable[[Tensor], Tensor] = identity
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return [n], in the dtype of `x`: its sum over each sequence's response tokens, those of other ranks included.
+        """Return [n] in `x`'s dtype: its sum over each sequence's response tokens on all ranks.
 
         `x` has the shape of `rows` and is floating. Differentiable; collective under context parallelism. What stands
         off the response tokens, even a NaN, touches neither sums nor gradient.
@@ -93,11 +93,11 @@ class Sequences:
         return self.sum_over_context(sums[1:])
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return [n], like `sum`: the mean of `x` over each sequence's response tokens; 0 of a sequence without any."""
+        """Return [n] like `sum`: the mean over each sequence's response tokens, 0 without any."""
         return self.sum(x) / self.sum((self.rows > 0).to(x.dtype)).clamp(min=1.0)
 
     def spread(self, y: Tensor) -> Tensor:
-        """Return, in the shape of `rows`, the number in `y`, [n], of each response token's sequence; 0 elsewhere.
+        """Return each sequence's number in `y` [n] on its response tokens, 0 elsewhere, shaped like `rows`.
 
         Differentiable. A NaN of one sequence reaches no token of another.
         """
@@ -111,7 +111,7 @@ _SHIFT = 23 - _PER_DOUBLING
 _FIRST = (127 - 24) << _PER_DOUBLING  # leading bits of 2^-24
 _HALF = 48 << _PER_DOUBLING  # bins of one sign
 BINS = 2 * _HALF + 1
-QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}  # of tokens
+QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}  # levels over tokens
 
 
 def summary(x: Tensor) -> Tensor:
@@ -124,12 +124,12 @@ def summary(x: Tensor) -> Tensor:
 
 
 def histogram(x: Tensor) -> Tensor:
-    """Return [BINS] float64, the number of elements of x, [n] floating, in each bin; from the lowest bin on."""
+    """Return [BINS] float64: counts of the elements of x, [n] floating, per bin, lowest first."""
     return torch.bincount(_places(x), minlength=BINS).double()
 
 
 def histogram_where(x: Tensor, chosen: Tensor) -> Tensor:
-    """Return `histogram` of the elements of x that are chosen; it stays on the device, which nothing waits for.
+    """Return `histogram` of the chosen elements of x on its device, without waiting for it.
 
     x: floating; chosen: bool of its shape.
     """

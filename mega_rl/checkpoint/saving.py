@@ -1,4 +1,4 @@
-"""One rank's part of a save: a thread writes the live state, or a copy of it while training continues.
+"""One rank's part of a save. A thread writes live state, or a copy during training.
 
 Every rank writes its shard and then a record next to the shard: `.done` with the shard's entry of the manifest, or
 `.failed` with a message. The first rank's thread then waits for the records of all and publishes the checkpoint.
@@ -73,7 +73,7 @@ class Writer:
         return self._work.result
 
     def stop(self) -> None:
-        """Abandon the job, so that it publishes nothing; waits at most `STOP_S` for a thread that hangs in the disk."""
+        """Abandon the job without publishing; wait at most `STOP_S` for a thread hanging in the disk."""
         self._given_up.set()
         if self._work is not None and self._work.wait(STOP_S):
             self._staging = None  # the thread may still read it
@@ -86,7 +86,7 @@ class Writer:
         self._staging = None
 
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return copies of the pieces in host memory, kept from save to save and pinned for CUDA."""
+        """Return copies of the pieces in host memory, reused by every save and pinned for CUDA."""
         starts, end = [], 0
         for piece in pieces:
             starts.append(end)
@@ -107,7 +107,7 @@ class Writer:
 
 
 def _allocated(nbytes: int) -> HostMemory:
-    """Return host memory whose pages are there: overcommitted ones would kill the process when it writes them."""
+    """Return host memory with allocated pages: a write to overcommitted pages would kill the process."""
     size = max(nbytes, mmap.PAGESIZE)
     descriptor = os.memfd_create("checkpoint staging")
     try:
@@ -159,7 +159,7 @@ def write_part(
 
 
 def _views(pieces: Sequence[Piece], given_up: Callable[[], bool]) -> Iterator[memoryview]:
-    """Yield each piece's bytes: contiguous host memory in place, others in a buffer that the next one reuses."""
+    """Yield each piece's bytes: contiguous host memory in place, others in one reused buffer."""
     strided = [piece.data for piece in pieces if not _is_plain(piece.data)]
     size = max((tensor.nbytes for tensor in strided), default=0)
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=any(piece.data.is_cuda for piece in pieces))
@@ -227,7 +227,7 @@ def _text_of(folder: Path, shard: str) -> str | None:
 
 
 def _tell(job: SaveJob, kind: str, text: str) -> None:
-    """Write this rank's record whole. Once it is there, the first rank may rename the folder, so nothing follows."""
+    """Write this rank's record atomically and last: the first rank may then rename the folder."""
     hidden = job.folder / f".{Path(job.shard).stem}.{kind}"
     disk.write_text(hidden, text)
     disk.rename(hidden, _record(job.folder, job.shard, kind))

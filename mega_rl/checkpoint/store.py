@@ -219,7 +219,7 @@ class RunCheckpoints:
     def move_earlier_run(self, run_dir: Path) -> None:
         """Move the files of another history out of the run folder; collective.
 
-        Call it after `restore`, under the lock. A run that resumes from a checkpoint of its own folder, or from memory,
+        Call it after `restore`, under the lock. A run that resumes from a checkpoint in its folder, or from memory,
         moves only later checkpoints; any other run moves all files of an earlier run. Removes other histories from
         memory. Raises UserError on all ranks.
         """

@@ -29,22 +29,22 @@ OTHER_RANKS_WAIT_S = 5.0
 # In the order of the help. The summary is the first sentence of the command's help; a section "" is hidden.
 _COMMANDS = (
     Later("Start", "quickstart", "quickstart.run:quickstart",
-          "Train a tiny model to add with PPO, or on word problems with GRPO, in a few minutes on two cores."),
+          "Train a tiny model in minutes on two cores: sums with PPO, word problems with GRPO."),
     Later("Start", "recipes", "look:recipes", "List and show the recipes that come with the package."),
     Later("Start", "data", "data:app", "Write the rows of a problem set, or show the prompts of a recipe."),
     Later("Train", "train", "train:train", "Train a policy with the settings of a recipe and of the command line."),
     Later("Train", "eval", "train:evaluate",
-          "Sample a model's answers to sets of prompts and report pass@k, avg@k and maj@k with 95 % intervals."),
+          "Sample a model's answers to prompts and report pass@k, avg@k and maj@k with 95 % intervals."),
     Later("Train", "checkpoint", "checkpoint:app", "List, verify, export and remove the checkpoints of a run."),
     Later("Look", "report", "look:report",
-          "Write curves, warnings, times, settings and samples of runs as one HTML file that needs no network."),
+          "Write curves, warnings, times, settings and samples of runs as one self-contained HTML file."),
     Later("Check", "doctor", "look:doctor",
           "List versions and devices, what works here, and what is used where something does not."),
     Later("Check", "plan", "look:plan",
-          "Say whether a run fits its GPUs, from config.json and its recipe: memory by phase, and what to change."),
+          "Say from recipe and config.json whether a run fits its GPUs: memory by phase, and advice."),
     Later("Check", "verify", "verify:app", "Check that parallel layouts and engines compute what one rank computes."),
     Later("Check", "replay", "verify:replay",
-          "Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."),
+          "Repeat a recorded step on any layout or engine, naming the first differing tensor and token."),
     Later("Check", "bench", "verify:bench_app", "Tasks that show whether the trainer learns."),
     Later("Convert", "convert", "convert:app",
           "Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core."),
@@ -148,7 +148,7 @@ def entry_point(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end(codes: Sequence[int]) -> None:
-    """End the program with the last code, without the interpreter's slow teardown, which not all libraries survive."""
+    """Exit with the last code, without the interpreter's slow teardown: some libraries do not survive it."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it

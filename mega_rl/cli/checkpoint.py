@@ -29,7 +29,7 @@ def list_(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Step, time, size, layout and state of every checkpoint. Exit code 1 if files of one are missing or short."""
+    """List checkpoints with step, time, size, layout, state. Exit code 1: missing or short files."""
     raise typer.Exit(verbs.list_checkpoints(run, metric=metric, as_json=as_json))
 
 
@@ -108,7 +108,7 @@ def export(
 
 
 def _origin(model: dict[str, Any], folder: Path, role: str) -> Path:
-    """Return the Hugging Face folder that a role's model came from. Raises UserError where it is not there."""
+    """Return the Hugging Face folder that a role's model came from. Raises UserError if missing."""
     text = str((model.get("critic_path") if role == "critic" else "") or model.get("path", ""))
     path = checkpoint_folder(text, label="model.path")
     if not text or not (path / "config.json").is_file():

@@ -56,7 +56,7 @@ def inspect(
     mtp: Mtp = "drop",
     as_json: Json = False,
 ) -> None:
-    """Show a checkpoint and what each rank of a layout would hold of it. config.json is enough."""
+    """Show a checkpoint and each rank's part of it under a layout. config.json is enough."""
     layout = sizes.layout()
     if not _is_hf(path):
         from mega_rl.converters.offline.checkpoint import open_checkpoint

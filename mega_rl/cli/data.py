@@ -23,7 +23,7 @@ from mega_rl.tracking import progress
 
 app = Commands(name="data", help="Write the rows of a problem set, or show the prompts of a recipe.")
 
-INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."  # what the reward math_verify looks for
+INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."  # math_verify looks for the box
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def show(
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option("--prompts", min=0, help="Prompts of each set that are shown.")] = 2,
 ) -> None:
-    """Show the sets of prompts of a recipe: rows, tokens, shares, and how many epochs of each the run draws.
+    """Show a recipe's sets of prompts: rows, tokens, shares and epochs that the run draws.
 
     The first prompts of each are shown as the model sees them. Nothing is trained, and no weight is read.
     """
@@ -133,7 +133,7 @@ def word_problems(
     seed: Annotated[int, typer.Option("--seed", help="Seed of the questions.", min=0)] = 0,
     force: Force = False,
 ) -> None:
-    """Write easy word problems in the shape of GSM8K, made by a program: for runs without a network."""
+    """Write generated easy word problems in the format of GSM8K, for runs without a network."""
     problems = make_problems(train + test, seed=seed)
     _report(write_problems(out, problems[test:], problems[:test], seed=seed, force=force))
 

@@ -71,7 +71,7 @@ def ray(recipe: Recipe, options: RayRun, overrides: Overrides = None) -> None:
 @app.command()
 @with_options
 def kubernetes(recipe: Recipe, options: jobset.JobSetRun, overrides: Overrides = None) -> None:
-    """Print a JobSet that trains on nodes of a Kubernetes cluster; `kubectl apply -f -` starts it.
+    """Print a JobSet that trains on a Kubernetes cluster; `kubectl apply -f -` starts it.
 
     The recipe travels along. Models, data and the run folder are on volumes, below paths of --mount.
     """
@@ -83,7 +83,7 @@ def kubernetes(recipe: Recipe, options: jobset.JobSetRun, overrides: Overrides =
 @app.command()
 @with_options
 def slurm(recipe: Recipe, options: batch.SlurmRun, overrides: Overrides = None) -> None:
-    """Print a batch script that trains on nodes of a Slurm cluster; --submit hands it to sbatch.
+    """Print a batch script that trains on a Slurm cluster; --submit hands it to sbatch.
 
     The job works in the present folder, which every node needs under the same path, with recipe, models and data.
     """
@@ -97,7 +97,7 @@ def slurm(recipe: Recipe, options: batch.SlurmRun, overrides: Overrides = None) 
 def _read(
     recipe: Path, overrides: Sequence[str], check: Callable[[RecipeFacts], Sequence[str]], *, ranks: int
 ) -> RecipeFacts:
-    """Return the facts of a recipe for schedulers. Raises UserErrors for its broken rules and those of `check`."""
+    """Return a recipe's facts for schedulers. Raises UserErrors for its broken rules and those of `check`."""
     config = load(recipe, overrides)
     file = recipe if recipe.is_file() else packaged.file_of(str(recipe))
     facts = RecipeFacts(

@@ -22,7 +22,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; seeds of one run become a band.")],
     out: Annotated[Path | None, typer.Option("--out", help="Page to write; else report.html in the first run.")] = None,
 ) -> None:
-    """Write curves, warnings, times, settings and samples of runs as one HTML file that needs no network."""
+    """Write curves, warnings, times, settings and samples of runs as one self-contained HTML file."""
     page = out or runs[0] / "report.html"
     if page.suffix != ".html":
         raise UserError(f"--out={page}: must end in .html")
@@ -114,7 +114,7 @@ def plan(
     server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Say whether a run fits its GPUs, from config.json and its recipe: memory by phase, and what to change.
+    """Say from recipe and config.json whether a run fits its GPUs: memory by phase, and advice.
 
     With --gpu the expected time of a step, too. Nothing is started and no weight is read. Weights, gradients and
     optimizer state are exact; activations and caches are those of the longest sequences.

@@ -55,7 +55,7 @@ class LayoutOptions:
 
 
 def checkpoint(context: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Return the folder of a checkpoint argument; a name on the Hub is downloaded whole. Raises UserError."""
+    """Return a checkpoint argument's folder; a name on the Hub is downloaded whole. Raises UserError."""
     if value is None or context.resilient_parsing:  # shell completion runs nothing
         return value
     option = next((name for name in parameter.opts if name.startswith("-")), None)

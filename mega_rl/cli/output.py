@@ -38,7 +38,7 @@ def print_table(
 
 
 def print_json(facts: object) -> None:
-    """Print an object as JSON: null for a number that is not finite, text for other types."""
+    """Print an object as JSON: null for non-finite numbers, text for other types."""
     typer.echo(json.dumps(_plain(facts), default=str))
 
 
@@ -67,7 +67,7 @@ def show(facts: object, lines: Iterable[str], *, as_json: bool) -> None:
 
 
 def names_line(label: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield a line with a label and the first names of a list, if it has any."""
+    """Yield a line with a label and a list's first names, if it has any."""
     if names:
         more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
         yield f"{label} ({len(names):,}): {', '.join(names[:SHOWN])}{more}"

@@ -147,7 +147,7 @@ def evaluate(
         "runs/eval"
     ),
 ) -> None:
-    """Sample a model's answers to sets of prompts and report pass@k, avg@k and maj@k with 95 % intervals."""
+    """Sample a model's answers to prompts and report pass@k, avg@k and maj@k with 95 % intervals."""
     settings = overrides or []
     progress.show_progress()
     launch.check(os.environ)

@@ -1,4 +1,4 @@
-"""`mega-rl verify`, `replay` and `bench`: exit code 0 if all agree, 1 if not, 2 for mistakes."""
+"""`mega-rl verify`, `replay`, `bench`: exit code 0 if all agree, 1 if not, 2 for mistakes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def layouts(
         ),
     ] = None,
 ) -> None:
-    """Compare log-probs, loss, every gradient and a step of each layout with one rank, with the engine that trains."""
+    """Compare the training engine's log-probs, loss, gradients and step on each layout with one rank's."""
     model, asked = _check(model, options)
     names = usual(asked) if names is None else names
     layers, checked = 1, asked
@@ -121,7 +121,7 @@ def engines(
     options: VerifyOptions = VerifyOptions(),
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps before weights are compared.")] = 3,
 ) -> None:
-    """Compare log-probs, loss, every gradient and the weights after some steps of both engines, on one batch."""
+    """Compare log-probs, loss, every gradient and weights after some steps of both engines, on one batch."""
     model, asked = _check(model, options)
     _verify(model, asked, [fsdp(ranks) for ranks in sorted({1, nproc})], options, steps=steps)
 
@@ -148,7 +148,7 @@ def rl(
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one run may take.")] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Follow a real run of a small model in lockstep with an independent trainer, and compare every update.
+    """Compare every update of a small model's real run with an independent trainer in lockstep.
 
     The independent trainer, transformers' model under plain torch, gets the sampled tokens and the weights at the
     start, and computes the rest, the rewards too. The recipe's algorithm and optimizer count; its model is shrunk.
@@ -214,7 +214,7 @@ def replay(
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one layout may take.")] = 1800.0,
     as_json: Json = False,
 ) -> None:
-    """Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."""
+    """Repeat a recorded step on any layout or engine, naming the first differing tensor and token."""
     begin("replay")
     with progress.importing("PyTorch"):
         from mega_rl.verify.replay import prepare, replay_layouts

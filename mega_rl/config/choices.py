@@ -1,4 +1,4 @@
-"""Choices that a recipe makes by name, algorithms and sources: their settings, and what each needs of a run."""
+"""Algorithms and sources that a recipe chooses by name: their settings and needs of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Own = TypeVar("Own", bound=Registered)
 
 @dataclass(frozen=True)
 class Choice:
-    """A part of a run that a recipe chooses: a built-in one by name, or a class in a user's file."""
+    """A part of a run that a recipe chooses: built-in by name, or a user's class."""
 
     key: str  # "algorithm.advantage"
     argument: str = ""  # type that a user's class is called with, or made with; "": built-in kinds only
     is_source: bool = False  # made with its argument and its settings; others are called with it
-    registered: dict[str, Registered] = field(default_factory=dict)  # by a Python program
+    registered: dict[str, Registered] = field(default_factory=dict)  # a Python program's
 
     @property
     def builtin(self) -> Mapping[str, type[Kind]]:
@@ -66,7 +66,7 @@ class Choice:
         return decorate
 
     def needs(self, config: Config, need: str) -> bool:
-        """Return a class variable of the chosen class; False if it has none, or if its file fails to import."""
+        """Return the chosen class's variable `need`; False without one or if its file fails to import."""
         name = chosen(config, self)
         area = self.builtin.get(name) or self.registered.get(name)
         if area is None:
@@ -104,7 +104,7 @@ class Choice:
         """
         name, kind = chosen(config, self), value_of(config, self.key)
         if name in self.builtin:
-            return kind if kind.name == name else self.builtin[name]()  # of algorithm.correction=auto
+            return kind if kind.name == name else self.builtin[name]()  # algorithm.correction=auto
         made: Any = self.own(config)
         try:
             made = made(**kind.settings) if isinstance(made, type) else made
@@ -147,7 +147,7 @@ CORRECTION = Choice("algorithm.correction", "SampledTokens")
 ALGORITHM_CHOICES = (ADVANTAGE, LOSS, CORRECTION)
 ROLLOUT = Choice("rollout.source", "RolloutContext", is_source=True)
 DATA = Choice("data.source", "DataContext", is_source=True)
-OWN_CHOICES = (*ALGORITHM_CHOICES, ROLLOUT, DATA)  # that a user's class may take
+OWN_CHOICES = (*ALGORITHM_CHOICES, ROLLOUT, DATA)  # a user's class may take their place
 CHOICES = {choice.key: choice for choice in OWN_CHOICES}
 CHOICES |= {key: Choice(key) for key in TAGGED if key not in CHOICES}
 
@@ -170,7 +170,7 @@ def needs_critic(config: Config) -> bool:
 
 
 def has_reference(config: Config) -> bool:
-    """Return whether a run has a reference: for a KL to it, an estimator that reads its log-probs, or a teacher."""
+    """Return whether a run has a reference: for a KL, an estimator or a teacher."""
     return reads_reference(config) or LOSS.needs(config, "needs_teacher")
 
 

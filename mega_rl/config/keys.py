@@ -1,4 +1,4 @@
-"""Keys and sections of the settings by their dotted names, read from the schema; settings as records."""
+"""Setting keys and sections by dotted name, read from the schema; settings as records."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ TAGGED: dict[str, Kind] = {key: value_of(Config(), key) for key, field in FIELDS
 
 
 def is_mapping(key: str) -> bool:
-    """Return whether a setting's value is a mapping, whose entries may be given one by one: key.name=value."""
+    """Return whether a setting's value is a mapping whose entries may be given as key.name=value."""
     return key in TAGGED or getattr(TYPES.get(key), "__origin__", None) is dict
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Return every setting as a plain value by its dotted key; a tagged section is a mapping with its name."""
+    """Return every setting's plain value by dotted key; a tagged section is a mapping with `name`."""
     return {key: value_of(config, key).plain if key in TAGGED else value_of(config, key) for key in FIELDS}
 
 
 def as_nested(area: Any) -> dict[str, Any]:
-    """Return every setting of a config, or of a section, as plain values by section and name."""
+    """Return every setting of a config or section as plain values by section and name."""
     entries = {field.name: getattr(area, field.name) for field in dataclasses.fields(area) if field.name != _NO_SETTING}
     return {name: as_nested(value) if _is_section(value) else _plain(value) for name, value in entries.items()}
 
@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 
 def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, object]:
-    """Return the entries of a nested record by their dotted names: {"optim": {"lr": 1e-06}} -> {"optim.lr": 1e-06}.
+    """Return a nested record's entries by dotted name: {"optim": {"lr": 1e-06}} -> {"optim.lr": 1e-06}.
 
     A setting that is itself a mapping stays one, a tagged section does not.
     """
@@ -100,12 +100,12 @@ def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, obje
 
 
 def open_ended(config: Config) -> Config:
-    """Return the config with more steps than any run has where trainer.epochs is given: the data decide how many."""
+    """Return the config; where trainer.epochs is given, with more steps than any run has."""
     return with_settings(config, {"trainer.steps": 10**9}) if config.trainer.epochs else config
 
 
 def kind_of(key: str, value: object) -> Kind:
-    """Return the kind of a tagged section that a name, or a mapping with it, stands for; values are not checked."""
+    """Return the kind of a tagged section that a name or mapping chooses; values are unchecked."""
     entries: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)  # type: ignore[call-overload]
     name = entries.pop("name", TAGGED[key].name)
     kinds: Mapping[str, type[Kind]] = FIELDS[key].metadata["kinds"]
@@ -113,7 +113,7 @@ def kind_of(key: str, value: object) -> Kind:
 
 
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
-    """Return the config with these values by their dotted keys; a name stands for a kind with its defaults."""
+    """Return the config with these values by dotted key; a name means a kind with defaults."""
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
         if section in TAGGED:
@@ -134,17 +134,17 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
 
 
 def recorded(config: Config) -> Config:
-    """Return the config as records keep it: pinned names in place of the folders that they were downloaded to."""
+    """Return the config as records keep it: pinned names in place of their downloaded folders."""
     return dataclasses.replace(with_settings(config, config.origins), origins={})
 
 
 def as_record(config: Config) -> dict[str, Any]:
-    """Return every setting as nested plain values, names of the Hub pinned: {"optim": {"lr": 1e-06, ...}, ...}."""
+    """Return all settings as nested plain values, Hub names pinned: {"optim": {"lr": 1e-06, ...}, ...}."""
     return as_nested(recorded(config))
 
 
 def short_commit(name: str) -> str:
-    """Return a pinned name with as much of its commit as tells commits apart; other texts as they are."""
+    """Return a pinned name with a short commit; other texts unchanged."""
     return re.sub(r"@([0-9a-f]{12})[0-9a-f]{28}$", r"@\1", name)
 
 

@@ -1,4 +1,4 @@
-"""Load a recipe and overrides as a Config. OmegaConf reads and interpolates; our types and ranges check.
+"""Load a recipe and overrides as a Config. OmegaConf reads and interpolates; the schema checks.
 
 An unknown key is answered with the nearest one, or our name for a setting of TRL, verl, OpenRLHF or slime.
 """
@@ -35,7 +35,7 @@ _REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\}")
 
 
 def load(recipe: str | Path | None, overrides: Overrides = ()) -> Config:
-    """Return the run's Config: defaults, then the recipe, then overrides (the last one of a key wins).
+    """Return the run's Config: defaults, then recipe, then overrides (the last of a key wins).
 
     recipe: a YAML file or the name of a packaged recipe. overrides: `key=value` texts, a DictConfig, or a mapping of
     {"section.key": value} or {"section": {"key": value}}, in which a path or a tuple is a text or a list.
@@ -77,7 +77,7 @@ def _settings_in(content: Mapping[Any, Any], prefix: str, problems: list[str]) -
 
 
 def _of_tagged(key: str, value: Any, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a tagged section one by one; a text in its place is the name."""
+    """Yield the entries of a tagged section; a text in its place is the name."""
     if value is None or value is UNSET:
         yield key, UNSET
     elif isinstance(value, str):
@@ -105,7 +105,7 @@ def _given(overrides: Overrides, problems: list[str]) -> Iterator[tuple[str, Any
 
 
 def _plain(value: Any) -> Any:
-    """Return a mapping of a Python program as YAML would give it: paths as texts, tuples as lists."""
+    """Return a Python mapping as YAML would give it: paths as texts, tuples as lists."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -138,7 +138,7 @@ def _override(override: str) -> tuple[str, Any]:
 
 
 def _drop_settings_of_others(inherited: Settings, given: Settings) -> None:
-    """Drop the recipe's settings of a kind in whose place the overrides choose another; the log names them.
+    """Drop the recipe's settings of a kind that the overrides replace; the log names them.
 
     A setting may mean something else to another kind: a clip of 0.2 suits the ratio of a token and clips next to
     nothing of a sequence's.
@@ -192,7 +192,7 @@ def _merged(layers: Sequence[Settings]) -> Settings:
 
 
 def _with_references(chosen: Settings, problems: list[str]) -> Settings:
-    """Return raw values with their references replaced; a mapping stands as it is, a wrong reference is left out."""
+    """Return raw values with references replaced; mappings stay, wrong references are left out."""
     texts = {
         key: [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str) and "${" in text]
         for key, raw in chosen.items()
@@ -241,7 +241,7 @@ def _set_aside(config: Config, inherited: Settings, given: Settings) -> Config:
 
 
 def _kept(kept: Settings, entry: Unmet) -> list[str]:
-    """Return the keys by which a recipe gives a setting: its own, or those of a tagged section."""
+    """Return the keys by which a recipe gives a setting: its own or a tagged section's."""
     return [key for key in kept if key == entry.key or (is_mapping(entry.key) and key.startswith(f"{entry.key}."))]
 
 
@@ -260,7 +260,7 @@ def unknown_key(key: str, *, is_section: bool = False) -> str:
 
 
 def nearest_key(key: str) -> str:
-    """Return the nearest legal key to an unknown one, or all keys of its section, in words."""
+    """Return the legal key nearest to an unknown one, or its section's keys, in words."""
     section, _, leaf = key.rpartition(".")
     if not section and (sections := difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.75)):
         return f"did you mean {sections[0]}? {_contents(sections[0])}"
@@ -290,7 +290,7 @@ def _leaf(name: str) -> str:
 
 
 def in_peers(key: str) -> str:
-    """Return the setting here for a peer's name: "TRL's num_generations is rollout.n here"; "" if no peer has the key.
+    """Return our setting for a peer's key: "TRL's num_generations is rollout.n here"; "" if unknown.
 
     The longest ending of the key that a peer has decides; dashes count as underscores.
     """

@@ -1,4 +1,4 @@
-"""Settings that are read only where others hold, and questions about a config that several settings answer."""
+"""Conditions under which settings are read, and questions that several settings of a config answer."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Unmet(NamedTuple):
 
 
 def unmet(config: Config) -> Iterator[Unmet]:
-    """Yield every setting other than the default whose condition does not hold, each once, with its first condition."""
+    """Yield each non-default setting whose condition does not hold, with its first unmet condition."""
     default, listed = Config(), set[str]()
     for keys, needs in _missed(open_ended(config)):
         for key in (key for name in keys.split() for key in (keys_below(name) if name in SECTIONS else [name])):
@@ -201,7 +201,7 @@ def may_have_parts(config: Config) -> bool:
 
 
 def has_pass_for_old_logprobs(config: Config) -> bool:
-    """Return whether a step has a forward of the actor of its own for the log-probs before the update."""
+    """Return whether a step has a separate actor forward for the log-probs before the update."""
     return config.algorithm.old_logprobs != "rollout" and not is_on_policy(config)
 
 
@@ -211,7 +211,7 @@ def updates_of_a_batch(config: Config) -> int:
 
 
 def is_on_policy(config: Config) -> bool:
-    """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
+    """Return whether updates use the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
     single_update = updates_of_a_batch(config) == 1
     needed_before = algorithm.kl.name == "reward"

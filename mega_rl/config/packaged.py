@@ -1,4 +1,4 @@
-"""Recipes and tables that come with the package, by name; reading a recipe or a value as YAML."""
+"""Recipes and tables of the package by name; reading a recipe or value as YAML."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def names() -> list[str]:
 
 
 def rows_of(table: str) -> list[list[str]]:
-    """Return the cells of each row of a table of this folder, a file with tabs between cells."""
+    """Return the cells of each row of a tab-separated table in this folder."""
     return [line.split("\t") for line in Path(__file__).with_name(table).read_text(encoding="utf-8").splitlines()]
 
 
 def file_of(name: str) -> Path:
-    """Return the file of the packaged recipe of this name, `.yaml` or not. Raises UserError if there is none."""
+    """Return the file of a packaged recipe, named with or without `.yaml`. Raises UserError: unknown name."""
     stem = name.removesuffix(SUFFIX)
     if stem in names():
         return FOLDER / f"{stem}{SUFFIX}"
@@ -39,7 +39,7 @@ def file_of(name: str) -> Path:
 
 
 def locate(recipe: Path) -> Path:
-    """Return the file that `--config` means: a path of a user's own file first, then a packaged recipe's name.
+    """Return the file that `--config` means: first a user's path, then a packaged recipe's name.
 
     Raises UserError, naming the packaged recipes, where it is neither.
     """
@@ -96,7 +96,7 @@ def _parsed(text: str, create: Callable[[], Any]) -> Any:
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
-    """Return sections and keys of a recipe: a file, or the name of a packaged one. Raises UserError."""
+    """Return a recipe's sections and keys, from its file or packaged name. Raises UserError."""
     path = locate(recipe)
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A config in words: resolved YAML, what differs from the defaults, and the reference page of every key."""
+"""A config in words: resolved YAML, differences from defaults, and the reference page of all keys."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mega_rl.config.values import describe_range
 
 
 def resolved_yaml(config: Config) -> str:
-    """Return the whole config as YAML that `load` reads back to an equal Config; Hub names stand with their commits."""
+    """Return the config as YAML that `load` reads back equal; Hub names carry their commits."""
     return "\n".join(_section_lines(recorded(config), mark_changes=False)) + "\n"
 
 
 def print_config(config: Config, file: TextIO | None = None) -> None:
-    """Write the whole config as YAML, with a comment on each line that differs from the default."""
+    """Write the whole config as YAML with comments on lines that differ from the default."""
     (file or sys.stdout).write("\n".join(_section_lines(config, mark_changes=True)) + "\n")
 
 
@@ -43,7 +43,7 @@ def config_markdown() -> str:
 
 
 def _kind_lines(kinds: Mapping[str, type[Kind]]) -> list[str]:
-    """Return the kinds of a tagged section with their settings; a repeated setting only names the kind that has it."""
+    """Return a tagged section's kinds with their settings; a repeated setting only names its first kind."""
     lines: list[str] = []
     owners: dict[str, str] = {}  # first kind that has a row
     for kind, area in kinds.items():
@@ -90,7 +90,7 @@ def _row(name: str, default: object, field: dataclasses.Field[Any]) -> str:
 
 
 def _legal(field: dataclasses.Field[Any]) -> str:
-    """Return the legal values of a field as the page writes them: '≥ 1 ranks', '0 to 1', 'bf16, fp32'."""
+    """Return a field's legal values for the page: '≥ 1 ranks', '0 to 1', 'bf16, fp32'."""
     words = {"one of ": "", "above": ">", "at least": "≥", "at most": "≤"}
     legal = describe_range(field)
     for word, sign in words.items():

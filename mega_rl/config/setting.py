@@ -1,4 +1,4 @@
-"""A setting: a dataclass field with documentation and range. A tagged section: its name chooses its settings."""
+"""Settings: dataclass fields with documentation and range. Tagged sections: the name chooses the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 
 
 class Kind:
-    """One kind of a tagged section: `name` is the tag, the fields of its dataclass are the settings of this kind."""
+    """One kind of a tagged section: `name` is the tag, the dataclass fields are its settings."""
 
     name: str = ""
 
@@ -37,7 +37,7 @@ K = TypeVar("K", bound=Kind)
 
 @dataclasses.dataclass(frozen=True)
 class OwnKind(Kind):
-    """A user's class or function, in a file or registered by a program, with the settings that a recipe gives it."""
+    """A user's class or function, from a file or registered, with the recipe's settings for it."""
 
     name: str
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -65,7 +65,7 @@ def setting(
 
 
 def tagged(kinds: Mapping[str, type[Kind]], default: str, doc: str) -> Any:
-    """Dataclass field for a tagged section: one of `kinds`, chosen by `name`, with the settings of its class."""
+    """Return a dataclass field for a tagged section: one of `kinds`, chosen by `name`."""
     field: dataclasses.Field[Any] = setting(kinds[default](), doc)
     return dataclasses.field(default=field.default, metadata={**field.metadata, "kinds": kinds})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mega_rl.errors import HungError, UserError, no_such
 
-_PREFIX = "mega_rl_user_"  # of the names of modules in users' files
+_PREFIX = "mega_rl_user_"  # names of modules in users' files begin so
 
 
 def load_from_file(spec: str, *, key: str, kind: str) -> Any:
@@ -42,7 +42,7 @@ def load_from_file(spec: str, *, key: str, kind: str) -> Any:
 
 
 def missing_function(spec: str, *, builtin: Sequence[str]) -> str | None:
-    """Return why `spec` names neither a built-in function nor one in a file; None if it does. The file does not run."""
+    """Return the problem if `spec` names no built-in or user function, else None; runs no file."""
     if spec in builtin:
         return None
     path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
@@ -80,7 +80,7 @@ def _listed(names: Iterable[str], kind: str) -> str:
 
 @lru_cache
 def _load(file: Path, changed: int) -> ModuleType | UserError:
-    """Return a new module with the user's code in `file`, or the error of its import. Runs that code.
+    """Run the user's code in `file` as a new module; return it, or its import error.
 
     changed: when the file did, so that it runs again.
     """
@@ -107,7 +107,7 @@ def _load(file: Path, changed: int) -> ModuleType | UserError:
 
 @contextmanager
 def users_code(failure: str) -> Iterator[None]:
-    """Run a user's own code, which may raise anything: as a UserError that begins with `failure`, cause kept.
+    """Turn any exception of a user's code into a UserError that begins with `failure`, cause kept.
 
     The interrupt of code that hangs, a HungError, stays what it is.
     """

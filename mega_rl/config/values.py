@@ -1,4 +1,4 @@
-"""Values of a recipe against their fields: type, range, legal values; facts of a model that the rules read."""
+"""Checks of a recipe's values (type, range, legal values), and model facts that rules read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shown(value: object) -> str:
 
 
 def describe_range(field: dataclasses.Field[Any]) -> str:
-    """Legal values of a field in words: 'at least 1', 'above 0 and at most 1', 'one of bf16, fp32'; '' for any."""
+    """Return a field's range in words: 'at least 1', 'one of bf16, fp32'; '' for any."""
     meta = field.metadata
     if meta["kinds"]:
         return "named " + ", ".join(meta["kinds"])
@@ -64,7 +64,7 @@ def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
 def settings_of(
     area: Any, given: Mapping[str, object], place: str, problems: list[str], unknown: Unknown
 ) -> dict[str, Any]:
-    """Return given settings as the types of a dataclass; mistakes go to `problems`. unknown: the line for a name."""
+    """Return given settings as a dataclass's types; mistakes go to `problems`. unknown: an unknown name's line."""
     fields, hints, settings = getattr(area, "__dataclass_fields__", {}), get_type_hints(area), {}
     for name, value in given.items():
         try:
@@ -100,7 +100,7 @@ def _coerce_list(value: object, item: type, field: dataclasses.Field[Any]) -> li
 def _coerce_mapping(value: object, kind: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadValue("needs a mapping of names to values; write it as {name: value}")
-    lists = isinstance(kind, types.GenericAlias)  # by the name of a data source, which may be any text
+    lists = isinstance(kind, types.GenericAlias)  # keys are data sources: any text
     for name, entry in value.items():
         if not isinstance(name, str) or not (name.isidentifier() or (lists and name)):
             raise BadValue(f"{shown(name)} is no name; legal: letters, digits and _, as {{enable_thinking: false}}")
@@ -165,7 +165,7 @@ class ModelFacts:
     expert_biases: bool = False
 
     def too_long(self, key: str, keys: str, longest: int, *, sglang: bool) -> Iterator[str]:
-        """Yield that the checkpoint of `key` has no room for `longest` tokens, the sum of the settings `keys`."""
+        """Yield a line if `key`'s checkpoint has no room for `longest` tokens, the sum of `keys`."""
         free = " but the one that SGLang keeps free" * sglang
         if longest > (positions := self.max_position_embeddings - sglang):
             yield f"{keys}={longest} is above the {positions} positions of {key}{free}; make them shorter"

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face tensors and parameters of an engine, under any layout, from one table per family.
+"""Conversion between Hugging Face tensors and engine parameters under any layout, from a table per family.
 
 `families` holds the tables, `hf` reads config.json, `architecture` describes a model, `plan` lists the rectangles to
 copy and proves them complete, `live` loads and exports models, `offline` converts checkpoints without one.

@@ -44,7 +44,7 @@ class Rope:
     kind: Literal["default", "linear", "llama3", "yarn"]
     theta: float
     factor: float = 1.0
-    percent: float = 1.0  # of a head's dimensions that are rotated
+    percent: float = 1.0  # share of a head's dimensions that are rotated
     interleaved: bool = False  # rotates even with odd dimensions instead of the first half with the second
     yarn: Yarn | None = None
     llama3: Llama3Rope | None = None
@@ -56,7 +56,7 @@ class Window:
     """Sliding-window attention: a token sees itself and the `size` - 1 tokens before it."""
 
     size: int
-    layers: tuple[bool, ...]  # of each layer whether it has the window
+    layers: tuple[bool, ...]  # layers that have the window
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,26 @@ class Mla:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    norm_eps: float = 1e-6  # of the norms on both latents; the code of this architecture has it built in
+    norm_eps: float = 1e-6  # norms on both latents; built into the architecture's code
 
 
 @dataclass(frozen=True)
 class Moe:
     """Mixture of experts: which layers, how many experts, and how the router chooses."""
 
-    layers: tuple[bool, ...]  # of each layer whether its MLP is a mixture
+    layers: tuple[bool, ...]  # layers whose MLP is a mixture
     num_experts: int
     top_k: int
-    ffn_hidden_size: int  # of one expert
-    shared_ffn_hidden_size: int = 0  # of all shared experts together; 0: there are none
+    ffn_hidden_size: int  # one expert's
+    shared_ffn_hidden_size: int = 0  # all shared experts' together; 0: there are none
     shared_gate: bool = False  # a sigmoid gate scales the shared experts' output
     score: Literal["softmax", "sigmoid"] = "softmax"
     # True: scores of all experts, then the top k as they are (softmax) or normalised (sigmoid). False: the top k of
     # the logits, softmax over those.
     score_before_topk: bool = False
     expert_bias: bool = False  # a float32 correction per expert that takes part in the choice only
-    scaling: float | None = None  # of the routed experts' weights
-    num_groups: int | None = None  # experts are chosen from the best `topk_groups` of so many groups
+    scaling: float | None = None  # factor on the routed experts' weights
+    num_groups: int | None = None  # number of groups; experts are chosen from the best `topk_groups`
     topk_groups: int | None = None
     router_bias: bool = False  # the router's linear has a bias
 
@@ -102,7 +102,7 @@ class HFConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_hidden_size: int  # of dense layers
+    ffn_hidden_size: int  # dense layers'
     vocab_size: int  # rows of the embedding on disk, before any padding
     max_position_embeddings: int
     norm_eps: float
@@ -114,18 +114,18 @@ class HFConfig:
     mla: Mla | None = None
     moe: Moe | None = None
     window: Window | None = None
-    activation: Activation = "silu"  # of the gated MLP
+    activation: Activation = "silu"  # the gated MLP's
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
     qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
     post_norms: bool = False  # norms on the outputs of attention and MLP too
     sinks: bool = False  # a learnt logit per head that takes attention and gives nothing
     embedding_scale: float = 1.0
-    softmax_scale: float | None = None  # of attention logits; None: 1 / sqrt of the query's head size
+    softmax_scale: float | None = None  # factor on attention logits; None: 1 / sqrt of the query's head size
     mtp_layers: int = 0  # multi-token prediction layers in the checkpoint
     mtp: Literal["drop", "load"] = "drop"  # whether they are part of the model that is converted
     quantization: Literal["fp8"] | None = None  # blocks of 128 x 128 with a scale each
     initializer_range: float = 0.02  # standard deviation of fresh heads
-    eos_token_ids: tuple[int, ...] = ()  # of generation_config.json where it has them, else of config.json
+    eos_token_ids: tuple[int, ...] = ()  # from generation_config.json where it has them, else from config.json
     pad_token_id: int | None = None
     dtype: str | None = None  # "bfloat16"; None where the file does not say
     # How the tensors on disk spell it; `plan.as_on_disk` reads them off the names.
@@ -193,5 +193,5 @@ class HFConfig:
 
 
 def is_moe(hf: HFConfig, layer: int) -> bool:
-    """Return whether a layer's MLP is a mixture of experts; those of multi-token prediction are like the last."""
+    """Return whether a layer's MLP is a mixture of experts; prediction layers are like the last."""
     return hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]

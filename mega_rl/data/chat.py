@@ -1,4 +1,4 @@
-"""Conversations as text by a tokenizer's chat template, and the variables that a template reads. No torch."""
+"""Conversations as text by a chat template, and the variables that it reads. No torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
 
 def apply_template(tokenizer: Tokenizer, messages: list[Message], **settings: object) -> str:
-    """Return the text of a conversation; a template comes with a checkpoint, and its loops may have no end.
+    """Return a conversation's text by the checkpoint's template, whose loops may have no end.
 
     They are Python code, so an exception from another thread ends them.
 

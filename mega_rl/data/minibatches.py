@@ -24,7 +24,7 @@ def minibatch_prompt_blocks(num_prompts: int, minibatch_size: int, *, seed_key: 
 
 
 def assign_rows(prompt_index: Tensor, lengths: Tensor, *, block: Sequence[int], dp_size: int) -> Tensor:
-    """Return [B_global] int64, the data-parallel rank that trains each row of this mini-batch; -1 for other rows.
+    """Return [B_global] int64: data-parallel rank of each row in this mini-batch, -1 for other rows.
 
     prompt_index, lengths: [B_global] int64, of the rows of all data-parallel ranks in rank order, the same on every
     rank. Ranks get equal numbers of rows, give or take one, and about equal numbers of tokens.
@@ -43,7 +43,7 @@ def minimum_microbatches(lengths: Sequence[int], max_tokens: int) -> int:
 
 
 def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, count: int | None = None) -> list[list[int]]:
-    """Return the rows of as few micro-batches as possible, of at most `max_tokens` tokens, about equally many.
+    """Return rows of the fewest micro-batches of at most `max_tokens` tokens, about evenly filled.
 
     `count` asks for that many instead, at least `minimum_microbatches`: data-parallel ranks agree on the largest of
     theirs, so that all run the same number of passes. Micro-batches are ordered by tokens, heaviest first (what does
@@ -62,7 +62,7 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, count: int | N
 
 
 def partition_balanced(lengths: Sequence[int], parts: int, *, equal_counts: bool) -> list[list[int]]:
-    """Return the rows of each of `parts` parts with about equal sums of lengths, ascending; O(n log n).
+    """Return the ascending rows of `parts` parts with about equal sums of lengths; O(n log n).
 
     The longest row goes to the lightest part each time (Graham 1969: at most 4/3 of the optimum). With `equal_counts`
     the numbers of rows differ by at most one, and a part that has its number takes no more: the parts with the longest

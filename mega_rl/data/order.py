@@ -123,7 +123,7 @@ class SuccessRates:
     """Success of every training prompt in its samples so far, the same on all ranks."""
 
     def __init__(self, prompts: Sequence[Prompt], *, memory: float) -> None:
-        """prompts: of the run, by ascending `Prompt.index`. memory: of earlier samples at a new visit, 0 to 1."""
+        """prompts: ascending by `Prompt.index`. memory: weight of earlier samples at a new visit, 0 to 1."""
         self._rows: _Integers = np.array([prompt.index for prompt in prompts], dtype=np.int64)
         assert (np.diff(self._rows) > 0).all(), "prompts are not in the order of their rows"
         self._memory = memory

@@ -1,4 +1,4 @@
-"""Micro-batches: rows of a padded batch in a model's layout, and its outputs back in the batch's.
+"""Micro-batches: rows of a padded batch in a model's layout, and outputs back in the batch's.
 
 The model's output at position i belongs to the token at i + 1, while batches are aligned to that token (see
 mega_rl.types). The shift between the two happens here and nowhere else.
@@ -66,7 +66,7 @@ def pack(
     sequence_multiple: int = 1,
     min_tokens: int = 1,
 ) -> MicroBatch:
-    """Pack rows of the batch one after another, without padding between them unless `sequence_multiple` asks for it.
+    """Pack rows of the batch one after another, without padding unless `sequence_multiple` asks for it.
 
     `field_names` are the batch's per-token tensors ([B, S]) that the loss needs. Every sequence is rounded up to
     `sequence_multiple` by tokens 0 at its end, and T, at least `min_tokens`, to `pad_to_multiple`, a multiple of it, by
@@ -98,7 +98,7 @@ def pad(
     pad_to_multiple: int = 1,
     min_shape: tuple[int, int] = (1, 1),
 ) -> MicroBatch:
-    """Pad rows of the batch on the right with 0 to the longest, rounded up to `pad_to_multiple`.
+    """Right-pad rows of the batch with 0 to the longest, rounded up to `pad_to_multiple`.
 
     `field_names` as in `pack`. Dummy rows and zeros make it at least `min_shape`, so no rows give a dummy row.
     """
@@ -115,7 +115,7 @@ def pad(
 
 
 def scatter_back(values: Tensor, micro: MicroBatch, out: Tensor) -> None:
-    """Write a model's outputs for one micro-batch into a padded batch, each at its token; in place.
+    """Write a model's outputs for one micro-batch into padded batch `out`, each at its token.
 
     values: like micro.tokens, any floating dtype (converted to out's); out [B, S]. The tokens 1 .. length - 1 of each
     row are written, as far as the micro-batch has the positions that predict them; the first token, which nothing
@@ -141,7 +141,7 @@ def token_places(micro: MicroBatch, *, width: int) -> Tensor:
 
 
 def _starts(micro: MicroBatch) -> tuple[Tensor, int]:
-    """Return ([rows] int64 flat position of each row's first token, columns) of the whole micro-batch, on the host."""
+    """Return ([rows] int64 flat first position per row, columns) of the whole micro-batch, on the host."""
     if micro.cu_seqlens is None:
         return torch.arange(len(micro.rows), dtype=torch.int64) * micro.max_seqlen, micro.max_seqlen
     bounds = micro.cu_seqlens.to(torch.int64)
@@ -169,7 +169,7 @@ def _cells(rows: Sequence[int], counts: Sequence[int], starts: Tensor, *, device
 
 
 def _predicted(rows: Sequence[int], lengths: Sequence[int], starts: Tensor, *, device: torch.device) -> _Cells:
-    """Return positions that predict a token of the same sequence, and that token's place in the batch."""
+    """Return positions that predict a token of their sequence, and its place in the batch."""
     cells = _cells(rows, [length - 1 for length in lengths], starts, device=device)
     return _Cells(flat=cells.flat, row=cells.row, column=cells.column + 1)
 
@@ -214,7 +214,7 @@ def _content(
 
 
 def held_positions(lengths: Sequence[int], *, cp_rank: int, cp_size: int) -> Tensor:
-    """Return [T / cp] int64, the positions that rank `cp_rank` holds, in its order; `lengths`: of the sequences."""
+    """Return [T / cp] int64: positions that `cp_rank` holds of sequences of `lengths`, in its order."""
     if cp_size == 1:
         return torch.arange(sum(lengths))
     assert all(length % (2 * cp_size) == 0 for length in lengths), f"{lengths} are no multiples of 2 * {cp_size}"

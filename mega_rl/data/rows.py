@@ -67,7 +67,7 @@ class PromptRow:
 
     where: str  # "train.jsonl:17"
     prompt: Prompt  # without its tokens
-    model_text: str  # what the model sees
+    model_text: str  # the model sees it
     unread: frozenset[str]  # columns for the chat template that the prompt does not show
 
 

@@ -55,7 +55,7 @@ class FileShard:
         return str(self.path)
 
     def identity(self) -> str:
-        """Return name, size and SHA-256 of 192 KiB: a file may be too large to read at every start."""
+        """Return name, size and SHA-256 of 192 KiB: large files take too long to read whole."""
         digest = hashlib.sha256()
         try:
             size = self.path.stat().st_size
@@ -116,7 +116,7 @@ class StreamReader:
     check: Callable[[Sequence[Prompt]], None] | None = None  # gets a block; raises UserError for unusable rows
 
     def first_block(self) -> list[Prompt]:
-        """Return the prompts of the first block in the order of their draws. Raises UserError as `blocks` does."""
+        """Return the first block's prompts in draw order. Raises UserError as `blocks` does."""
         return next(self.blocks(Position())).prompts
 
     def blocks(self, at: Position) -> Iterator[PromptBlock]:
@@ -212,7 +212,7 @@ class StreamSampler(StepOrder):
         self._ahead = self._block = None
 
     def _read(self, first: int, count: int) -> JsonObject:
-        """Return the prompts of draws with the position of their block, and the epochs so far, for JSON."""
+        """Return draws' prompts with their block's position, and the epochs so far, for JSON."""
         assert self._reader is not None
         assert first >= self._at.first, f"draw {first} of a stream at {self._at}"
         block = self._block

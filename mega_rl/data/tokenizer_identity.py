@@ -1,4 +1,4 @@
-"""Identity of a tokenizer: everything that decides its token ids, read from a checkpoint's files, and its hash.
+"""Identity of a tokenizer: all that decides its token ids, from a checkpoint's files, with hash.
 
 Two models share token ids only if their tokenizers agree. Imports neither torch nor a tokenizer library.
 """
@@ -26,7 +26,7 @@ _TEXT_STEPS = ("normalizer", "pre_tokenizer", "decoder")
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Token ids of a tokenizer. Tokenizers of equal `digest` give equal ids, whatever the order of their files."""
+    """Token ids of a tokenizer. Equal `digest` means equal ids, in any order of the files."""
 
     source: str  # "tokenizer.json", or "vocab.json + merges.txt"
     parts: Mapping[str, Any]  # part of the source -> its content in canonical form: {"model.type": "BPE", ...}
@@ -96,7 +96,7 @@ def check_bounds(folder: Path) -> None:
 
 
 def _growth(step: object) -> float:
-    """Return how many times longer the Replace steps in a part of tokenizer.json can make a text."""
+    """Return the factor by which Replace steps in part of tokenizer.json can lengthen a text."""
     inner: list[object] = step if isinstance(step, list) else list(step.values()) if isinstance(step, dict) else []
     growth = math.prod(map(_growth, inner))
     if isinstance(step, dict) and step.get("type") == "Replace" and isinstance(step.get("content"), str):
@@ -147,7 +147,7 @@ def _of_tokenizer_json(content: Mapping[str, Any]) -> TokenizerIdentity:
 
 
 def _by_id(ids: Mapping[str, int]) -> list[list[Any]]:
-    """Return [tokens, ids] in the order of ids; nearly sorted input and plain lists make it fast."""
+    """Return [tokens, ids] in id order; nearly sorted input and plain lists make it fast."""
     pairs = sorted(ids.items(), key=itemgetter(1, 0))
     return [[token for token, _ in pairs], [number for _, number in pairs]]
 

@@ -23,7 +23,7 @@ from mega_rl.protocols import Ranks
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.)")
-# One expert's weights: a module of its own, or a parameter of a grouped matrix product.
+# One expert's weights: a separate module, or a parameter of a grouped matrix product.
 _EXPERT = re.compile(r"(?<=\.experts\.)(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 
 

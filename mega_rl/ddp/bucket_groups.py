@@ -29,7 +29,7 @@ from mega_rl.ddp.reduce_scatter import (
 
 
 class SummingBucketGroup(_ParamAndGradBucketGroup):
-    """A bucket group whose gradients are added up in FP32 and rank order, whatever dtype its buckets have.
+    """Bucket group whose gradients are summed in FP32 and rank order, whatever its buckets' dtype.
 
     Megatron-Core has this for one bucket per group, sums, and one optimizer instance, by replacing a function of the
     process; here it belongs to the group. Sums or means; several buckets; several optimizer instances; on gloo also
@@ -147,7 +147,7 @@ def bucket_groups(ddp: DistributedDataParallel) -> Iterator[_ParamAndGradBucketG
 
 
 def gather_outdated(ddp: DistributedDataParallel, *_: object) -> None:
-    """Start to gather parameters that a step has updated and no rank has gathered since; for `param_sync_func`."""
+    """Start to gather parameters that are updated but not yet gathered; for `param_sync_func`."""
     for group in bucket_groups(ddp):
         if not group.param_gather_dispatched:
             group.start_param_sync()

@@ -14,7 +14,7 @@ HOST = torch.device("cpu")
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW that keeps the moments of `share` of the elements, by whole parameters, and steps them on the host.
+    """AdamW that keeps `share` of the moments, in whole parameters, on the host and steps there.
 
     Those parameters and their gradients travel to the host and back in every step, one at a time: while the host steps
     one, the next arrives and the one before returns. Only the moments stay there, so code that changes parameters
@@ -95,7 +95,7 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 def _to_host(
     tensors: Sequence[Tensor], stream: torch.cuda.Stream | None
 ) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Start copying tensors to pinned memory of the host; return the copies, and what says that they are complete."""
+    """Start copying tensors to pinned host memory; return copies and completion event (None without a stream)."""
     copies = [torch.empty(each.shape, dtype=each.dtype, device=HOST, pin_memory=stream is not None) for each in tensors]
     with _on(stream):
         for source, target in zip(tensors, copies, strict=True):

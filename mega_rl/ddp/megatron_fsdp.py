@@ -101,9 +101,9 @@ def no_sync_of(chunk: MegatronFsdp, ddp: DataParallelConfig) -> Callable[[], Abs
 
 
 def _gather_at_once(chunk: MegatronFsdp) -> None:
-    """Let each gathering of parameters end before the call returns, as without streams there is nothing to hide it.
+    """Let each parameter gathering end before its call returns: without streams nothing can hide it.
 
-    With gatherings on their way gloo's threads write into memory beside the passes, and some launches in a hundred
+    With gatherings on their way gloo's threads write into memory during the passes, and some launches in a hundred
     ended with a corrupted heap.
     """
     pipeline = chunk.module.all_gather_pipeline
@@ -111,7 +111,7 @@ def _gather_at_once(chunk: MegatronFsdp) -> None:
 
 
 def whole_parameters(chunk: MegatronFsdp) -> Iterator[tuple[str, torch.nn.Parameter, Read]]:
-    """(name, parameter as layers compute with it, a function that returns it whole as a new tensor) of every parameter.
+    """Yield each (name, parameter that layers compute with, function that returns a whole copy).
 
     Reading is collective over dp x cp. One bucket of parameters is in memory at a time.
     """
@@ -129,7 +129,7 @@ def _read(fsdp: MegatronFSDP, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def finish_gathering(chunk: MegatronFsdp) -> None:
-    """Wait for parameters on their way, and free those that are gathered; collective over dp x cp.
+    """Wait for parameters on their way, and free gathered ones; collective over dp x cp.
 
     A step ends by starting to gather, and memory that a message is written into must not be given away.
     """

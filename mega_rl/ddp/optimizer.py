@@ -89,7 +89,7 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 
 def clip(optimizer: MegatronOptimizer, *, norm: float) -> None:
-    """Scale all gradients, whose global norm is `norm`, down to the norm `clip_grad`; 0 leaves them as they are."""
+    """Scale gradients of global norm `norm` down to `clip_grad`; 0 leaves them as they are."""
     config = optimizer.config
     parameters = [parameter for part in parts(optimizer) for parameter in part.get_parameters()]
     if config.clip_grad > 0.0 and parameters:
@@ -117,12 +117,12 @@ def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
 
 
 class Trained(NamedTuple):
-    """Optimizer state on this rank for the elements of a parameter from `first` on, in row-major order."""
+    """This rank's optimizer state for a parameter's elements from `first` on, in row-major order."""
 
     parameter: Tensor  # the model's; under FSDP the shard that the optimizer steps
     first: int
     main: Tensor | None  # float32 (int16 where the rest of its bits is in a bf16 parameter); None: the parameter itself
-    state: dict[str, Tensor]  # of torch's optimizer: "exp_avg", "exp_avg_sq", shaped like `main`
+    state: dict[str, Tensor]  # torch's optimizer's: "exp_avg", "exp_avg_sq", shaped like `main`
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> Iterator[Trained]:
@@ -139,7 +139,7 @@ def trained_parameters(optimizer: MegatronOptimizer) -> Iterator[Trained]:
 def _stepped(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
     """Yield (model parameter, its first element, the tensor that torch's optimizer steps)."""
     if isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp:
-        # By the pairs of lists, as its map of indices (0.16.1) is wrong where a group has FP32 parameters too.
+        # Pairs of lists: its map of indices (0.16.1) is wrong for a group that has FP32 parameters too.
         remainders = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         shards = part.shard_float16_groups if remainders else part.shard_fp32_from_float16_groups
         pairs = [*zip(part.model_float16_groups, shards, strict=True)]
@@ -195,7 +195,7 @@ def _has_elements(tensor: Tensor) -> bool:
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
-    """Set the step counter of every parameter, or of its group where the optimizer counts per group."""
+    """Set the step counter of every parameter, or group if the optimizer counts per group."""
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
             states = [torch_optimizer.state[parameter] for parameter in group["params"]]
@@ -207,12 +207,12 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers of a chain, for experts on expert-parallel ranks and for the rest, or the only one."""
+    """Return a chain's optimizers, of expert-parallel experts and of the rest, or the only one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def learning_rate(step: int, *, peak: float, optim: OptimConfig, total_steps: int) -> float:
-    """Return the learning rate of step `step` (from 0): linear warm-up, then constant, linear or cosine decay.
+    """Return the learning rate of `step` (from 0): linear warm-up, then constant, linear or cosine decay.
 
     The peak is the rate of the last step of warm-up, or of the first step where there is none. Decay runs from there to
     the last step, `total_steps - 1`, whose rate is `peak * min_lr_ratio`; a single step has the peak.

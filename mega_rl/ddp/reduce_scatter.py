@@ -114,7 +114,7 @@ class Reduction:
     """Handle of a pending reduction."""
 
     pieces: list[_Piece]
-    shards: Sequence[Tensor] | None = None  # where every rank wants the whole: each rank's part of it
+    shards: Sequence[Tensor] | None = None  # each rank's part, if every rank wants the whole
     group: ProcessGroup | None = None
 
     def wait(self) -> None:

@@ -26,13 +26,13 @@ from mega_rl.parallel.boxes import Box
 
 @dataclass(frozen=True)
 class Region:
-    """A box of a local tensor that lies, in one piece, in a tensor of the whole model."""
+    """A box of a local tensor that is one piece of a whole model's tensor."""
 
-    key: str  # of the whole tensor; layers are numbered over the whole model: "decoder.layers.3.mlp.linear_fc1.weight"
+    key: str  # the whole tensor's; layers are numbered over the whole model: "decoder.layers.3.mlp.linear_fc1.weight"
     global_shape: tuple[int, ...]  # first the axes that the local tensor lacks: experts are cut over such a one
     global_offset: tuple[int, ...]
     local: Box  # within the local tensor
-    # Which copy of these elements: (pipeline, tensor, data parallel), all 0 for the first.
+    # Number of this copy of the elements: (pipeline, tensor, data parallel), all 0 for the first.
     replica: tuple[int, int, int]
     resizable: bool  # rows are padded by what tensor parallelism needs: a vocabulary
 
@@ -45,7 +45,7 @@ class Region:
 def find_regions(
     model: GPTModel, shapes: Mapping[str, tuple[int, ...]], *, dp_cp_group: ProcessGroup
 ) -> dict[str, list[Region]]:
-    """Return the regions of every parameter and persistent buffer of a chunk, by its name in the chunk.
+    """Return the regions of a chunk's parameters and persistent buffers, by their names in the chunk.
 
     `shapes` are those of the parameters, whole over data parallelism and cut by tensor and expert parallelism.
 
@@ -72,7 +72,7 @@ def find_regions(
 def _stand_ins(
     model: GPTModel, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[dict[int, tuple[str, tuple[int, ...]]]]:
-    """Replace all parameters and buffers by meta tensors in the block; yield (name, shape) by the memory of each."""
+    """Replace parameters and buffers by meta tensors in the block; yield memory -> (name, shape)."""
     names: dict[int, tuple[str, tuple[int, ...]]] = {}
     stand_ins: dict[int, Tensor] = {}
     kept = [
@@ -84,7 +84,7 @@ def _stand_ins(
     ]
     try:
         for table, leaf, name, tensor in kept:
-            if id(tensor) not in stand_ins:  # what two modules share has the name of the first, as for named_parameters
+            if id(tensor) not in stand_ins:  # a tensor of two modules has the name of the first, like named_parameters
                 shape = tuple(shapes.get(name, tensor.shape))
                 stand_ins[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device="meta")
                 names[_memory(stand_ins[id(tensor)])] = name, shape
@@ -101,7 +101,7 @@ def _memory(tensor: Any) -> int:
 
 
 def _region(sharded: ShardedTensor, shape: tuple[int, ...]) -> Region:
-    """Return the region of a view of a meta tensor of this shape, from the view's offset and strides."""
+    """Return the region of a meta tensor's view from its offset and strides; `shape`: the tensor's."""
     data = sharded.data
     assert isinstance(data, Tensor)
     strides = torch.empty(shape, device="meta").stride()

@@ -1,4 +1,4 @@
-"""Checkpoint pieces of a model's chunks and their optimizer: boxes of tensors that are the same on any layout.
+"""Checkpoint pieces of chunks and their optimizer: boxes of tensors that are equal on any layout.
 
     weights/KEY     the parameter, or persistent buffer, in its dtype
     main/KEY        its FP32 main parameter, where that is separate memory: of a bf16 model. A precision-aware
@@ -62,7 +62,7 @@ class Holding:
     first: int  # this rank's share of what the data-parallel ranks own together: elements first .. end
     end: int
     divided: bool  # whether they do; else the first of them owns everything
-    copy: int = 0  # which copy of the shares this rank has part in; with several optimizer instances
+    copy: int = 0  # this rank's copy of the shares, with several optimizer instances
     state: Mapping[str, Elements] = field(default_factory=dict)  # "main" and moments, of the share
 
     def owned_by(self, region: Region) -> bool:
@@ -73,7 +73,7 @@ class Holding:
 def find_pieces(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, *, dp_cp_group: ProcessGroup
 ) -> Iterator[Piece]:
-    """Every piece of this rank; the memory of parameters and optimizer must be settled and on its device.
+    """Yield this rank's pieces; memory of parameters and optimizer must be settled and on its device.
 
     Weights are listed whole, or all that FSDP leaves here of them: a rank that loads writes them all. The state of
     `optimizer` must have been created (`optimizer.create_state`).
@@ -93,7 +93,7 @@ def find_pieces(
 
 
 def follow_weights(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy restored weights to the main parameters that no piece stands for: of FP32 weights in Megatron FSDP."""
+    """Copy restored weights to main parameters without a piece: of FP32 weights in Megatron FSDP."""
     for chunk in chunks:
         if not isinstance(chunk, FullyShardedDataParallel):
             continue
@@ -104,7 +104,7 @@ def follow_weights(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _pieces(holding: Holding, region: Region) -> Iterator[Piece]:
-    """Yield the pieces of one region: weights inside and outside the share, and the state of the share."""
+    """Yield one region's pieces: weights inside and outside the share, and the share's state."""
     mine = holding.owned_by(region)
     weights = holding.weights
     cuts = [weights.first, *(min(max(cut, weights.first), weights.end) for cut in (holding.first, holding.end))]

@@ -82,7 +82,7 @@ class TorchFsdp(_BaseDataParallel):
 
 
 def units(chunk: GPTModel) -> list[torch.nn.Module]:
-    """Return the modules of a chunk that are gathered one at a time: layers, and untied embedding and head."""
+    """Return a chunk's modules that are gathered separately: layers, and untied embedding and head."""
     layers: list[torch.nn.Module] = [m for m in chunk.modules() if isinstance(m, TransformerLayer)]
     if chunk.share_embeddings_and_output_weights:
         return layers  # the embedding is read at both ends, so it stays gathered

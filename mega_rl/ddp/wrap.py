@@ -85,7 +85,7 @@ def _count_padding(chunk: DistributedDataParallel) -> None:
 
 
 def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DataParallelConfig) -> None:
-    """Choose sums in FP32 and rank order if set, and on gloo, where they are faster than its reduce-scatter."""
+    """Choose sums in FP32 and rank order if set, and on gloo, where they are faster."""
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if not ddp.reduce_scatter_fp32_accumulation and not all(
         buffer.ddp_config.use_distributed_optimizer

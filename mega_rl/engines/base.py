@@ -40,8 +40,8 @@ class EngineSettings:
     optim: OptimConfig
     microbatch: MicrobatchConfig
     deterministic: bool
-    timeout_s: float  # of collectives
-    temperature: float  # of rollouts, and so of log-probs
+    timeout_s: float  # limit of a collective
+    temperature: float  # rollouts', so log-probs' too
     export_bucket_bytes: int
     hidden_tokens: IdRanges = ()  # never sampled by rollouts: probability 0
 
@@ -51,11 +51,11 @@ class ModelRequest:
     """The model of a role, as an engine is to build it."""
 
     name: Role
-    path: Path  # of its Hugging Face checkpoint
+    path: Path  # its Hugging Face checkpoint
     hf: HFConfig  # its config.json
     head: Head
     trainable: bool  # has gradients and an optimizer
-    impl: Spec  # whose layers
+    impl: Spec  # layers of Megatron-Core or of Transformer Engine
     attention: Attention
 
 

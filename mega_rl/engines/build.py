@@ -155,7 +155,7 @@ def _trainable(
     freeze(named_parameters(chunks), settings.model.frozen, everyone=ranks_of(groups.world))
     for chunk in chunks:
         let_gradients_through(chunk)
-        if megatron.ddp.name != "torch_fsdp2":  # which has no `main_grad`
+        if megatron.ddp.name != "torch_fsdp2":  # torch's FSDP2 has no `main_grad`
             fuse_weight_gradients(chunk)
     wrapped = wrap_chunks(
         chunks,

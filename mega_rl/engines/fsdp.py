@@ -48,14 +48,14 @@ from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, 
 class FSDPEngine(ModelEngine):
     """One model, sharded over all ranks, that evaluates tokens and (with an optimizer) learns. See `protocols.Engine`.
 
-    Every rank is a data-parallel rank with rows of its own, and a replica by itself: weights meet only while a layer
+    Every rank is a data-parallel rank with its own rows, and a replica by itself: weights meet only while a layer
     runs.
     """
 
     model: nn.Module  # transformers' causal model, or a TokenClassifier
     optimizer: torch.optim.AdamW | None
-    dtype: torch.dtype  # that layers compute in, and weights leave in
-    scratch: Scratch | None = None  # that messages arrive in
+    dtype: torch.dtype  # layers compute in it, and weights leave in it
+    scratch: Scratch | None = None  # messages arrive in it
     clip_grad: float = 1.0
     reduce_every_microbatch: bool = True
     keep_gathered: bool = False  # layers between forward and backward, and from one micro-batch to the next
@@ -255,7 +255,7 @@ def build_adam(parameters: Iterable[DTensor], optim: OptimConfig) -> torch.optim
         fused=True,
     )
     for parameter in trained:
-        # As AdamW would make it at its first step: the number of steps is where the parameter is.
+        # AdamW makes the same state at its first step: the number of steps is on the parameter's device.
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.to_local().device),
             **{name: torch.zeros_like(parameter) for name in MOMENTS},

@@ -2,7 +2,7 @@
 
 Attention is that of the kernels of our core attention, under names that transformers dispatches on. A name that
 transformers knows no mask for gets none, so nothing of size [T, T] is made for a packed micro-batch. Rows of padded
-ones are right-padded, where causality alone keeps padding out.
+ones are right-padded, where causality is enough to keep padding out.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:
     if isinstance(model, TokenClassifier):
         return [*decoder, hf.get_input_embeddings(), model.score]
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    # What both ends read is the root's, which stays gathered from the forward to the end of the backward.
+    # Both ends read the root's parameters, which stay gathered from the forward to the end of the backward.
     return decoder if head.weight is embedding.weight else [*decoder, embedding, head]
 
 
@@ -313,7 +313,9 @@ def _attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """([b, S, heads, E], None): context of query [b, heads, S, D] in key [b, groups, S, D] and value [b, groups, S, E].
+    """Return (context [b, S, heads, E], None) of query [b, heads, S, D].
+
+    key: [b, groups, S, D]. value: [b, groups, S, E].
 
     What transformers calls for an attention `module`. `sequences` comes from `attention_arguments` through the model's
     forward and has no default: a model that lost it on the way would let packed sequences see each other.

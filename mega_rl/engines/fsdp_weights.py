@@ -23,7 +23,7 @@ from mega_rl.ddp.access import Whole
 from mega_rl.engines.fsdp_model import TokenClassifier, sharded_parameters
 from mega_rl.parallel.boxes import Box
 
-EXPERT_TENSORS = 2  # of a layer: gate and up projection, down projection; exported expert by expert
+EXPERT_TENSORS = 2  # a layer's: gate and up projection, down projection; exported expert by expert
 FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
 
 
@@ -88,7 +88,7 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
 
 def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:
     """Yield the copies that make the rows of `box` from tensors on disk."""
-    per_row = prod(shape[1:-1])  # of the matrix
+    per_row = prod(shape[1:-1])  # elements of the matrix in a row
     low = box.offset[0] * per_row
     high = low + matrix_shape(box.shape)[0]
     for tensor in disk:

@@ -63,12 +63,12 @@ class MegatronEngine(ModelEngine):
     chunks: Sequence[GPTModel | DistributedDataParallel | FullyShardedDataParallel | TorchFsdp]
     optimizer: MegatronOptimizer | None
     config: TransformerConfig
-    routing: Routing | None = None  # of a mixture of experts
+    routing: Routing | None = None  # a mixture's; None for a dense model
 
     def __post_init__(self) -> None:
         super().__post_init__()
         groups = self.groups
-        self.replica = ranks_of(groups.host_replica)  # of the roles, whose batches are on the host
+        self.replica = ranks_of(groups.host_replica)  # for the roles: their batches are on the host
         self._pipeline = ranks_of(groups.pp)
         self._context = ranks_of(groups.cp)
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens

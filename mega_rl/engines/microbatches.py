@@ -41,7 +41,7 @@ class Batching:
     micro_batch_size: int  # padded: sequences per micro-batch
     pad_to_multiple: int = 1  # tokens; 2 * cp with context parallelism, times tp under sequence parallelism
     count_multiple: int = 1  # micro-batches; the pipeline size under the interleaved schedule
-    same_shapes: bool = False  # where little padding does it, as a pipeline wants: shapes then need not travel
+    same_shapes: bool = False  # if little padding does it; a pipeline wants it: shapes then need not travel
     cp_rank: int = 0
     cp_size: int = 1
 
@@ -169,7 +169,7 @@ def collect(
 ) -> TokenOutputs:
     """Return all micro-batches' outputs, [B, S] float32 on the host, 0 off the mask.
 
-    `with_entropy`: a policy's micro-batches have it beside the log-probs. `combine` makes a replica's outputs [n, B, S]
+    `with_entropy`: a policy's micro-batches have it too. `combine` makes a replica's outputs [n, B, S]
     from those of this rank, where a replica has several ranks.
     """
     names = ["values"] if head == "value" else ["logprobs", "entropy"][: 1 + with_entropy]

@@ -24,7 +24,7 @@ class _Copy:
 
     storage: StorageWeakRef  # holds the identity, so that no later storage has it, and not the memory
     host: torch.UntypedStorage
-    memory: HostMemory  # that `host` is a part of
+    memory: HostMemory  # `host` is a part of it
 
 
 class StorageOffload:
@@ -44,7 +44,7 @@ class StorageOffload:
         device: of the storages.
         """
         self._device, self._discard = device, discard
-        self._copies: dict[int, _Copy] = {}  # by the storage's identity
+        self._copies: dict[int, _Copy] = {}  # identity of the storage -> copy
         self._off: list[tuple[torch.UntypedStorage, int]] | None = None  # storages and their bytes, while they are off
         self._is_current = False  # whether the host has the bytes of every storage that has a copy
         self._stream: torch.cuda.Stream | None = None
@@ -60,7 +60,7 @@ class StorageOffload:
         return sum(copy.host.nbytes() for copy in self._copies.values())
 
     def changed(self) -> None:
-        """Note that the storages get new values on the device, which the next `offload` has to copy."""
+        """Note that the storages' values change on the device; the next `offload` copies them."""
         self._is_current = False
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
@@ -81,13 +81,13 @@ class StorageOffload:
         return sum(size for _, size in off)
 
     def onload(self) -> None:
-        """Give every storage its memory and bytes back; a GPU's later work waits for the copies, the host does not."""
+        """Restore every storage's memory and bytes; GPU work waits for the copies, the host does not."""
         off = self._off or []
         for storage, size in off:
             storage.resize_(size)
         if self._discard:
             for storage, _ in off:
-                cast(Any, storage).fill_(0)  # which torch's stubs lack
+                cast(Any, storage).fill_(0)  # torch's stubs lack it
         else:
             with self._beside():
                 for storage, _ in off:
@@ -97,7 +97,7 @@ class StorageOffload:
         self._off = None
 
     def on_host(self, tensor: Tensor) -> Tensor | None:
-        """Return the host's copy of an offloaded tensor, a view of equal shape; None for a tensor that is not off."""
+        """Return an equally shaped view of an offloaded tensor's host copy; None for any other tensor."""
         copy = self._copies.get(tensor.untyped_storage()._cdata)
         if copy is None or not self.is_off:
             return None
@@ -121,7 +121,7 @@ class StorageOffload:
         return copy is not None and copy.host.nbytes() == storage.nbytes()
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Return a context whose copies run on a stream of their own, after what is queued for the device now."""
+        """Return a context whose copies run on a separate stream, after the work queued so far."""
         if self._device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -131,7 +131,7 @@ class StorageOffload:
 
 
 class PartsOffload:
-    """The state of a model in parts that leave the device and come back one by one.
+    """State of a model in parts that leave the device and return one by one.
 
     Tensors that are on another device already stay there. Memory that parts share goes with the first of them: FP32
     main parameters that are views of the parameters, say, are parameters.
@@ -180,7 +180,7 @@ class PartsOffload:
             part.changed()
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Return the host's copy of a tensor that is off, a view of equal shape; any other tensor as it is."""
+        """Return an equally shaped view of an offloaded tensor's host copy, or any other tensor itself."""
         copies = (part.on_host(tensor) for part in self._parts.values())
         return next((copy for copy in copies if copy is not None), tensor)
 
@@ -196,7 +196,7 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def _places(storages: Mapping[int, torch.UntypedStorage]) -> dict[int, _Copy]:
-    """Return a place on the host for each storage, all in one mapping. Raises RunError without memory for it."""
+    """Return a host place per storage, all in one mapping; raises RunError when memory is short."""
     if not storages:
         return {}
     sizes = [-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in storages.values()]

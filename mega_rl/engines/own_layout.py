@@ -39,7 +39,7 @@ class _Recut:
     shares: Sequence[Sequence[int]]  # rows of each, among all rows
     starts: Tensor  # [all rows] int64, number of each row's first token among all tokens
     first: int  # row of the student's replica that is the first among all rows
-    tokens: int  # of all rows
+    tokens: int  # all rows'
 
     def token_numbers(self, micro: MicroBatch, rows: Tensor, *, width: int) -> Tensor:
         """Return the number among all tokens at each position, [positions] int64, -1 on padding.
@@ -181,7 +181,7 @@ class OwnLayout:
         first = student.coordinates.tp_rank * count
         end = min(first + count, self.engine.sharding.hf.vocab_size) if self._student_is_last else first
         numbers = torch.arange(first, max(first, end))
-        # Of the copies that data and context parallelism keep the one at this rank's place on the last stage.
+        # The copies of data and context parallelism keep the one at this rank's place on the last stage.
         stage = (layout.pp - 1) * layout.stage_size + self._world.rank % layout.stage_size - at.tp_rank
         rows = torch.empty(0, self._width, dtype=self.dtype) if weight is None else weight
         result = torch.zeros(count, self._width, dtype=self.dtype)

@@ -24,7 +24,7 @@ from mega_rl.engines.models.routing import Routing
 from mega_rl.parallel.groups import Groups
 from mega_rl.types import Lesson, TokenOutputs
 
-Result = TypeVar("Result")  # of a micro-batch
+Result = TypeVar("Result")  # a micro-batch's
 # (a micro-batch, the last stage's output) -> (loss, unused token count, result)
 Finish = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Result]]
 
@@ -37,7 +37,7 @@ class Schedule:
     sharding: Sharding
     groups: Groups
     device: torch.device
-    routing: Routing | None  # of a mixture of experts
+    routing: Routing | None  # a mixture's; None for a dense model
 
     def run(
         self,
@@ -73,7 +73,7 @@ class Schedule:
         *,
         forward_only: bool,
     ) -> list[Result]:
-        """Return what `finish` makes of each micro-batch on the last pipeline stage, none elsewhere; collective."""
+        """Return `finish`'s results for each micro-batch on the last pipeline stage, none elsewhere; collective."""
         layout = self.groups.layout
         # Between stages shapes travel ahead of tensors, and the host waits for them: not where all are the same.
         self.config.variable_seq_lengths = len({micro.tokens.shape for micro in micros}) > 1

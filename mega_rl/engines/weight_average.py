@@ -1,4 +1,4 @@
-"""Weights of a frozen model that follow those of a trained one: a copy now and then, or a moving average.
+"""Frozen weights that follow trained weights: by a copy at intervals, or a moving average.
 
     reference <- rate * policy + (1 - rate) * reference
 
@@ -28,7 +28,7 @@ class WeightAverage:
 
     Both models have one architecture and one layout, so every rank mixes the parts that it holds and sends nothing.
     The trained model gives the weights that it computes with, not its FP32 main parameters: those are the policy that
-    samples, and with the distributed optimizer a rank has main parameters of its own share alone. A rate below 1 moves
+    samples, and with the distributed optimizer a rank has main parameters only of its share. A rate below 1 moves
     bf16 weights by less than their rounding, so their average is kept in FP32, in host memory.
     """
 
@@ -69,7 +69,7 @@ class WeightAverage:
         return difference / max(own_size, 1e-30)
 
     def _is_kept(self, piece: Piece) -> bool:
-        """Return whether a piece has an FP32 average beside it."""
+        """Return whether a piece has an FP32 average."""
         return self.rate < 1.0 and piece.data.is_floating_point() and piece.data.dtype != torch.float32
 
     def _average(self, piece: Piece) -> Tensor:
@@ -90,7 +90,7 @@ def _by_name(pieces: Sequence[Piece]) -> dict[str, dict[Box, Tensor]]:
 
 
 def _overlaps(piece: Piece, own: Tensor, theirs: Mapping[Box, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (part of `own`, part of the trained model's) until all of a piece is covered. Raises UserError."""
+    """Yield (part of `own`, the trained model's part) pairs; raises UserError unless they cover the piece."""
     if piece.box in theirs:
         yield own, theirs[piece.box]
         return
@@ -112,7 +112,7 @@ def _slices(outer: Box, inner: Box) -> tuple[slice, ...]:
 
 
 def _mix(own: Tensor, theirs: Tensor, rate: float) -> Tensor:
-    """Move `own` towards `theirs`; return the squared norms [2] float64 of the difference and of `own`, both before."""
+    """Move `own` towards `theirs`; return squared norms [2] float64 of the earlier difference and `own`."""
     squares = torch.zeros(2, dtype=torch.float64)
     rows = max(1, SLAB * len(own) // max(own.numel(), 1)) if own.dim() else 1
     slabs = zip(own.split(rows), theirs.split(rows), strict=True) if own.dim() else [(own, theirs)]

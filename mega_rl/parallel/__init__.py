@@ -1,4 +1,4 @@
-"""Ranks and devices: the arithmetic of a layout, its process groups, and operations on batches over them.
+"""Ranks and devices: layout arithmetic, process groups, and operations on batches over them.
 
 `layout.ParallelLayout` holds sizes and coordinates, `groups.initialize` builds the groups once, `comm.ranks_of` gives
 the `protocols.Ranks` of one of them, `agreement` makes all ranks learn one value or raise one failure, `vocab` computes

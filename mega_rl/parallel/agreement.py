@@ -1,4 +1,4 @@
-"""Agreement of a group's ranks on a value, a failure or a result; raising together. Values travel as JSON."""
+"""Agreement of a group's ranks on a JSON value, failure or result; raising together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mega_rl.protocols import Ranks
 
 log = logging.getLogger(__name__)
 
-INTERRUPT = signal.SIGRTMIN + 5  # of a main thread that hangs; users' code and libraries use the alarms
+INTERRUPT = signal.SIGRTMIN + 5  # interrupts a main thread that hangs; users' code and libraries use the alarms
 LAST_GRACE_S = 30.0  # for hung work to end once it has been interrupted
 
 Result = TypeVar("Result")
@@ -45,14 +45,14 @@ def first_failure(message: str | None, ranks: Ranks) -> str | None:
 
 
 def first_names(names: list[str] | None, ranks: Ranks) -> list[str] | None:
-    """Return the names of the lowest rank that has some, maybe an empty list; None if no rank has; collective."""
+    """Return the list of names of the lowest rank that has one, else None; collective."""
     text = first_failure(None if names is None else json.dumps(names), ranks)
     first: list[str] | None = None if text is None else json.loads(text)
     return first
 
 
 def all_failures(message: str | None, ranks: Ranks, *, most: int) -> tuple[dict[int, str], int]:
-    """Return (messages by rank of the lowest `most` ranks that have one, number of ranks that have one); collective.
+    """Return (messages of the lowest `most` failing ranks by rank, number of failing ranks); collective.
 
     One all-reduce while no rank has a message, then one broadcast per message.
     """
@@ -69,7 +69,7 @@ def all_failures(message: str | None, ranks: Ranks, *, most: int) -> tuple[dict[
 
 
 def failure_of(work: Callable[[], None], ranks: Ranks) -> str | None:
-    """Call `work` on every rank; return the message of the lowest that fails, None without one; collective.
+    """Call `work` on every rank; return the lowest failing rank's message, None without failures; collective.
 
     A failure is a RunError, UserError or OSError. `work` itself does no collective.
     """
@@ -112,7 +112,7 @@ def merge_failures(own: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
 
 
 def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s: float = 5.0) -> Any:
-    """Call `work` only on group rank `source`, as `run_on_all`; return its result (JSON) on every rank; collective."""
+    """Call `work` only on group rank `source`, like `run_on_all`; return its JSON result everywhere; collective."""
     result = run_on_all(lambda: work() if ranks.rank == source else None, ranks, beat_s=beat_s)
     return broadcast_json(result, ranks, source=source)
 
@@ -120,7 +120,7 @@ def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s
 def run_on_all(
     work: Callable[[], Result], ranks: Ranks, *, beat_s: float = 5.0, cancel: Callable[[], None] | None = None
 ) -> Result:
-    """Call `work` on every rank and return this rank's result when the work of all has ended; collective.
+    """Call `work` on every rank; return this rank's result once all have ended; collective.
 
     Meanwhile the ranks meet every `beat_s` seconds: a collective's deadline does not limit the work, and a dead rank is
     noticed. `work` needs its own deadline, runs in its own thread and may do no collective.
@@ -157,7 +157,7 @@ def run_on_all(
 def run_beside_meetings(
     work: Callable[[], Result], ranks: Ranks, *, stalled: Callable[[], str | None], beat_s: float = 5.0
 ) -> Result:
-    """Call `work` on every rank's own thread and return this rank's result when that of all has ended; collective.
+    """Call `work` on every rank's calling thread; return its result once all have ended; collective.
 
     Unlike `run_on_all`, which it is for otherwise, it suits work that sets signals, which only the main thread can: the
     meetings are on another. stalled: called there; says in words that this rank's work counts as hung, and of what.
@@ -191,7 +191,7 @@ def _meet_until_ended(
     beat_s: float,
     interrupt: Callable[[str], None] | None,
 ) -> None:
-    """Meet every `beat_s` seconds until all ranks' work has ended. Raises StalledError on all when one's is stalled."""
+    """Meet every `beat_s` seconds until all work has ended; raises StalledError on all when one stalls."""
     while True:
         running = not ended.wait(beat_s)
         reason = stalled() if running else None
@@ -219,7 +219,7 @@ def _end_work(ended: threading.Event, reason: str, interrupt: Callable[[str], No
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[str], None] | None]:
-    """Yield a function that makes the block, on the main thread, raise a HungError; None in another thread."""
+    """Yield a function that raises HungError in the block; None outside the main thread."""
     main, reasons = threading.main_thread(), list[str]()
     if threading.current_thread() is not main or main.ident is None:
         yield None
@@ -246,7 +246,7 @@ def _interruptible() -> Iterator[Callable[[str], None] | None]:
 
 
 def check_commits(origins: Mapping[str, Origin], everyone: Ranks) -> None:
-    """Raise RunError on every rank unless all nodes resolved the same names to the same commits; collective.
+    """Raise RunError on every rank unless all nodes resolved names to the same commits; collective.
 
     `origins` are this rank's pinned names by setting.
     """

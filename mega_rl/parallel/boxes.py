@@ -21,9 +21,9 @@ class Box(NamedTuple):
 class Piece:
     """Part of a checkpoint's tensor under any layout: its owner saves `data`, every holder loads it."""
 
-    name: str  # of the whole tensor: "actor/exp_avg/decoder.layers.3.mlp.linear_fc2.weight"
+    name: str  # the whole tensor's: "actor/exp_avg/decoder.layers.3.mlp.linear_fc2.weight"
     global_shape: tuple[int, ...]
-    box: Box  # where in the whole
+    box: Box  # its place in the whole
     data: Tensor  # [*box.shape] of any device and strides, a view of live memory
     owned: bool  # whether this rank writes it; over all ranks the owned pieces cover every element exactly once
     resizable: bool = False  # the whole's first dimension is padded by a layout's needs: loading takes what there is

@@ -22,12 +22,12 @@ from mega_rl.protocols import Batch, Ranks
 
 
 def ranks_of(group: ProcessGroup) -> SingleRank | GroupRanks:
-    """Return the collectives of a group, without torch.distributed for one rank: each call of it takes some 0.1 ms."""
+    """Return a group's collectives; a single rank skips torch.distributed, whose calls take 0.1 ms."""
     return GroupRanks(group) if group.size() > 1 else SingleRank()
 
 
 def share(count: int, ranks: Ranks) -> range:
-    """Return the contiguous part of `count` items that belongs to this rank; parts differ by one item at most."""
+    """Return this rank's contiguous part of `count` items; parts differ by at most one item."""
     return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
@@ -104,7 +104,7 @@ class GroupRanks:
         return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
     def gather_rows(self, rows: Batch) -> Batch:
-        """Return all ranks' rows in rank order on every rank, padded to the group's largest S; see `gather_tensordict`.
+        """Return all ranks' rows in rank order, padded to the group's largest S; see `gather_tensordict`.
 
         rows: a batch whose fields are [B, S, ...] or [B], or objects; B and S may differ between ranks, B may be 0.
         """
@@ -149,7 +149,7 @@ class GroupRanks:
         return _like(rows, TensorDict(received, sum(received_counts)))
 
     def _exchange_counts(self, counts: list[int]) -> list[int]:
-        """Return the number of rows that each rank sends here; `counts` are those that this rank sends to each."""
+        """Return the number of rows from each rank; `counts` holds those to each; collective."""
         sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -187,7 +187,7 @@ def _clone(tensor: Tensor) -> Tensor:
 def _broadcast_rows(
     rows: Tensor, counts: Sequence[int], length: int, *, group: ProcessGroup, device: torch.device
 ) -> Tensor:
-    """Return all ranks' rows [B] or [B, S, ...], S filled up with zeros to `length`, in rank order, on the device.
+    """Return all ranks' rows, [B] or [B, length, ...], in rank order, filled up with zeros.
 
     counts: rows of each rank. The result is all that is allocated: each rank broadcasts its rows out of their place in
     it. device: that of the group.
@@ -214,7 +214,7 @@ def _broadcast_rows(
 
 
 class _Parts:
-    """Fields of a TensorDict by kind, each sorted by name, so that all ranks have the same order."""
+    """Fields of a TensorDict by kind, sorted by name into one order for all ranks."""
 
     def __init__(self, batch: TensorDict) -> None:
         assert batch.batch_dims == 1, f"rows are the one dimension of a batch, not {tuple(batch.batch_size)}"
@@ -261,7 +261,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _check_same(what: str, of_ranks: Sequence[Mapping[str, str]]) -> None:
-    """Check that all ranks have the same names, and under each name the same text. Raises RunError."""
+    """Raise RunError unless all ranks have the same names with the same texts."""
     problems = []
     for name in sorted(set().union(*of_ranks)):
         ranks_of: dict[str, list[str]] = {}
@@ -311,7 +311,7 @@ def _check_destinations(rows: Batch, destinations: Tensor, *, size: int) -> None
 
 
 def sum_over_context(x: Tensor, *, group: ProcessGroup) -> Tensor:
-    """Return the sum of `x` over the context-parallel group, the same on all of its ranks; differentiable, collective.
+    """Return the sum of `x` over the context-parallel group on all its ranks; differentiable, collective.
 
         y = sum over ranks r of x_r            d loss / d x_r = sum over ranks q of d loss_q / d y
 
@@ -416,7 +416,7 @@ def transfer(
 
 
 def _in_turn(parts: Sequence[FilePart]) -> Iterator[FilePart]:
-    """Yield the first part of every pair of ranks, then their second ones, and so on: all pairs work at once."""
+    """Yield all rank pairs' first parts, then all second parts, to keep every pair busy."""
     seen: Counter[tuple[int, int]] = Counter()
     numbered = []
     for part in parts:

@@ -12,7 +12,7 @@ With p = softmax(student logits / temperature), q = softmax(teacher logits / tem
 Source: Agarwal et al. 2023 (GKD), arXiv:2306.13649, section 2 and eq. 1; beta as there.
 
 The teacher's logits never exist: they are the product of its last hidden states [T, H] and its vocabulary projection,
-of which a rank holds the columns of its own logits, made in float32 a chunk of rows at a time, in the forward and
+of which a rank holds its logits' columns, made in float32 a chunk of rows at a time, in the forward and
 again in the backward. Vectors travel: maxima and sums of exponentials of a chunk, and in the end [T] divergences.
 """
 
@@ -44,7 +44,7 @@ class TeacherHead:
     """Last hidden states of a teacher, and its projection's rows for this rank's logits."""
 
     hidden: Tensor  # [T, H] float32 or bfloat16
-    weight: Tensor  # [V / tp, H] likewise
+    weight: Tensor  # [V / tp, H]
     beta: float = 1.0  # divergence, see the module
     unsaid: IdRanges = ()  # hidden tokens, as in the student's logits
 
@@ -57,7 +57,7 @@ class TeacherHead:
 class DistilledOutputs(NamedTuple):
     """Outputs of the student for each row, [T] float32 with gradient."""
 
-    logprobs: Tensor  # of the targets
+    logprobs: Tensor  # the targets'
     entropy: Tensor | None  # None where it was not asked for
     divergence: Tensor  # nats
 

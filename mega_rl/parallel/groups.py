@@ -62,7 +62,7 @@ class Groups:
 
     layout: ParallelLayout
     coordinates: RankCoordinates
-    collection: ProcessGroupCollection  # what Megatron-Core's models, DDP, optimizer and schedules take
+    collection: ProcessGroupCollection  # Megatron-Core's models, DDP, optimizer and schedules take it
     tp: ProcessGroup
     pp: ProcessGroup
     dp: ProcessGroup  # the replicas' ranks that hold the same part of the model and of the sequences
@@ -91,7 +91,7 @@ _generation = itertools.count()
 
 @cache
 def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return (store, rank, world size) from torchrun's environment, or a private store for one process without it.
+    """Return torchrun's (store, rank, world size), or a private store for a process without torchrun.
 
     Kept for the life of the process: a second TCP store on the same port would race with the first one's end.
     """
@@ -181,7 +181,7 @@ def _build(
 
 
 def destroy() -> None:
-    """Take down all groups of all layouts, and the world: their threads, sockets and memory; without any, do nothing.
+    """Destroy all layouts' groups and the world, with threads, sockets and memory, if there are any.
 
     `initialize` may follow. Megatron-Core's own `destroy_model_parallel` only forgets its groups.
     """
@@ -243,7 +243,7 @@ def _check_world(layout: ParallelLayout, world_size: int) -> None:
 
 
 def _replica_group(layout: ParallelLayout, collection: ProcessGroupCollection, *, timeout: timedelta) -> ProcessGroup:
-    """Return the group of a replica: Megatron-Core's `mp`, or a new one with context parallelism, which `mp` omits."""
+    """Return the replica's group: Megatron-Core's `mp`, or a new one under context parallelism, which `mp` omits."""
     if layout.cp == 1:
         return collection.mp
     group, _ = dist.new_subgroups_by_enumeration(_replicas(layout), timeout=timeout, group_desc="replica")

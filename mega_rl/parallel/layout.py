@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Position of one rank in the layout; `ep_rank` and `etp_rank` count within the ranks that share its experts."""
+    """Position of one rank in the layout; `ep_rank` and `etp_rank` count within its experts' ranks."""
 
     tp_rank: int = 0
     cp_rank: int = 0
@@ -65,7 +65,7 @@ class ParallelLayout:
 
     @classmethod
     def of_engine(cls, engine: EngineConfig, *, world_size: int, has_experts: bool = True) -> Self:
-        """Return the layout that the settings of an engine ask for, of models some of which may have experts.
+        """Return the layout that an engine's settings ask for; `has_experts`: some model may have experts.
 
         Raises ValueError for sizes that do not fit.
         """

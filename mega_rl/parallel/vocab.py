@@ -34,7 +34,7 @@ from mega_rl.types import IdRanges
 vocab_kernels: ModuleType | None
 try:
     from mega_rl.parallel import vocab_kernels
-except ModuleNotFoundError:  # of Triton
+except ModuleNotFoundError:  # Triton is absent
     vocab_kernels = None
 
 Collective = Callable[[Tensor], Tensor]
@@ -58,7 +58,7 @@ def vocab_parallel_logprobs_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and entropy (nats) of each row's distribution, both [T] float32.
 
-    Temporaries are a few float32 chunks of [chunk_rows, V / tp], or with kernels none; beside the logits nothing of
+    Temporaries are a few float32 chunks of [chunk_rows, V / tp], or with kernels none; besides the logits nothing of
     their size is allocated, forward or backward. Two all-reduces of [T] and [2 or 3, T] in the forward, none in the
     backward.
 
@@ -97,9 +97,9 @@ class VocabColumns:
     """A rank's columns of logits [T, V / tp] that are split over a tensor-parallel group."""
 
     group: ProcessGroup | None  # None: the whole vocabulary is here
-    first: int  # of the vocabulary
+    first: int  # this rank's first entry of the vocabulary
     count: int  # columns of the vocabulary; what follows them is padding
-    scale: float  # that logits are multiplied by: 1 / temperature
+    scale: float  # factor on logits: 1 / temperature
     chunk_rows: int  # handled at a time without kernels; the same on all ranks
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Triton kernels of `mega_rl.parallel.vocab`: its sums over a rank's columns, and the gradient, in one pass each.
+"""Triton kernels of `mega_rl.parallel.vocab`: sums over a rank's columns, and gradients, in one pass each.
 
 Each logit is read once in the forward, and read and written once in the backward: 2 and 4 bytes in bf16. All arithmetic
 is float32. The formulas stand in `vocab`, whose own loops are the reference. The import fails where Triton is not
@@ -76,7 +76,7 @@ def _differentiate_rows(
 def local_sums(
     logits: Tensor, local_targets: Tensor, *, columns: int, scale: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return row maxima [T] and sums [2 or 3, T] over the first `columns` of logits [T, V / tp], float32.
+    """Return float32 row maxima [T] and sums [2 or 3, T] over the first `columns` columns.
 
     Against the row's own maximum: sum exp z, z of the target where it is here (else 0), and sum z exp z. Rows must be
     contiguous; without columns the maxima are -inf.
@@ -111,7 +111,7 @@ def write_gradient(
     columns: int,
     scale: float,
 ) -> None:
-    """Write the gradient of logits [T, V / tp] into `grad`, which may be the logits themselves; 0 beyond `columns`.
+    """Write the gradient [T, V / tp] to `grad`, which may be `logits`; 0 beyond `columns`.
 
     row_values: maximum over all ranks, log of the sum and entropy of each row, [T] float32.
     of_results: gradients of the log-probs and, unless None, of the entropies, [T] float32.

@@ -1,4 +1,4 @@
-"""Memory, traffic and time of a run, from config.json and the recipe: per rank, per phase, with a verdict.
+"""Memory, traffic, time and verdict of a run, from config.json and recipe, per rank and phase.
 
 docs/plan.md says what is counted.
 """

@@ -81,7 +81,7 @@ def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
     if recompute.selects("mla_up_proj") and shape.hf.mla is not None:
         entries["rotary tables"] = 0.0
         entries["keys and queries"] *= shape.core == "classes"  # copies that attention keeps stay
-    mlp = ("MLP input",) if shape.spec == "te" and not shape.moe else ()  # whose norm is inside
+    mlp = ("MLP input",) if shape.spec == "te" and not shape.moe else ()  # its norm is inside
     for module, names in {
         "mlp": ("MLP hidden", "MLP activation", *mlp),
         "moe_act": ("expert activation",),

@@ -154,7 +154,7 @@ class _Clock:
         return traffic.nbytes / min(nvlink, network * per_host)
 
     def passes(self, model: PlannedModel, forward: int, training: int) -> dict[str, float]:
-        """Return the seconds of so many micro-batches by cause, with the bubbles of the pipeline."""
+        """Return the seconds of a number of micro-batches by cause, with the bubbles of the pipeline."""
         if not forward + training:
             return {}
         stages = [self._stage(model, forward, training, rank) for rank in range(self.setup.layout.pp)]
@@ -464,7 +464,7 @@ class _Stage:
         if layout.tp == 1:
             return []
         if self.model.head == "value":
-            values = _share(self.tokens * FP32, layout.tp)  # whose gradient every rank computes whole
+            values = _share(self.tokens * FP32, layout.tp)  # every rank computes their whole gradient
             return [Message(_TP, "all-gather", "tp", values)] if layout.sequence_parallel else []
         entropy = self.model.role == "actor" and self.setup.config.algorithm.entropy_coef != 0
         one = 2 * _share(self.tokens * FP32, layout.tp)

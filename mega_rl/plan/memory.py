@@ -1,4 +1,4 @@
-"""Device memory of one rank in every phase of a step, host memory, and the verdict on a run."""
+"""Device memory of one rank in every phase, host memory, and the verdict on a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MemoryPhase:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of the first rank of a pipeline stage; the stage's other ranks differ only by padding."""
+    """Memory of a pipeline stage's first rank; the stage's other ranks differ only by padding."""
 
     rank: int
     pp_rank: int
@@ -137,7 +137,7 @@ def _entries(peak: PassBytes) -> dict[str, int]:
 
 
 def _generation_phases(setup: RunSetup, states: Mapping[Role, StateBytes]) -> Iterable[MemoryPhase]:
-    """Yield the phases in which weights are sent, responses are generated, and colocated servers let a save in."""
+    """Yield the phases of sending weights and generating, and of a save next to colocated servers."""
     export = {"export buckets": _export_buckets(setup)}
     if not setup.colocated:
         yield MemoryPhase("sending weights", _resident(setup, states, "actor", ("weights",)) | export)
@@ -168,7 +168,7 @@ def _resident(
 
 
 def _export_buckets(setup: RunSetup) -> int:
-    """Return the bytes of the buffers for gathered weights: a bucket, or the largest tensor, and its parts."""
+    """Return the bytes of export buffers: a bucket or the largest tensor, and its parts."""
     hf, layout, bucket = setup.actor.hf, setup.layout, setup.config.rollout.bucket_mib << 20
     if setup.colocated:
         return sending_bytes(hf, bucket_bytes=bucket, itemsize=setup.rollout_itemsize)
@@ -250,7 +250,7 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
 
 
 def _saved(setup: RunSetup, states: Mapping[Role, StateBytes]) -> int:
-    """Return the bytes of a checkpoint that one rank writes: its optimizer state and its share of the weights."""
+    """Return one rank's bytes of a checkpoint: its optimizer state and share of the weights."""
     shares = setup.layout.dp * setup.layout.cp if setup.spec != "hf" else 1
     trained = {role for role, model in setup.models.items() if model.trainable}
     return sum(s.optimizer + s.host + s.weights // shares for role, s in states.items() if role in trained)

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state of one model on one rank, in bytes, exact for DDP, torch_fsdp2 and FSDP.
+"""Exact bytes of a model's weights, gradients and optimizer per rank under DDP, torch_fsdp2 and FSDP.
 
 Buffers follow the rules of `megatron.core.distributed.param_and_grad_buffer` (0.16.1): parameters from last to first,
 each beginning at a multiple of 64 elements, and each bucket rounded up to the least common multiple of 128 and the
@@ -149,7 +149,7 @@ def _fsdp_state(setup: RunSetup, model: PlannedModel, rank: int) -> StateBytes:
 
 
 def _sharded_state(parameters: Iterable[Parameter], *, ranks: int, index: int) -> StateBytes:
-    """Return the bytes of FP32 shards: weights and gradients in padded memory, moments of a rank's own rows."""
+    """Return the bytes of FP32 shards: padded weights and gradients, moments of this rank's rows."""
     weights = gradients = moments = 0
     for parameter in parameters:
         padded = parameter.padded(ranks)
@@ -219,7 +219,7 @@ def _megatron_fsdp_state(layout: ParallelLayout, training: Training, numel: int)
 
 
 def _buffer_state(training: Training, buffer: Buffer, owned: int) -> StateBytes:
-    """Return the bytes of one buffer; the distributed optimizer pads weights and keeps state only for `owned`."""
+    """Return a buffer's bytes; the distributed optimizer pads weights and keeps state only for `owned`."""
     optimizer = training.optimizer
     gradient = FP32 if training.ddp.grad_reduce_in_fp32 else buffer.itemsize
     moments = owned * 2 * (2 if optimizer.precision_aware and optimizer.moment_dtype == "bf16" else FP32)
@@ -237,7 +237,7 @@ def _buffer_state(training: Training, buffer: Buffer, owned: int) -> StateBytes:
 
 
 def chunk_buffers(sharding: Sharding, training: Training, rank: int, stage: int) -> list[tuple[Buffer, int]]:
-    """Return the buffers of a chunk, dense ones first, each with this rank's index in its group."""
+    """Return a chunk's buffers, dense ones first, each with this rank's index in its group."""
     layout, ddp, distributed = sharding.layout, training.ddp, training.optimizer.distributed
     parameters = parameters_of(sharding, training, rank, stage)
     # Buckets are cut only where reduction overlaps with the backward: on the first pipeline rank, in its first chunk.
@@ -256,7 +256,7 @@ def chunk_buffers(sharding: Sharding, training: Training, rank: int, stage: int)
 
 
 def _dense_place(layout: ParallelLayout, ddp: DataParallelConfig, rank: int) -> tuple[int, int]:
-    """Return (size, index) of the ranks that share the buffers of all but experts: data and context parallel."""
+    """Return (size, index) of the data- and context-parallel ranks that share buffers of dense weights."""
     at, size = layout.coordinates(rank), layout.dp * layout.cp // ddp.optimizer_instances
     return size, (at.dp_rank * layout.cp + at.cp_rank) % size
 
@@ -277,7 +277,7 @@ FP32 = 4
 
 
 class Parameter(NamedTuple):
-    """One parameter as a rank holds it, or as FSDP2 cuts it: into rows of equal width."""
+    """One parameter as a rank holds it, or FSDP2 cuts it, in rows of equal width."""
 
     rows: int
     width: int  # elements of a row
@@ -376,7 +376,7 @@ def _shape(part: Part, sharding: Sharding, at: RankCoordinates, *, parts: int | 
 
 
 def _place(part: Part) -> tuple[int, int, int, int, int]:
-    """Return the sort key of a parameter: part of the model, layer, module, expert, bias after weight."""
+    """Return a parameter's sort key: part of the model, layer, module, expert, bias after weight."""
     name = part.rule.param
     where = next(i for i, prefix in enumerate(_IN_MODEL) if name.startswith(prefix))
     inside = next((i for i, module in enumerate(_IN_LAYER) if f".{module}" in name), -1)
@@ -393,7 +393,7 @@ def _name(part: Part, sharding: Sharding) -> str:
 
 @lru_cache(maxsize=64)
 def transformers_parameters(hf: HFConfig, head: Head, frozen: tuple[str, ...] = ()) -> tuple[Parameter, ...]:
-    """Return the FP32 parameters of transformers' model: tensors as on disk, but all experts of a layer in one."""
+    """Return transformers' FP32 parameters: tensors as on disk, but a layer's experts in one."""
     whole = Sharding(hf, ParallelLayout(), spec="hf", head=head)
     parameters: dict[str, Parameter] = {}
     for part in _parameters([*stage_parts(whole, 0, 0), *stage_experts(whole, 0, 0, range(1))]):

@@ -28,7 +28,7 @@ from mega_rl.rewards.score import (
 )
 
 if TYPE_CHECKING:
-    from mega_rl.types import Prompt  # which imports torch
+    from mega_rl.types import Prompt  # imports torch
 
 # Parameters of a function of several responses by those of a function of one. Each gets a list.
 PLURALS = {

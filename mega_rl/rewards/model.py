@@ -29,7 +29,7 @@ class RowLimits:
     vocab_size: int
     positions: int  # max_position_embeddings of the model
     microbatch_tokens: int | None = None  # trainer.microbatch.max_tokens; None where rows are padded
-    multiple: int = 1  # what lengths are rounded up to in a micro-batch: 2 * cp with context parallelism
+    multiple: int = 1  # lengths in a micro-batch are multiples of it: 2 * cp with context parallelism
 
     def problem(self, token_ids: Sequence[int]) -> str:
         """Return why a row cannot be scored; "" for one that can."""

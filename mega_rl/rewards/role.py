@@ -1,4 +1,4 @@
-"""Reward role over texts, whose responses a replica's ranks share; columns of a reward, which users know as parts."""
+"""Reward role that splits texts over a replica's ranks, and the columns (parts) of a reward."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RewardComponents:
             raise UserError(f"reward.weights.{unused[0]} has no effect: the reward {has}")
 
     def columns(self, score: Score, prompt: Prompt) -> list[float] | RewardFailure:
-        """Return [1 + K], the reward, then its components; or why these are not those of others.
+        """Return [1 + K], reward and components; a RewardFailure for wrong parts or non-finite sums.
 
         All are NaN for a response that is left out. One that the prompt's source does not have is NaN, and in no sum.
         """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from mega_rl.errors import RunError
 
 if TYPE_CHECKING:
-    from mega_rl.types import Prompt, Rollout  # which imports torch
+    from mega_rl.types import Prompt, Rollout  # imports torch
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _CHECK_TOKENS_ON_DEVICE = 16
 
 @dataclass(frozen=True)
 class Decoded:
-    """Responses of one batch: R rows of at most N tokens. Past a row's length tokens and log-probs mean nothing."""
+    """Responses of one batch: R rows of at most N tokens, meaningless past a row's length."""
 
     tokens: Tensor  # [R, N] int64
     logprobs: Tensor  # [R, N] float32
@@ -36,7 +36,7 @@ class Decoded:
 
 
 class DecodingLoop:
-    """Decoding of one batch: each prompt is read once, then the rows that continue it are sampled.
+    """Decoding of one batch: reads each prompt once, then samples the rows that continue it.
 
     Of transformers it needs a model's forward and a cache (`make_cache`). transformers' own `generate` draws V random
     numbers per row and token from the global generator, which costs more than the model on a CPU and ties a sample to
@@ -96,7 +96,7 @@ class DecodingLoop:
         return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
 
     def _prefill(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits [R, V] after the prompt, mask [R, L + N], position [R, 1] of the first response token)."""
+        """Return the prompt's logits [R, V], mask [R, L + N] and next position [R, 1]."""
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(model, input_ids, mask, positions)
         self._cache.batch_select_indices(self._prompt_of_row)
@@ -136,7 +136,7 @@ class GrowingLayer(DynamicLayer):
         self._value_buffer: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values [B, kv heads, tokens so far, head size] after appending the new ones."""
+        """Append keys and values; return all so far, [B, kv heads, tokens so far, head size]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, self.num_tokens = self.num_tokens, self.num_tokens + key_states.shape[2]
@@ -164,7 +164,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _with_room(buffer: Tensor | None, like: Tensor, num_held: int, num_needed: int, room: int) -> Tensor:
-    """Return `buffer` if it has room for `num_needed` tokens, else one of `room` with the same first `num_held`."""
+    """Return `buffer` if `num_needed` tokens fit, else one for `room` tokens with the first `num_held` copied."""
     if buffer is not None and buffer.shape[2] >= num_needed:
         return buffer
     batch_size, num_heads, _, head_size = like.shape

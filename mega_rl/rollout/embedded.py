@@ -145,7 +145,7 @@ class HFRolloutEngine:
         seed: tuple[int, ...],
         sampler: Sampler | None,
     ) -> Decoded:
-        """Return responses of `rows`, greedy ones without a sampler; each distinct prompt among them is read once."""
+        """Return responses of `rows`, greedy without a sampler; each distinct prompt is read once."""
         distinct = list(dict.fromkeys(row.prompt for row in rows))
         place = {prompt: i for i, prompt in enumerate(distinct)}
         indices = torch.tensor([prompt_index[row.prompt] for row in rows], dtype=torch.int64, device=self._device)
@@ -228,7 +228,7 @@ class HFRolloutEngine:
             self._written.add(self._weights[name].data_ptr())
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the checksum of each named weight as the model holds it; KeyError for a name it has not."""
+        """Return each named weight's checksum as the model holds it; KeyError for an unknown name."""
         return {name: checksum(self._weights[name], self._weights[name].dtype) for name in names}
 
     def finish_update(self, version: int) -> None:
@@ -251,14 +251,14 @@ def read_model_config(model_path: Path) -> PreTrainedConfig:
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (tokens [P, L] int64, mask [P, L] int64), both 0 on padding, padded on the left to the longest."""
+    """Return left-padded (tokens, mask), both [P, L] int64 and 0 on padding."""
     rows = [torch.tensor(sequence, device=device) for sequence in sequences]
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
     return padded(rows), padded([torch.ones_like(row) for row in rows])
 
 
 def _joined(parts: Sequence[Decoded]) -> Decoded:
-    """Return the batches one after the other, on the host; as wide as the widest, with zeros."""
+    """Return the batches one after another on the host, padded with zeros to the widest."""
     if not parts:
         none = torch.zeros(0, dtype=torch.int64)
         return Decoded(tokens=none[:, None], logprobs=none[:, None].float(), lengths=none, finished=none.bool())
@@ -286,7 +286,7 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield runs of weights of at most `max_bytes` together; a larger single weight has a bucket to itself."""
+    """Yield runs of weights of at most `max_bytes`; a larger weight has a bucket to itself."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:

@@ -23,7 +23,7 @@ _NUCLEUS_CANDIDATES = 512
 
 @dataclass(frozen=True)
 class Sampler:
-    """Choice of a token by temperature, top-k and top-p. Ties at the cut of top-k or top-p are all kept."""
+    """Sampling of a token by temperature, top-k and top-p; ties at a cut are all kept."""
 
     temperature: float
     top_p: float = 1.0
@@ -59,7 +59,7 @@ class Sampler:
         return exponents, exponents.exp()
 
     def _truncate(self, weights: Tensor, mass: Tensor) -> Tensor:
-        """`weights` [B, V] with the tokens outside top-k and then outside the nucleus of what is left at zero."""
+        """Return `weights` [B, V] with tokens outside top-k and then outside the nucleus at zero."""
         vocab_size = weights.shape[1]
         if 0 < self.top_k < vocab_size:
             ranked = weights.topk(self.top_k).values
@@ -93,7 +93,7 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _fixed_point(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights [B, N] int64 in multiples of a unit, the unit [B, 1] float64) of `weights`, [B, N] floating, at least 0.
+    """Return `weights` [B, N], at least 0, as int64 multiples of a unit [B, 1] float64.
 
     The largest of a row has 53 bits, or as many as keep the row's sum below 2**62. Running sums of integers are the
     same in every order and on every device, unlike those of floating-point numbers.
@@ -104,7 +104,7 @@ def _fixed_point(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(index [B] int64 where the running sum passes `uniforms` of the total, the uniform [B] within that element).
+    """Return (index [B] int64 at which the running sum passes `uniforms`, uniform [B] within the element).
 
     weights: [B, N] floating, at least 0 and not all 0; uniforms: [B] float64 in [0, 1). The element's weight is
     positive.
@@ -150,7 +150,7 @@ def _logical_shift(x: Tensor, shift: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser, a bijection of 64-bit words in which every input bit moves half of the output bits.
+    """Apply SplitMix64's finaliser, a 64-bit bijection; each input bit flips half of the output bits.
 
     x: any shape, int64; products wrap modulo 2**64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014, with the constants of Stafford's variant 13.
@@ -161,7 +161,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _absorb(state: Tensor, word: Tensor | int) -> Tensor:
-    """Return the next state after one more key word. Mixing between words keeps (a, b) and (b, a) apart."""
+    """Return the next state after a key word; mixing keeps (a, b) and (b, a) apart."""
     return _mix((state ^ word) + _signed(_WEYL))
 
 
@@ -180,7 +180,7 @@ def stream_keys(seed: Sequence[int], *words: Tensor) -> Tensor:
 
 
 def uniform_at(keys: Tensor, position: Tensor | int) -> Tensor:
-    """Return the `position`-th uniform of each stream: float64 in [0, 1) with 53 random bits, in broadcast shape."""
+    """Return each stream's `position`-th uniform: float64 in [0, 1), 53 random bits, broadcast shape."""
     return _logical_shift(_absorb(keys, position), 11).double() * 2.0**-53
 
 
@@ -192,7 +192,7 @@ def response_limits(
     max_new_tokens: int,
     max_positions: int,
 ) -> list[int]:
-    """Return the most tokens of each prompt's responses: `limits`, or those of the evaluation or the run.
+    """Return the token limit of each prompt's responses: `limits`, the evaluation's or the run's.
 
     max_positions: the model's, prompt and response together.
 
@@ -217,5 +217,5 @@ def response_limits(
 
 
 def is_greedy(greedy: bool, draws: Draws | None) -> bool:
-    """Return whether to take the most likely tokens: in greedy rollouts, and in evaluations at temperature 0."""
+    """Return whether rollouts take the most likely tokens: if greedy, or evaluating at temperature 0."""
     return greedy or (draws is not None and not draws.temperature)

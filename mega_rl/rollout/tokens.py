@@ -60,7 +60,7 @@ def check_stop_tokens(
 
 
 def name_stop_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str:
-    """Return the tokens that end a response with their ids: "<|endoftext|> (id 151643) or <|im_end|> (id 151645)"."""
+    """Return the stop tokens with ids, as "<|endoftext|> (id 151643) or <|im_end|> (id 151645)"."""
     return " or ".join(_named(tokenizer, token_id) for token_id in stop_ids)
 
 
@@ -108,7 +108,7 @@ ALL_FURTHER = 1 << 40  # end of a range without one: vocabularies of one tokeniz
 
 
 def hidden_tokens(path: Path, stop_token_ids: Sequence[int] = ()) -> IdRanges:
-    """Return the ids that sampler and trainer give a probability of 0, as ranges in ascending order.
+    """Return the ids to which sampler and trainer give probability 0, as ranges in ascending order.
 
     The tokenizer of the checkpoint `path` does not know these ids; its padding token is one of them if it is a special
     token and ends no response. `stop_token_ids` end a response next to the model's own. Empty without a tokenizer.

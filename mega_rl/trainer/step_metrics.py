@@ -191,7 +191,7 @@ def repeated_fractions(tokens: Tensor, mask: Tensor) -> Tensor:
     for place in range(NGRAM):
         hashes = hashes * _FACTOR + tokens[:, place : place + width].cpu() + 1
         whole &= mask[:, place : place + width].cpu()
-    # What does not count becomes one value, which is as if it were one more n-gram that comes back.
+    # Positions that do not count become one value, which looks like one more n-gram that comes back.
     outside = torch.iinfo(torch.int64).max
     hashes = hashes.clamp(max=outside - 1).masked_fill(~whole, outside).sort(dim=1).values
     again = (hashes[:, 1:] == hashes[:, :-1]) & (hashes[:, 1:] != outside)

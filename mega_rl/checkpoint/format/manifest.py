@@ -62,7 +62,7 @@ class Manifest:
     config: Mapping[str, Any]  # resolved
     versions: Mapping[str, str]  # mega_rl, torch, ...
     metrics: Mapping[str, float]  # finite metrics of the step
-    tensors: Mapping[str, WholeTensor]  # by name
+    tensors: Mapping[str, WholeTensor]  # name -> tensor
     shards: tuple[ShardRecord, ...]
 
 

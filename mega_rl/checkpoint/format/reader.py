@@ -74,7 +74,7 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
-    pieces: dict[str, list[StoredPiece]]  # by tensor; a tensor without elements may have none
+    pieces: dict[str, list[StoredPiece]]  # tensor -> pieces; a tensor without elements may have none
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:

@@ -35,7 +35,7 @@ class PieceSpec(NamedTuple):
 
     name: str  # name of the whole tensor
     dtype: str  # "F32", "BF16", as in safetensors headers
-    offset: tuple[int, ...]  # where the piece begins in the whole tensor
+    offset: tuple[int, ...]  # the piece's beginning in the whole tensor
     shape: tuple[int, ...]  # shape of the piece
 
     @property

@@ -77,7 +77,7 @@ def make(folder: Path) -> None:
 
 
 def unusable(folder: Path) -> str:
-    """Return why the folder of a run may not be used, as "PATH: reason", "" if it may or is missing."""
+    """Return "PATH: reason" if the run folder may not be used; "" if usable or missing."""
     for each in (folder.parent, folder):
         if not os.path.lexists(each):
             return ""

@@ -168,7 +168,7 @@ def _restore(here: MemoryPlace, run: RunState, remnant: Remnant) -> Manifest:
 
 
 def _make_view(here: MemoryPlace, remnant: Remnant, manifest: Manifest, text: str) -> None:
-    """Make the view of this host: links to its own shards, sparse files for the others. Raises SaveError."""
+    """Make this host's view: links to its own shards, sparse files for others. Raises SaveError."""
     folder, view = folders.final(here.folder, remnant.step), folders.final(here.folder / VIEW, remnant.step)
     place.make(here.folder)
     disk.remove_tree(here.folder / VIEW)
@@ -189,7 +189,7 @@ def _make_view(here: MemoryPlace, remnant: Remnant, manifest: Manifest, text: st
 
 
 def _parts(hosts: Hosts, remnant: Remnant, wanted: Sequence[Mapping[str, Iterable[Sequence[int]]]]) -> list[FilePart]:
-    """Return the transfers of the byte ranges that ranks want and their hosts lack, once per host."""
+    """Return the transfers of byte ranges that ranks want and their hosts lack, once per host."""
     parts: list[FilePart] = []
     for host in range(hosts.count):
         for number, (file, holders) in enumerate(remnant.holders.items()):

@@ -107,7 +107,7 @@ def quickstart(
     run_dir: RunDir = None,
     task: Task = "sums",
 ) -> None:
-    """Train a tiny model to add with PPO, or on word problems with GRPO, in a few minutes on two cores."""
+    """Train a tiny model in minutes on two cores: sums with PPO, word problems with GRPO."""
     environment.require_versions()
     chosen, folder = _task_and_folder(task, run_dir)
     progress.show_progress()

@@ -42,7 +42,7 @@ def add_without_carry(left: int, right: int) -> str:
 
 
 def make_sums(seed: int, *, num_held_out: int = 256) -> Sums:
-    """Return the task's rows; the same seed and size give the same rows in the same order."""
+    """Return the task's rows; equal seed and size give the same rows in the same order."""
     numbers = random.Random(seed)
     pairs = [(left, right) for left in range(100) for right in range(100)]
     numbers.shuffle(pairs)

@@ -73,7 +73,7 @@ def warm_start(
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:
-    """Return the demonstrations as a batch whose loss weights make the token mean; no policy sampled them."""
+    """Return the demonstrations as a batch whose loss weights give the token mean."""
     rows = len(demonstrations)
     prompt_lengths = torch.tensor([len(prompt) for prompt, _ in demonstrations])
     lengths = torch.tensor([len(prompt) + len(response) for prompt, response in demonstrations])

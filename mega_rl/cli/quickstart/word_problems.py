@@ -72,7 +72,7 @@ class WordProblem(NamedTuple):
 
 
 def make_problems(count: int, *, seed: int) -> list[WordProblem]:
-    """Return different questions in random order; the same seed gives the same ones. Raises UserError: too many."""
+    """Return distinct questions in random order, the same for one seed. Raises UserError: too many."""
     numbers = random.Random(seed)
     problems: dict[str, WordProblem] = {}
     repeated = 0  # in a row
@@ -94,7 +94,7 @@ def make_problems(count: int, *, seed: int) -> list[WordProblem]:
 def write_problems(
     folder: Path, train: Sequence[WordProblem], test: Sequence[WordProblem], *, seed: int, force: bool = False
 ) -> dict[Path, int]:
-    """Write the problems as a folder of the Hub has them; return the rows by file. Raises UserError."""
+    """Write the problems as a Hub dataset folder; return row counts by file. Raises UserError."""
     rows = [
         [{"question": problem.question, "answer": problem.solution(calculate)} for problem in own]
         for own in (train, test)

@@ -1,4 +1,4 @@
-"""Rules between fields, and between fields and the model: what is found wrong is listed, nothing is raised.
+"""Rules between fields, and between fields and the model. Broken rules are listed, not raised.
 
 Each line names the values, the rule and what is legal.
 """
@@ -18,7 +18,7 @@ from mega_rl.config.values import ModelFacts, divisors, leave_out, listed
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
-    """Every broken rule, one line each; an empty list for a config that can run on `world_size` ranks.
+    """Return a line per broken rule; empty if the config can run on `world_size` ranks.
 
     `models` maps the config key that names a checkpoint ("model.path", "model.critic_path", ...) to its facts; rules
     that need the facts of a model not given are left out.
@@ -196,7 +196,7 @@ def _functions(config: Config) -> Iterator[str]:
 
 
 def advice(config: Config) -> Iterator[str]:
-    """Yield a line for each such combination: the settings, what they do to the run, and what to set."""
+    """Yield a line per doubtful combination of settings: values, effect on the run, and fix."""
     algorithm, rollout, updates = config.algorithm, config.rollout, updates_of_a_batch(config)
     if updates > 1 and algorithm.loss.settings.get("dual_clip") == 0:
         yield (

@@ -1,4 +1,4 @@
-"""Rules of the parallel layout: among its sizes, with the model, and of how data parallelism adds gradients up."""
+"""Rules of the parallel layout: among its sizes, with the model, and for data-parallel gradient sums."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layout(par: MegatronConfig, world_size: int, *, section: str = ACTOR) -> Ite
 
 
 def fits_models(config: Config, world_size: int, models: Mapping[str, ModelFacts]) -> Iterator[str]:
-    """List what the checkpoints, by the settings that name them, have no room for or cannot be cut by."""
+    """List the settings that exceed a model's positions or cannot cut it; `models` is by key."""
     prompt, val = config.data.max_prompt_tokens, config.validation.max_new_tokens
     par, sglang = config.engine.megatron, config.rollout.backend == "sglang"
     for key, facts in models.items():
@@ -91,7 +91,7 @@ def _fits_experts(par: MegatronConfig, key: str, facts: ModelFacts, section: str
     etp = par.etp or par.tp
     if not facts.num_experts:
         idle = [f"{section}.{name}" for name in ("ep", "etp") if getattr(par, name) > 1]
-        if (section, key) == (ACTOR, "model.path"):  # a dense reference beside a mixture has nothing to do with them
+        if (section, key) == (ACTOR, "model.path"):  # a dense reference of a mixture has nothing to do with them
             changed = (field for field in dataclasses.fields(par.moe) if getattr(par.moe, field.name) != field.default)
             idle += [f"{_MOE}.{field.name}" for field in changed]
         for setting in idle:

@@ -77,7 +77,7 @@ def _sglang(config: Config) -> Iterator[str]:
 
 
 def _arguments(config: Config) -> Iterator[str]:
-    """List the arguments of servers that are decided elsewhere, cannot work, or do not hold one longest sequence."""
+    """List server arguments that are decided elsewhere, cannot work, or cannot hold one longest sequence."""
     server = config.rollout.sglang.server
     for name in server.args:
         refused = (reason for prefix, reason in _REFUSED_PREFIXES.items() if name.startswith(prefix))
@@ -194,13 +194,13 @@ def validation(config: Config) -> Iterator[str]:
 
 
 def files_of(files: object) -> list[str]:
-    """Return the files of a set; none where the setting is neither a file nor a list of files."""
+    """Return a set's files; empty if the setting is neither a file nor a list."""
     listed = files if isinstance(files, list) else [files]
     return [file for file in listed if isinstance(file, str) and file] if all(map(bool, listed)) else []
 
 
 def estimates(config: Config) -> Iterator[tuple[str, int, str]]:
-    """Yield (kind, k, edge) of every estimate of a validation; the edges are those of its 95 % interval."""
+    """Yield (kind, k, edge) of a validation's estimates, with the edges of their 95 % intervals."""
     counted = config.validation.counted
     kinds = [(kind, k) for k in counted for kind in ("pass_at", "maj_at")]
     kinds += [("avg_at", config.validation.n)] if counted else []

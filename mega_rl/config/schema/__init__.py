@@ -1,4 +1,4 @@
-"""Every key a recipe may set: frozen dataclasses, one per section, with the range of each field in its metadata.
+"""Every key of a recipe: a frozen dataclass per section, with field ranges in metadata.
 
 `field(metadata={"doc", "unit", "min", "max", "choices"})` is the single source for the loader's checks, for
 `--print-config` and for docs/config.md. A field that is a dataclass is a section: `engine.megatron.tp` is the field

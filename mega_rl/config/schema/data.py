@@ -19,7 +19,7 @@ class SourceConfig:
     """Part of a mixture: an entry of data.mixture.sources."""
 
     files: list[str] = setting([], "Its rows, named as data.train_files are.")
-    weight: float = setting(0.0, "Its share of the drawn prompts, beside the weights of the others.", above=0.0)
+    weight: float = setting(0.0, "Its share of the drawn prompts, relative to the other sources' weights.", above=0.0)
     prompt_key: str = setting("", "Column with the prompt; data.prompt_key without.")
     answer_key: str = setting("", "Column with the answer; data.answer_key without.")
     system_prompt: str | None = setting(None, "In place of data.chat.system_prompt; empty for none.")
@@ -84,7 +84,7 @@ class SuccessCurriculum(Kind):
 
 
 def completed_sources(key: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:
-    """Return the entries of a mapping of sources with values of the right types; what is wrong goes to `problems`."""
+    """Return a source mapping's entries with values of the right types; mistakes go to `problems`."""
     return {name: _completed(f"{key}.{name}", entry, problems) for name, entry in given.items()}
 
 
@@ -125,6 +125,6 @@ class ValidationConfig:
 
     @property
     def counted(self) -> tuple[int, ...]:
-        """Return the numbers of samples that pass@k and maj@k are reported of; () where only rewards are."""
+        """Return the numbers k of samples for pass@k and maj@k; () if only rewards are reported."""
         usual = [1, self.n] if self.n > 1 else []
         return tuple(sorted(self.k or usual))

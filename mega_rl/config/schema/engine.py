@@ -150,7 +150,7 @@ class MegatronConfig:
 
     @property
     def of_reference(self) -> MegatronConfig:
-        """Return the settings by which the reference is cut: these, unless it has a layout of its own."""
+        """Return the settings that cut the reference: these, unless it has a separate layout."""
         own = self.reference.sizes
         if not own:
             return self
@@ -201,5 +201,5 @@ class EngineConfig:
 
     @property
     def of_reference(self) -> EngineConfig:
-        """Return the settings by which the reference is cut: these, unless it has a layout of its own."""
+        """Return the settings that cut the reference: these, unless it has a separate layout."""
         return dataclasses.replace(self, megatron=self.megatron.of_reference)

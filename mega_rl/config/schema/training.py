@@ -72,7 +72,7 @@ class OptimConfig:
 
 
 class KlConfig(Kind):
-    """A penalty on the distance from the reference policy; the values here are those of a run without one."""
+    """Base of penalties on the distance from the reference policy, with values of no penalty."""
 
     estimator: str = "k3"
     coef: float = 0.0

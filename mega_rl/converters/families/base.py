@@ -51,18 +51,18 @@ class Family:
     title: str
     differs: str  # completes "differs from Llama by ..."
 
-    # Where it can be used.
+    # Engines and formats that it works with.
     not_trained: str = ""  # why training refuses it, though it converts; empty: it trains
     untied_in_sglang: bool = False  # SGLang 0.5.20 never reads tie_word_embeddings: the head would have no weights
-    # Windows reach transformers' attention through the mask alone, which FlashAttention does not read.
+    # Windows reach transformers' attention only through the mask, which FlashAttention does not read.
     windows_in_mask_only: bool = False
     # model_type of the class in transformers that computes the same, where transformers lacks this one.
     stand_in: str = ""
     known_bugs: tuple[KnownBug, ...] = ()
 
-    # What the class gives to keys that are absent from config.json; sizes that every checkpoint states are not here.
+    # Values of keys that are absent from config.json; sizes that every checkpoint states are not here.
     defaults: Mapping[str, object] = field(default_factory=dict)
-    # Keys that the code reads beside those of every family, of `defaults` and of `fixed`.
+    # Further keys that the code reads, besides every family's, `defaults` and `fixed`.
     keys: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
     # A model of images and text whose config.json holds the family's own as `text_config`: its model_type, and the
@@ -79,7 +79,7 @@ class Family:
     zero_centered_norm: bool = False
     activation: Activation = "silu"
     sinks: bool = False
-    tied: bool = False  # where config.json does not say
+    tied: bool = False  # if config.json does not say
     rope_interleaved: bool = False  # rotates even with odd dimensions
     partial_rotary: bool = False  # its code can rotate a part of each head
     rope_per_layer_type: bool = False  # rope_parameters may hold one object per kind of layer
@@ -89,7 +89,7 @@ class Family:
     # Factors of the embedding and of attention logits; None: 1 / sqrt of the query's head size.
     scales: Callable[[Fields], tuple[float, float | None]] = lambda fields: (1.0, None)
 
-    # What checkpoints hold beside the weights of the table.
+    # Further tensors that checkpoints hold, outside the table.
     fused_experts: bool = False  # always one tensor of all experts per layer
     expert_names: ExpertNames = ExpertNames()
     # Modules of the code that its checkpoints carry on the hub; it is never run, and the table stands for it.

@@ -143,7 +143,7 @@ def sigmoid_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def _groups(fields: Fields, total: int, top_k: int) -> tuple[int | None, int | None]:
-    """Return (number of groups, number of groups that are kept), both None where every group is kept."""
+    """Return (number of groups, number of kept groups), both None if every group is kept."""
     groups, best = fields.size("n_group", default=1), fields.size("topk_group", default=1)
     if best > groups or total % groups:
         fields.refuse("n_group", f"it must divide the {total} experts and be at least topk_group={best}")

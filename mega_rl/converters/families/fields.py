@@ -14,7 +14,7 @@ _MISSING = object()
 
 
 class Fields:
-    """The keys of one JSON object, with the values that its Hugging Face class gives to absent keys.
+    """Keys of one JSON object, with its Hugging Face class's values for absent keys.
 
     A problem goes into `problems` and a harmless value takes its place, so that one error can list them all.
     """
@@ -37,7 +37,7 @@ class Fields:
         return Fields(raw, self.where, prefix=f"{self.prefix}{name}.", problems=self.problems)
 
     def get(self, name: str) -> Any:
-        """Return the value of a key, or the default of an absent one. A null in the file is a value."""
+        """Return a key's value, or an absent key's default; null in the file is a value."""
         return self.raw[name] if name in self.raw else self.defaults.get(name)
 
     def refuse(self, name: str, reason: str, *, value: Any = _MISSING) -> None:
@@ -50,7 +50,7 @@ class Fields:
         self.problems.append(f"{self.where}: {self.prefix}{name} is missing; {rule}")
 
     def size(self, name: str, *, default: int | None = None, least: int = 1, most: int = LARGEST_SIZE) -> int:
-        """Return an integer in [least, most]; absent or null takes `default`. After a problem: `least`, at least 1."""
+        """Return an integer in [least, most], `default` if absent or null, max(least, 1) after a problem."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -76,7 +76,7 @@ class Fields:
         return 1.0
 
     def optional_number(self, name: str) -> float | None:
-        """Return a finite number that is not negative, or None where the key is absent or null."""
+        """Return a finite number, not negative; None if the key is absent or null."""
         value = self.get(name)
         if value is None or (is_number(value) and value >= 0):
             return None if value is None else float(value)
@@ -104,7 +104,7 @@ class Fields:
         return value if isinstance(value, dict) else {}
 
     def strings(self, name: str, *, length: int, allowed: Collection[str]) -> list[str] | None:
-        """Return a list of `length` words out of `allowed`; None if the key is absent or null, or after a problem."""
+        """Return a list of `length` words out of `allowed`; None if absent, null or wrong."""
         value = self.get(name)
         if value is None:
             return None

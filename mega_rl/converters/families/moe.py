@@ -27,7 +27,7 @@ ROUTER = copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=
 
 
 def experts(names: ExpertNames) -> tuple[Rule, ...]:
-    """Return the rules of experts that are tensors of their own, by these names, or one tensor of all per layer."""
+    """Return the rules of experts under these names: separate tensors, or one tensor per layer."""
     expert, gate_up = f"{names.block}.experts.{{expert}}.", (names.gate, names.up)
     fc1, fc2 = EXPERT + "fc1.weight", EXPERT + "fc2.weight"
     single, fused = ["moe", "per_expert"], ["moe", "fused_experts"]
@@ -58,7 +58,7 @@ SHARED_GATE = copy(
 
 
 def num_experts(fields: Fields) -> int:
-    """Return the number of routed experts, whichever of its names the file uses; refuse two that disagree."""
+    """Return the number of routed experts under any of its names; refuse names that disagree."""
     given = {key: fields.raw[key] for key in EXPERT_KEYS if fields.raw.get(key) is not None}
     names = list(given) or [key for key in EXPERT_KEYS if key in fields.defaults] or [EXPERT_KEYS[0]]
     sizes = {fields.size(key, most=MOST_EXPERTS) for key in names}
@@ -107,7 +107,7 @@ def qwen_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def qwen2_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of Qwen2-MoE: beside the routed experts, one that every token passes, with a gate."""
+    """Return the mixture of Qwen2-MoE: routed experts, and a gated shared expert for every token."""
     moe = qwen_moe(fields, num_layers)
     shared = fields.size("shared_expert_intermediate_size")
     return None if moe is None else replace(moe, shared_ffn_hidden_size=shared, shared_gate=True)

@@ -95,12 +95,12 @@ row = partial(_single, "row")  # row-parallel weight: input columns are cut over
 
 
 def vocab(param: str, name: str) -> Rule:
-    """Return the rule of a [vocab, hidden] table: rows cut over tensor parallel, zero rows up to the padded size."""
+    """Return the rule of a [vocab, hidden] table: rows cut over tp, padded with zero rows."""
     return _single("vocab", param, name, "vocab", "hidden")
 
 
 def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
-    """Return the rule of the fused attention input: per key-value group its query heads, key head and value head.
+    """Return the rule of fused qkv: per key-value group query heads, key head and value head.
 
     `name` holds `{part}`, replaced by q, k and v. Cut by rows.
     """
@@ -110,7 +110,7 @@ def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
 
 
 def gated(param: str, name: str, *shape: str, parts: Sequence[str] = ("gate", "up"), when: Sequence[str] = ()) -> Rule:
-    """Return the rule of [gate; up] from two tensors, each half cut by rows on its own. `name` holds `{part}`."""
+    """Return the rule of [gate; up] from two tensors, each cut by rows; `name` holds `{part}`."""
     sources = tuple(Source(name.replace("{part}", part), shape) for part in parts)
     return Rule(param, "gated", sources, when=tuple(when))
 
@@ -124,14 +124,14 @@ def fused_gated(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> Rule:
-    """Return the rule of [gate; up] from one tensor: gate above up, or their rows alternating (`interleaved`)."""
+    """Return the rule of [gate; up] from one tensor: gate above up, or alternating rows (`interleaved`)."""
     parts: tuple[Part, Part] = ("even", "odd") if interleaved else ("first half", "second half")
     sources = tuple(Source(name, shape, stacked, transposed, part) for part in parts)
     return Rule(param, "gated", sources, when=tuple(when))
 
 
 def in_layers(*rules: Rule, prefix: str = DECODER_LAYER, scope: Scope = "layer") -> tuple[Rule, ...]:
-    """Return the rules with the prefixes of a layer, each holding once for every layer of the decoder."""
+    """Return the rules with a layer's prefixes, each for every layer of the decoder."""
     return tuple(
         replace(
             rule,

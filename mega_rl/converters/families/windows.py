@@ -1,4 +1,4 @@
-"""Layers with a sliding window, as each family's Hugging Face code chooses them; None where there are none."""
+"""Layers with a sliding window, as each family's Hugging Face code chooses them; None without any."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def but_every_nth(fields: Fields, num_layers: int) -> Window | None:
 
 
 def by_layer_types(fields: Fields, default: list[bool], *, off: str = "") -> Window | None:
-    """Return the window of the layers that `layer_types` says, else of `default`; `off`: what turns them off."""
+    """Return the window of the layers that `layer_types` names, else `default`. off: setting that disables them."""
     kinds = fields.strings("layer_types", length=len(default), allowed=LAYER_TYPES)
     off = off or ("sliding_window=null" if fields.get("sliding_window") is None else "")
     if off and kinds and "sliding_attention" in kinds:

@@ -1,1 +1,1 @@
-"""config.json of a Hugging Face checkpoint and the files that lie beside the weights."""
+"""config.json of a Hugging Face checkpoint and the files next to the weights."""

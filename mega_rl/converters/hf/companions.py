@@ -23,7 +23,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def companions(source: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint folder, and of the folders in it, that are copied: name -> path without links.
+    """Return the files of a checkpoint folder and subfolders to copy: name -> path without links.
 
     These are all files except weights, code, indexes, adapters and hidden files. Raises UserError without a
     config.json, and for a link that leads out of the folder: its target could be published with the model.
@@ -40,7 +40,7 @@ def companions(source: Path) -> dict[str, Path]:
 
 
 def not_copied(source: Path, files: Mapping[str, Path]) -> str:
-    """Return "; not copied: run.py, x.bin" with the files of a folder that are neither in `files` nor its weights."""
+    """Return "; not copied: run.py, x.bin" for a folder's files other than `files` and weights."""
     names = {path.relative_to(source).as_posix() for path in _regular_files(source)} - set(files)
     left = sorted(name for name in names if not name.endswith((".safetensors", ".index.json")))
     more = f" and {len(left) - _SHOWN} more" if left[_SHOWN:] else ""
@@ -48,13 +48,13 @@ def not_copied(source: Path, files: Mapping[str, Path]) -> str:
 
 
 def _regular_files(source: Path) -> list[Path]:
-    """Return the files of a folder and of the folders in it, hidden ones left out, sorted."""
+    """Return the sorted files of a folder and its subfolders without hidden ones."""
     paths = [*source.glob("[!.]*"), *source.glob("[!.]*/[!.]*")]
     return sorted(path for path in paths if path.is_file())
 
 
 def _without_links(path: Path, source: Path) -> Path:
-    """Return the place of a file, which must be in the folder or a blob of the same repository in the Hub's cache."""
+    """Return a file's real path, which must be in the folder or its repository's Hub blobs."""
     place, folder = path.resolve(), source.resolve()
     if place.is_relative_to(folder):
         return place
@@ -84,7 +84,7 @@ def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool 
 
 
 def copy_companions(folder: Path, files: Mapping[str, Path], changes: Mapping[str, Any]) -> None:
-    """Copy the files (name -> source) into a folder, config.json with `changes`, and flush them to disk."""
+    """Copy files (name -> source) into a folder, config.json with `changes`, and flush them to disk."""
     copy_files(folder, {name: path for name, path in files.items() if name != "config.json" or not changes})
     if changes:
         config = json.loads(files["config.json"].read_bytes()) | changes

@@ -75,7 +75,7 @@ def read_rope(fields: Fields, family: Family) -> Rope:
 
 
 def _per_layer_type(fields: Fields, name: str, given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], float]:
-    """Return name and content of the full layers' settings, and the base of the sliding-window layers, never scaled."""
+    """Return name and content of the full layers' settings, and the window layers' base, never scaled."""
     kinds = ("full_attention", "sliding_attention")
     nested = fields.inside(name, given)
     if not any(kind in given for kind in kinds):
@@ -103,7 +103,7 @@ def _kind(rope: Fields) -> Kind | None:
 
 
 def _factor(fields: Fields, rope: Fields, kind: str) -> float:
-    """Return the stretch; yarn may state it by the two context lengths alone."""
+    """Return the stretch; yarn may state only the two context lengths."""
     if rope.get("factor") is None:
         original = rope.get("original_max_position_embeddings")
         if kind == "yarn" and "factor" in rope.raw and original is not None:

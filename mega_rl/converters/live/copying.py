@@ -122,7 +122,7 @@ def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads
     """
     queue = deque(tasks)
     if threads is None:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
         threads = max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
     count = min(threads, len(queue))
     if count <= 1:

@@ -1,6 +1,6 @@
 """Hugging Face tensors out of a live Megatron-Core model: the load plan read backwards, in buckets.
 
-The sequence of tensors and of collectives follows from the config and the layout alone, so no rank asks another what
+The sequence of tensors and of collectives follows only from the config and the layout, so no rank asks another what
 comes next. Within a bucket the owning pipeline stage first broadcasts each rank's shards, then every tensor-parallel
 group gathers them: across stages, usually the slower link, a byte travels once. An expert comes from the ranks that
 hold it, by broadcast: a gather over all expert-parallel ranks would take as many experts at a time as there are ranks.
@@ -33,7 +33,7 @@ BUCKET_BYTES = 512 << 20
 class Members(NamedTuple):
     """Ranks that hold one part of a parameter each, and this rank among them."""
 
-    group: ProcessGroup | None  # None: this rank alone
+    group: ProcessGroup | None  # None: only this rank
     size: int
     rank: int
 
@@ -48,7 +48,7 @@ class ModelPlace:
     pp_group: ProcessGroup | None = None
     expert_group: ProcessGroup | None = None  # ep x etp, etp fastest
     is_sharded: bool = False  # data parallelism has cut the parameters: reading one is collective over those ranks
-    bucket_bytes: int = BUCKET_BYTES  # of parameters that are gathered together
+    bucket_bytes: int = BUCKET_BYTES  # size of parameters that are gathered together
 
     @classmethod
     def of(cls, sharding: Sharding, groups: Groups, *, is_sharded: bool, bucket_bytes: int) -> ModelPlace:
@@ -111,7 +111,7 @@ def export_hf(
     Collective over the replica: every rank must exhaust the iterator. `own_stage`: only the weights of this rank's
     pipeline rank, and collective over the replica's ranks that share it. Tensors are contiguous, on the device of the
     parameters, cast to `dtype` before they travel, and the consumer's to keep: they share no memory with the model.
-    It needs one buffer more, of `place.bucket_bytes` (a larger unit is a bucket alone) for all parts that are gathered;
+    It needs one buffer more, of `place.bucket_bytes` (a larger unit is one bucket) for all parts that are gathered;
     a single rank needs none. Tied models have no lm_head.weight; padding of the vocabulary is cut off. `chunks` are
     unwrapped GPTModels of either spec.
     """
@@ -214,7 +214,7 @@ def _exchange(gathered: Tensor, members: Members, unit: ExportUnit, *, pp_group:
         return
     assert group is not None
     if len(rows) < size or dist.get_backend(group) == "gloo":
-        # Of gloo the broadcast moves bytes several times faster than the gather.
+        # Gloo's broadcast moves bytes several times faster than its gather.
         for holder, row in rows.items():
             dist.broadcast(row, group=group, group_src=holder)
     else:

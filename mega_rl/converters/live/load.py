@@ -35,7 +35,7 @@ _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class LoadReport:
     """Report of loading on this rank."""
 
-    bytes_read: int  # of the checkpoint, by this rank
+    bytes_read: int  # this rank's share of the checkpoint
     kept_init: tuple[str, ...]  # parameters that the checkpoint has nothing for: a fresh value head
     ignored: tuple[str, ...]  # tensors of the checkpoint left aside by name
     seconds: float

@@ -38,7 +38,7 @@ class SaveOptions:
     """Choices of `save_hf`."""
 
     dtype: torch.dtype | None = None  # None: that of the parameters
-    shard_bytes: int = SHARD_BYTES  # of a file
+    shard_bytes: int = SHARD_BYTES  # a file's
     overwrite: bool = False
 
 
@@ -98,7 +98,7 @@ def _write_folder(
     files: Mapping[str, Path],
     options: SaveOptions,
 ) -> None:
-    """Write the whole folder, from the parameters of `chunks` or, if None, from the tensors of `stream`.
+    """Write the whole folder from the parameters of `chunks` or, if None, the tensors of `stream`.
 
     usual: dtype of weights that are not float32 in every model. reader, files: weights and companions of the source.
     """
@@ -144,7 +144,7 @@ def _write_parameters(
 def _write_tensor(
     writer: CheckpointWriter, spec: TensorSpec, pieces: Sequence[ExportPiece], params: Sequence[Tensor]
 ) -> None:
-    """Write a tensor from where its rows lie or, if they must be cast or transposed, from a copy."""
+    """Write a tensor from its rows in place, or from a cast or transposed copy."""
     columns = matrix_shape(spec.shape)[1]
     matrices = [param.reshape(matrix_shape(tuple(param.shape))) for param in params]
     whole_rows = all(not p.copy.transposed and p.copy.cols == columns for p in pieces)

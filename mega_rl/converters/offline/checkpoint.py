@@ -42,7 +42,7 @@ class ConversionManifest:
 
     head: Head
     mtp: Literal["drop", "load"]
-    dtype: str | None  # that all weights were cast to; None: each tensor has its own
+    dtype: str | None  # all weights were cast to it; None: each tensor has its own
     fused_experts: bool  # one tensor of all experts per layer in the source
     value_head: str  # its name in the source
     absent: tuple[str, ...] = ()  # canonical parameters that the source had nothing for
@@ -95,7 +95,7 @@ class WeightFiles:
     homes: Homes = field(default_factory=dict)  # places of each tensor's parts; empty if each is stored as one
     ignored: tuple[str, ...] = ()  # stored names left out
     absent: tuple[str, ...] = ()  # parameters of the model that are not stored
-    dtype: str | None = None  # that the conversion cast all weights to
+    dtype: str | None = None  # the conversion cast all weights to it
 
     @property
     def hf(self) -> HFConfig:

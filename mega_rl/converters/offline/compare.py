@@ -69,7 +69,7 @@ class Comparison:
 class Verification:
     """Result of verifying a checkpoint."""
 
-    layout: str  # whose plan is proved complete
+    layout: str  # its plan is proved complete
     comparison: Comparison | None = None  # with the second checkpoint
     returned: int | None = None  # tensors that come back bit for bit from import and export in memory
     lost: tuple[str, ...] = ()  # tensors that do not

@@ -46,7 +46,7 @@ class Slab(NamedTuple):
 
 
 def whole_model(sharding: Sharding) -> tuple[ParamPlan, ...]:
-    """Return the plans of one rank that holds the whole model, under Transformer Engine's names and without padding."""
+    """Return a single rank's plans of the whole model, under Transformer Engine's names, without padding."""
     return build_plan(replace(sharding, layout=ParallelLayout(), spec="te"), RankCoordinates())
 
 
@@ -61,7 +61,7 @@ def slab_of(plan: ParamPlan, hf: HFConfig) -> Slab:
 
 
 def possible_slabs(plan: ParamPlan, hf: HFConfig) -> Iterator[Slab]:
-    """Yield the slabs that may hold a parameter, most usual first: stacked or not, under the names of either spec."""
+    """Yield possible slabs of a parameter, most usual first: stacked or not, by either spec's names."""
     names = [plan.name, plan.canonical]
     if plan.canonical.endswith("pre_mlp_layernorm.weight"):
         # Upstream's local spec renames this norm in front of mixtures too, its Transformer Engine spec does not.
@@ -72,7 +72,7 @@ def possible_slabs(plan: ParamPlan, hf: HFConfig) -> Iterator[Slab]:
 
 
 def _slabs(plan: ParamPlan, hf: HFConfig, name: str, *, stacked: bool) -> Iterator[Slab]:
-    """Yield the slab of a parameter under one of its names; for an expert also its place as a separate tensor."""
+    """Yield a parameter's slab under one name; for an expert also that of a separate tensor."""
     key = name
     place: tuple[int, ...] = ()
     lead: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ def _slabs(plan: ParamPlan, hf: HFConfig, name: str, *, stacked: bool) -> Iterat
 
 
 def extra_state_keys(slabs: Iterable[Slab]) -> list[str]:
-    """Return the names of the empty extra states that modules with these parameters ask for when they are loaded.
+    """Return the keys of empty extra states that modules with these parameters ask for on loading.
 
     The modules that have an extra state depend on the spec; Megatron-Core skips a state that no module asks for.
     """
@@ -131,7 +131,7 @@ class Slabs:
         return self._tensors.keys() - self._chunks.keys()
 
     def add(self, plan: ParamPlan) -> bool:
-        """Look up the chunks of one parameter; return False if the checkpoint has no tensor for it."""
+        """Look up a parameter's chunks; return False if the checkpoint has no tensor for it."""
         slabs = possible_slabs(plan, self._sharding.hf)
         slab = next((slab for slab in slabs if slab.key in self._tensors), None)
         if slab is None:
@@ -174,7 +174,7 @@ class Slabs:
 
 
 def _by_place(tensor: DistTensor, num_lead: int) -> dict[tuple[int, ...], list[tuple[Chunk, int]]]:
-    """Return for every index into the leading dimensions the chunks that hold it, with its position in each."""
+    """Return the chunks that hold each index of the leading dimensions, with its position in each."""
     chunks: dict[tuple[int, ...], list[tuple[Chunk, int]]] = {}
     for chunk in tensor.chunks:
         ranges = [range(low, low + n) for low, n in zip(chunk.offsets, chunk.sizes, strict=True)][:num_lead]

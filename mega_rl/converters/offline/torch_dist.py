@@ -166,7 +166,7 @@ def _tensor_of(
     folder: Path,
     size_of: Callable[[Path], int | None],
 ) -> DistTensor:
-    """Return a tensor of the metadata with its chunks. Raises ValueError for the first that is wrong."""
+    """Return a tensor of the metadata with its chunks. Raises ValueError for the first wrong chunk."""
     dtype, size = entry.properties.args[0], tuple(entry.size)
     if not isinstance(dtype, torch.dtype) or not _are_sizes(size):
         raise ValueError("is not a tensor")
@@ -219,7 +219,7 @@ class Written(NamedTuple):
     """The place of a written chunk, for `.metadata`."""
 
     key: str
-    place: tuple[int, ...]  # of the parameter in the leading dimensions
+    place: tuple[int, ...]  # the parameter's place in the leading dimensions
     file: str
     offset: int
     length: int
@@ -255,7 +255,7 @@ def write_metadata(
     written: Sequence[Written],
     extra_states: Iterable[str],
 ) -> None:
-    """Write the metadata that makes the files of a folder a checkpoint; `.metadata` last, which completes it.
+    """Write the metadata that makes a folder's files a checkpoint; `.metadata`, written last, completes it.
 
     `tensors` are (dtype, global shape) by key. The modules of `extra_states` get an empty state.
     """

@@ -45,7 +45,7 @@ class Report:
 
     num_tensors: int = 0  # written
     num_files: int = 0
-    num_bytes: int = 0  # of tensors written
+    num_bytes: int = 0  # tensors written
     seconds: float = 0.0
     ignored: tuple[str, ...] = ()  # tensors of the source left out
     absent: tuple[str, ...] = ()  # parameters of the model that neither source nor target has

@@ -1,1 +1,1 @@
-"""Plans: which element of which Hugging Face tensor is which element of a parameter on each rank, and the proof."""
+"""Plans map Hugging Face tensor elements to parameter elements on each rank, with a completeness proof."""

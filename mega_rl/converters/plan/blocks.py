@@ -1,4 +1,4 @@
-"""Blocks and copies: a family's rule as affine blocks of a parameter, and their cut to one rank's shard.
+"""Blocks and copies: a family's rule as affine blocks, cut to one rank's shard.
 
 The only module that stacks tensors into parameters; ranks.py has the overview.
 """
@@ -14,7 +14,7 @@ from mega_rl.converters.safetensors.header import matrix_shape
 
 
 class Block(NamedTuple):
-    """Rows [dst_row, dst_row + rows) of a parameter, all columns, come from a tensor; no tensor means zeros.
+    """Whole rows [dst_row, dst_row + rows) of a parameter, from a tensor; no tensor means zeros.
 
     Element (dst_row + i, j) is element (src_row + i, src_col + j) of the tensor or, where `transposed`, element
     (src_row + j, src_col + i * step).
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A rectangle of a rank's parameter and the part of a tensor that goes there; `hf_name` None writes zeros.
+    """A rectangle of a rank's parameter and its source in a tensor; `hf_name` None writes zeros.
 
     Rows and cols count in the parameter; element (dst_row + i, dst_col + j) as in `Block`.
     """
@@ -113,7 +113,7 @@ def param_name(rule: Rule, hf: HFConfig, *, layer: int = 0, expert: int = 0, spe
 
 
 def _source_block(source: Source, hf: HFConfig, layer: int, expert: int) -> tuple[Block, tuple[int, ...]]:
-    """The rows that a tensor gives, as a block at row 0, and the shape they have in the parameter."""
+    """Return a tensor's rows as a block at row 0, and their shape in the parameter."""
     shape = source_shape(source, hf)
     item = shape[1:] if source.stacked else shape
     src_row, src_col, step = 0, 0, 1
@@ -151,7 +151,7 @@ def shard(param: GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], 
 
 
 def _copy(block: Block, low: int, high: int, shift: int, left: int, width: int) -> Copy:
-    """The part of a block in rows [low, high), columns [left, left + width), at its place in the shard.
+    """Return the shard's copy of a block's rows [low, high), columns [left, left + width).
 
     `shift` is what a row of the parameter moves by.
     """

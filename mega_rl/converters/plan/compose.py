@@ -1,4 +1,4 @@
-"""Composition of index maps: the sources of one plan, looked up where another plan has stored them.
+"""Composition of index maps: a plan's sources, looked up where another plan stored them.
 
 A plan's copies read sources; a source may itself be stored in parts. `compose` replaces every copy by copies of the
 parts, `invert` turns the plan of loading a checkpoint into one of writing it.
@@ -32,17 +32,17 @@ class ColumnRange(NamedTuple):
     copies: tuple[Copy, ...]
 
 
-Homes = Mapping[str, Sequence[Home]]  # by canonical parameter name
+Homes = Mapping[str, Sequence[Home]]  # canonical parameter name -> homes
 
 
 def home_faults(name: str, shape: tuple[int, ...], homes: Sequence[Home]) -> list[str]:
-    """Return the gaps and overlaps of a parameter's homes, in words; empty if they hold every element exactly once."""
+    """Return gaps and overlaps of a parameter's homes; empty if they hold each element exactly once."""
     rectangles = [(c.src_row, c.src_row + c.rows, c.src_col, c.src_col + c.cols) for _, c in homes]
     return [f"{name} {fault}" for fault in tiling_faults(tuple(rectangles), shape)]
 
 
 def compose(copies: Iterable[Copy], homes: Homes) -> tuple[Copy, ...]:
-    """Return the same copies, reading stored tensors instead of whole parameters; zero rows stay as they are.
+    """Return the same copies, reading stored tensors instead of whole parameters; zero rows stay.
 
     The homes of each parameter read must tile it.
     """
@@ -82,7 +82,7 @@ def _overlap(first: int, count: int, other: int, other_count: int) -> tuple[int,
 
 
 def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[ColumnRange, ...]]:
-    """Return for each tensor that whole parameters are made of the copies that write it from those parameters.
+    """Return for each source tensor the copies that write it back from whole parameters.
 
     `plans` are those of one rank that holds the whole model, with origin "disk".
     """

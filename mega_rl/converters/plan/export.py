@@ -1,4 +1,4 @@
-"""The plans of all ranks read backwards: parameters that are gathered together, and the tensors made of them."""
+"""Plans of all ranks read backwards: parameters gathered together, and the tensors made of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExportPiece(NamedTuple):
 
 
 class ExportParam(NamedTuple):
-    """A parameter of an export unit: its name in the live chunk and the shape of one rank's part."""
+    """A parameter of an export unit: name in the live chunk, shape of one rank's part."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class ExportUnit:
 def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
     """Return the inverse over all ranks of a replica: every parameter once, layer by layer.
 
-    The order depends on the model alone, so every rank exports the same sequence, whatever the layout. Cached, because
+    The order depends only on the model, so every rank exports the same sequence, whatever the layout. Cached, because
     a run asks for it at each weight sync.
     """
     layout = sharding.layout

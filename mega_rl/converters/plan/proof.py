@@ -18,7 +18,7 @@ Rectangle = tuple[int, int, int, int]  # row_lo, row_hi, col_lo, col_hi
 
 
 def prove_complete(sharding: Sharding) -> None:
-    """Check, before any tensor is read, that the plans of all ranks lose nothing and write nothing twice.
+    """Check, before any tensor is read, that all ranks' plans lose nothing and write nothing twice.
 
     Every element of every parameter of every rank is written exactly once; every element of every Hugging Face tensor
     is used exactly once, where parameters that several ranks hold whole and second homes count once. Raises UserErrors
@@ -71,7 +71,7 @@ def _faults(sharding: Sharding) -> tuple[str, ...]:
 
 
 def _plans(sharding: Sharding) -> Iterator[tuple[str, tuple[ParamPlan, ...], int]]:
-    """Yield (where, plan, index among the ranks that cut its parameters) of every distinct plan of all ranks."""
+    """Yield every distinct plan as (where, plan, index among the ranks that cut its parameters)."""
     layout = sharding.layout
     for pp_rank, vp_stage in layout.stages():
         stage = f"pp_rank={pp_rank} vp_stage={vp_stage}"

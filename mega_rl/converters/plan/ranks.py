@@ -36,7 +36,7 @@ class ParamPlan:
 
 
 def build_plan(sharding: Sharding, at: RankCoordinates, *, vp_stage: int = 0) -> tuple[ParamPlan, ...]:
-    """Return how one rank fills each parameter of one of its model chunks: the common part and its experts.
+    """Return a rank's plan to fill each parameter of a model chunk, common part and experts.
 
     Raises UserErrors when the model cannot be cut this way.
     """

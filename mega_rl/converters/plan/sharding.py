@@ -1,4 +1,4 @@
-"""A model and how it is cut, which every plan starts from, and the reasons why a model cannot be cut."""
+"""A model and its layout, the start of every plan, and reasons against a layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sharding:
 
     hf: HFConfig
     layout: ParallelLayout = ParallelLayout()  # noqa: RUF009 - immutable
-    spec: Spec = "local"  # whose parameter names the live chunks have
+    spec: Spec = "local"  # the live chunks have its parameter names
     head: Head = "lm"
 
     @property
@@ -44,7 +44,7 @@ def padded_vocab_size(vocab: int, tp: int) -> int:
 
 
 def check_layout(hf: HFConfig, layout: ParallelLayout) -> list[str]:
-    """Return the reasons, one line each, why a model cannot be cut this way; empty when it can."""
+    """Return a line per reason why a model cannot be cut this way; empty if none."""
     tp = layout.tp
     problems = []
     sizes = {"num_attention_heads": hf.num_heads}

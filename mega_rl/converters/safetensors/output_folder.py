@@ -18,7 +18,7 @@ MARKERS = ("config.json", SINGLE_FILE, INDEX_FILE, "mega_rl.json", ".metadata")
 
 @contextmanager
 def output_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder next to `target` that becomes `target` at the end of the block; an error removes it.
+    """Yield a temporary folder that becomes `target` at the block's end; an error removes it.
 
     A killed run leaves the temporary folder, whose name starts with a dot; the next run of the same target removes it.
     With `overwrite` an existing checkpoint is replaced as a whole.
@@ -111,7 +111,7 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 @contextmanager
 def name_file(path: Path) -> Iterator[None]:
-    """Turn an error of the disk into a UserError that names the file and the free space."""
+    """Turn a disk error into a UserError that names the file and the free space."""
     try:
         yield
     except (OSError, SaveError) as error:

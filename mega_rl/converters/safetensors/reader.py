@@ -67,7 +67,7 @@ _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class TensorInfo(NamedTuple):
-    """Dtype, shape and place of a tensor on disk; `offset` counts from the start of the file.
+    """Dtype, shape and place of a tensor on disk; `offset` counts from the file's start.
 
     With `scale` the bytes are 8-bit blocks (F8_E4M3) and `dtype` is that of the decoded tensor.
     """
@@ -90,7 +90,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 class CheckpointReader:
-    """Reader of a checkpoint's tensors, or rectangles of them: one safetensors file or a directory (sharded or not).
+    """Reader of a checkpoint's tensors or their rectangles: a safetensors file or directory (sharded or not).
 
     A tensor is seen as a matrix: leading dimensions count as rows, so [E, F, H] has E * F rows of H columns; a vector
     is one column wide. Reads may come from several threads. Raises UserError or UserErrors from the constructor when
@@ -138,7 +138,7 @@ class CheckpointReader:
         return self.read_block(name, (low, high), (0, _columns(self.tensors[name])))
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-        """Return a block of rows and columns, both (low, high), as [rows, columns] in the tensor's dtype."""
+        """Return rows and columns, each (low, high), as [rows, columns] in the tensor's dtype."""
         result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=self.tensors[name].dtype)
         self.read_into(name, rows[0], cols, [result])
         return result
@@ -255,12 +255,12 @@ def as_bytes(target: Tensor) -> _Bytes:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor as [elements * item size] uint8; copies only if the tensor is not contiguous."""
+    """Return a tensor's memory as [elements * item size] uint8; copies only non-contiguous tensors."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and bits: nan equals itself, and -0 is not 0."""
+    """Return whether two tensors have equal dtype, shape and bits: nan equals itself, -0 not 0."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     x, y = bits(a), bits(b)
@@ -276,7 +276,7 @@ def _shrunk(info: TensorInfo) -> UserError:
 
 
 def _pair_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors with each matrix of 8-bit blocks and its scales merged into one bfloat16 tensor."""
+    """Return the tensors, each 8-bit block matrix merged with its scales into one bfloat16 tensor."""
     problems = []
     for name in [name for name in tensors if name.endswith(".weight" + SCALE_SUFFIX)]:
         weight, scale = tensors.get(name.removesuffix(SCALE_SUFFIX)), tensors[name]
@@ -296,7 +296,7 @@ def _pair_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a file or directory; a single file wins over an index, as in transformers."""
+    """Return a file's or directory's tensors; a single file wins over an index, as in transformers."""
     if path.is_file():
         return read_header(path)
     if not path.is_dir():
@@ -312,7 +312,7 @@ def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:
 
 
 def _read_sharded(root: Path) -> dict[str, TensorInfo]:
-    """Return the tensors that the index lists, each checked in its shard. Raises UserErrors with all contradictions."""
+    """Return the index's tensors, each checked in its shard. Raises UserErrors with all contradictions."""
     index = root / INDEX_FILE
     try:
         if index.stat().st_size > MAX_HEADER_BYTES:

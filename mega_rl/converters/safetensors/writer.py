@@ -94,7 +94,7 @@ class SafetensorsFile:
         self.write_rows(name, 0, [tensor.detach().reshape(matrix_shape(spec.shape))])
 
     def write_rows(self, name: str, row: int, parts: Sequence[Tensor]) -> None:
-        """Write rows from `row` on, one part [rows_i, columns] after the other; contiguous ones are not copied."""
+        """Write parts [rows_i, columns] in turn from `row` on; contiguous parts are not copied."""
         spec = self._specs[name]
         columns = matrix_shape(spec.shape)[1]
         parts = [part for part in parts if part.numel()]
@@ -167,7 +167,7 @@ class CheckpointWriter:
             write_index(self.folder, weight_map, total_bytes=self._total)
 
     def file_of(self, name: str) -> SafetensorsFile:
-        """Return the file of a tensor: threads that write different files do not wait for each other."""
+        """Return a tensor's file: threads that write different files do not wait for each other."""
         return self._file_of[name]
 
     def write(self, name: str, tensor: Tensor) -> None:

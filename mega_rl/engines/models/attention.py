@@ -119,7 +119,9 @@ def attend_packed(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[T, heads, E]: context of packed query [T, heads, D] in keys [T, groups, D] and values [T, groups, E].
+    """Return the context [T, heads, E] of packed query [T, heads, D].
+
+    key: [T, groups, D]. value: [T, groups, E].
 
     Tokens attend within their own sequence: by torch's kernel for variable lengths where "sdpa" is asked for and that
     kernel can run (`fits_varlen`), else by `kernel` in classes of similar length. Arguments as in `Kernel`.
@@ -205,7 +207,7 @@ class CoreAttention(CutOverTensors, MegatronModule):
         """Context of each token, heads flattened; E is the size of a value head.
 
         Padded: query [S, B, heads, D], key [S, B, groups, D], value [S, B, groups, E] -> [S, B, heads*E]; rows are
-        right-padded, so the causal mask alone keeps padding out of every real token's context.
+        right-padded, so the causal mask keeps padding out of every real token's context.
         Packed: query [T, heads, D], key [T, groups, D], value [T, groups, E], or with a dimension of 1 behind T ->
         [T, 1, heads*E]; tokens attend within their own sequence.
         """

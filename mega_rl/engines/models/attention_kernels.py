@@ -1,4 +1,4 @@
-"""Causal grouped-query attention of a batch of sequences of one length: by torch's fused kernels, or written out.
+"""Causal grouped-query attention for a batch of equally long sequences: fused torch kernels, or written out.
 
 Shapes: the queries are those of the last S of M tokens. query [B, heads, S, D], key [B, groups, M, D], value
 [B, groups, M, E] -> [B, heads, S, E]; E may differ from D, and groups divides heads.
@@ -36,7 +36,7 @@ class Kernel(Protocol):
 def eager_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention written out: matrix products in the dtype of query; scale, mask and softmax at least in float32."""
+    """Attention written out: products in the query's dtype; scale, mask and softmax at least in float32."""
     batch, heads, queries, _ = query.shape
     groups, keys = key.size(1), key.size(2)
     together = heads // groups * queries  # the queries of a group, as rows of one product: keys are not repeated
@@ -96,7 +96,7 @@ HEAD_MULTIPLE = 8
 
 
 def fits_varlen(query: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
-    """Return whether the kernel can attend with query [T, heads, D] to value [T, groups, E] and these sinks."""
+    """Return whether the varlen kernel takes query [T, heads, D], value [T, groups, E] and `sinks`."""
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -117,7 +117,9 @@ def attend_varlen(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """[T, heads, E]: context of packed query [T, heads, D] in keys [T, groups, D] and values [T, groups, E].
+    """Return the context [T, heads, E] of packed query [T, heads, D].
+
+    key: [T, groups, D]. value: [T, groups, E].
 
     cu_seqlens: [n+1] int32 on the device, where sequences begin, from 0 to T. max_seqlen: tokens of the longest.
     window: last tokens that each may see, itself included; None: all before it. The kernel knows one size of heads:
@@ -161,7 +163,7 @@ class LengthClasses:
 
     @staticmethod
     def of(cu_seqlens: Tensor, device: torch.device) -> LengthClasses:
-        """Return the maps on `device` of sequences that end at `cu_seqlens` ([n+1] int32 on the host, from 0 to T)."""
+        """Return the maps on `device`; `cu_seqlens` is [n+1] int32 on the host, from 0 to T."""
         bounds = cu_seqlens.to(torch.int64)
         starts, lengths = bounds[:-1], bounds.diff()
         rounded = torch.clamp(2 ** torch.ceil(torch.log2(lengths.clamp(min=1).double())).long(), min=SMALLEST_CLASS)
@@ -183,7 +185,9 @@ class LengthClasses:
 
 
 def attend_by_length(attend: Attend, query: Tensor, key: Tensor, value: Tensor, classes: LengthClasses) -> Tensor:
-    """[T, heads, E]: context of packed query [T, heads, D] in keys [T, groups, D] and values [T, groups, E].
+    """Return the context [T, heads, E] of packed query [T, heads, D].
+
+    key: [T, groups, D]. value: [T, groups, E].
 
     Tokens attend within their own sequence: `attend` is given one length class after the other, each a batch.
     """

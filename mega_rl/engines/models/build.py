@@ -38,7 +38,7 @@ from mega_rl.parallel.layout import ParallelLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FUSED = "fuse_wgrad_accumulation"  # attribute of Transformer Engine's layers
-DISPATCHERS = {"alltoall": "alltoall", "allgather": "allgather", "deepep": "flex"}  # by Megatron-Core's names
+DISPATCHERS = {"alltoall": "alltoall", "allgather": "allgather", "deepep": "flex"}  # our name -> Megatron-Core's
 
 
 def transformer_config(
@@ -53,7 +53,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron-Core's config of this model, layout and device.
 
-    `attention` is what `choose_attention` says. Megatron-Core's own setting is for Transformer Engine alone: it ends in
+    `attention` is what `choose_attention` says. Megatron-Core's own setting is only for Transformer Engine: it ends in
     the environment of the process, where every model must find the same.
 
     `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
@@ -89,7 +89,7 @@ def transformer_config(
     for name, value in extra_config_attributes(hf).items():
         setattr(config, name, value)
     if not attention.startswith(TE):
-        config.core_attention = attention  # what our core attention reads
+        config.core_attention = attention  # our core attention reads it
     if hf.moe is not None:
         # Not an argument: Megatron-Core's own gathering refuses variable lengths, and ours takes its place.
         config.moe_token_dispatcher_type = DISPATCHERS[megatron.moe.dispatcher]
@@ -97,7 +97,7 @@ def transformer_config(
 
 
 def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> dict[str, bool]:
-    """Return the settings of a mixture of experts in Megatron-Core's words; `te`: the layers are Transformer Engine's.
+    """Return Megatron-Core's settings of a mixture of experts; `te`: the layers are Transformer Engine's.
 
     None without experts. The kernel that rearranges tokens is not known to repeat its bits.
     """
@@ -112,7 +112,7 @@ def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> 
 
 
 def _check(hf: HFConfig, layout: ParallelLayout) -> None:
-    """Raise UserError for a layout under which Megatron-Core cannot build this model, or would train it wrongly."""
+    """Raise UserError for a layout in which Megatron-Core cannot build or correctly train this model."""
     if layout.tp > 1 and not layout.sequence_parallel and (hf.moe is not None or hf.mla is not None):
         # Upstream's gradients would be wrong: those of replicated norms and of experts count some tokens twice.
         raise UserError(
@@ -148,7 +148,7 @@ def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) 
         "overlap_p2p_comm": overlaps,
         "batch_p2p_comm": not overlaps,
         "batch_p2p_sync": False,  # a wait of the host for each message, against a race in releases of torch before 2
-        "variable_seq_lengths": layout.pp > 1,  # where micro-batches have several shapes: set for each pass
+        "variable_seq_lengths": layout.pp > 1,  # set for each pass: micro-batches may have several shapes
     }
 
 
@@ -229,7 +229,7 @@ def build_chunks(
 
 
 def order_angles(chunk: GPTModel) -> None:
-    """Give the rotary embeddings of a chunk, one for all layers or one in each latent attention, positions to go by."""
+    """Make the rotary embeddings of a chunk order their angles by the positions of packed tokens."""
     for module in chunk.modules():
         if isinstance(module, LatentAttention):
             module.rotary_pos_emb = PackedRotary(module.rotary_pos_emb, heads_only=True)
@@ -238,7 +238,7 @@ def order_angles(chunk: GPTModel) -> None:
 
 
 def _scale(factor: float) -> Callable[[torch.nn.Module, Any, Tensor], Tensor]:
-    """Return a forward hook that multiplies the output by `factor`, rounded to its dtype as in transformers."""
+    """Return a forward hook that multiplies the output by `factor`, rounded to the output's dtype."""
 
     def hook(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
@@ -284,7 +284,7 @@ def unmark_whole_weights(model: torch.nn.Module) -> None:
 
 
 def pass_on_padding(model: torch.nn.Module) -> None:
-    """Let Transformer Engine hear that no padding lies between packed sequences, else the host waits in each layer."""
+    """Let Transformer Engine see that packed sequences have no padding; otherwise each layer stalls the host."""
     for module in model.modules():
         vars(module).get("kept_packed_seq_params", set()).add("pad_between_seqs")
 
@@ -302,7 +302,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool = False) -> None:
-    """Mark each expert's weight where the ranks that hold copies of it are not those of the rest of the model.
+    """Mark expert weights if their copies are on other ranks than copies of the other weights.
 
     Megatron-Core marks them only under expert parallelism. But with tp above etp, too, ranks of one tensor-parallel
     group hold the same expert and give it different tokens, and their gradients must be added.
@@ -310,7 +310,7 @@ def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool
     `always` keeps experts apart where nothing demands it, so that optimizer states have one form on every layout.
 
     Every weight of such experts counts in the gradient norm on every tensor-parallel rank, and nothing is summed over
-    tensor parallelism. Megatron-Core would count the bias of the second linear on the first rank alone, and add up the
+    tensor parallelism. Megatron-Core would count the bias of the second linear only on the first rank, and add up the
     biases of different experts under sequence parallelism.
     """
     apart = always or layout.ep > 1 or layout.etp != layout.tp

@@ -62,7 +62,7 @@ def shared_sequences(
     lengths = cu_seqlens.to(torch.int64).diff()
     order = lengths.argsort(stable=True)
     places = torch.cat([held_positions(lengths.tolist(), cp_rank=r, cp_size=cp_size) for r in range(cp_size)])
-    from_keys = places.argsort()  # where each token of the whole is in the slices one after another
+    from_keys = places.argsort()  # each token's place in the slices one after another
     sorted_keys = from_keys[_sorted_tokens(lengths, order)]
     sorted_queries = _sorted_tokens(lengths // cp_size, order)
     sizes, counts = (x.tolist() for x in lengths.unique(return_counts=True))

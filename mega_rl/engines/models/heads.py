@@ -40,11 +40,11 @@ class ValueHead(MegatronModule):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """([S, B, 1] float32, None) from hidden [S, B, H] (S sharded over TP under sequence parallelism)."""
+        """Return (values [S, B, 1] float32, None) of hidden [S, B, H], sharded under sequence parallelism."""
         assert weight is None, "a value head is never tied to the embedding"
         values = torch.nn.functional.linear(hidden.float(), self.weight)
         if self.config.sequence_parallel:
-            # Every rank goes on to compute the same loss of all tokens: the backward is a split, not a sum.
+            # Every rank then computes the same loss over all tokens: the backward is a split, not a sum.
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -60,7 +60,7 @@ def use_fp32_logits(chunks: Sequence[GPTModel]) -> None:
 
 @contextmanager
 def hidden_outputs(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Let the chunks return the last hidden states, [b, S, H] whole on every rank, in the place of logits."""
+    """Make chunks return last hidden states [b, S, H], whole on every rank, instead of logits."""
     heads = [chunk.output_layer for chunk in chunks if chunk.post_process]
     for head in heads:
         head.forward = partial(_hidden, head)
@@ -72,7 +72,7 @@ def hidden_outputs(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 def projection(chunks: Sequence[GPTModel]) -> Tensor | None:
-    """Return the rows of the vocabulary projection on this rank, [V / tp, H]; None off the last pipeline stage."""
+    """Return this rank's vocabulary projection rows, [V / tp, H]; None off the last pipeline stage."""
     for chunk in chunks:
         if chunk.post_process:
             tied = chunk.share_embeddings_and_output_weights
@@ -98,7 +98,7 @@ def _fp32_logits(
     tp_group: ProcessGroup,
     **others: object,
 ) -> Tensor:
-    """Return [S, B, V / tp] float32 of `input` [S, B, H] (S sharded over TP under sequence parallelism).
+    """Return [S, B, V / tp] float32 of `input` [S, B, H], sharded under sequence parallelism.
 
     Takes the arguments of Megatron-Core's own product in `ColumnParallelLinear`. Those in `others` are about adding to
     `main_grad` inside of the backward: here the weight's gradient is rounded to its dtype and added by DDP's hook.

@@ -51,7 +51,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LatentRMSNorm(RMSNorm):
-    """RMSNorm of a compressed query, key or value in latent attention: its epsilon is not that of other norms."""
+    """RMSNorm with a separate epsilon for the compressed query, key or value of latent attention."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, latent_eps: float) -> None:
         super().__init__(config, hidden_size, latent_eps)
@@ -103,7 +103,7 @@ class JointRMSNorm(CutOverTensors):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., heads / tp, D] of the dtype of `x`; the mean square is over the heads of all ranks."""
+        """Return [..., heads / tp, D] in the dtype of `x`, normed over all ranks' heads."""
         heads = x.flatten(-2).float()
         squares = heads.square().sum(-1, keepdim=True)
         if self.tp_group.size() > 1:
@@ -119,7 +119,7 @@ BuildBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]
 
 
 class DecoderLayer(TransformerLayer):
-    """Transformer layer with norms on the outputs of attention and MLP, or with a separate rotary embedding.
+    """Transformer layer with norms on the outputs of attention and MLP, or a separate rotary embedding.
 
     `post_norms`: `post_self_attn_layernorm` and `post_mlp_layernorm` act before the residual is added.
     `rope_theta`: base of this layer's rotary embedding; None takes the model's.
@@ -134,7 +134,7 @@ class DecoderLayer(TransformerLayer):
         rope_theta: float | None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, submodules, *args, **kwargs)  # which differ between Megatron-Core's releases
+        super().__init__(config, submodules, *args, **kwargs)  # arguments differ between Megatron-Core's releases
         if post_norms:
             self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)

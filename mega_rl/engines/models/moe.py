@@ -35,7 +35,7 @@ class RoutedTokens:
     sequence: Tensor  # [n] int64, number of the token's row in the micro-batch; 0 on padding
     lengths: Tensor  # [rows] float32, tokens of each whole row
     training: bool  # a backward follows
-    balance_weight: float = 0.0  # what each row's balance loss counts; 0: there is none
+    balance_weight: float = 0.0  # weight of each row's balance loss; 0: there is none
     replay: dict[int, Tensor] = field(default_factory=dict)  # [n, top_k] int16, -1 where the router is to choose
     chosen: dict[int, Tensor] | None = None  # [n, top_k] int16, what the routers took; None: not asked for
 
@@ -80,7 +80,7 @@ class Router(TopKRouter):
         return linear(input.to(dtype), self.weight.to(dtype), bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(weights [n, experts], 0 off the chosen ones; chosen [n, experts] bool) of logits [S, B, experts]."""
+        """Return (weights [n, experts], 0 unless chosen; chosen [n, experts] bool) of logits [S, B, experts]."""
         tokens = self._tokens()
         if tokens is None:
             routed: tuple[Tensor, Tensor] = super().routing(logits)
@@ -160,7 +160,7 @@ class _Choice:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return the first tensor; its backward also starts that of the second, a scalar loss of weight 1."""
+    """Identity on a tensor; its backward also gives a scalar loss the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def use_own_dispatchers(model: torch.nn.Module, collection: ProcessGroupCollecti
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """An expert's second linear layer, whose partial sums the token dispatcher adds up, on any number of ranks.
+    """Second linear layer of an expert; the dispatcher adds its partial sums, also on one rank.
 
     On a single rank upstream's passes its output through a reduction that does nothing but make it a view, to which
     the expert's bias can then not be added in place.

@@ -30,7 +30,7 @@ class TokenPositions(PackedSeqParams):
 
 
 class PackedRotary(torch.nn.Module):
-    """Rotary embedding of Megatron-Core whose angles come in the order of packed tokens, where positions are known.
+    """Megatron-Core's rotary embedding with angles in the order of packed tokens, if positions are known.
 
     A module asks for the length first, with the parameters of the packed micro-batch, and for the angles next. They are
     those of the table that `rotary` makes, bit for bit; on the slices of context-parallel ranks too, whose tokens'
@@ -64,11 +64,11 @@ class PackedRotary(torch.nn.Module):
     def forward(
         self, max_seq_len: int, *, packed_seq: bool = False, cp_group: ProcessGroup | None = None
     ) -> Tensor | tuple[Tensor, float]:
-        """Return angles [T, 1, 1, d] ([T, 1, d]) of packed tokens, else those of `rotary`; with yarn, and its scale."""
+        """Return packed tokens' angles [T, 1, 1, d], else those of `rotary`; yarn adds its scale."""
         group = {} if cp_group is None else {"cp_group": cp_group}
         if self._positions is None:
             return self.rotary(max_seq_len, packed_seq=packed_seq, **group)
-        made = self.rotary(max_seq_len, packed_seq=True, **group)  # of whole sequences, not cut for this rank
+        made = self.rotary(max_seq_len, packed_seq=True, **group)  # whole sequences, not cut for this rank
         table = made[0] if isinstance(made, tuple) else made
         angles = table.index_select(0, self._positions)
         angles = angles.squeeze(1) if self._heads_only else angles

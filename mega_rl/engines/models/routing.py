@@ -163,7 +163,7 @@ class Routing:
                     setattr(dispatcher, name, None)
 
     def _tokens(self, micro: MicroBatch, places: Tensor, mixtures: list[int], device: torch.device) -> RoutedTokens:
-        """Return a micro-batch's tokens for the routers of a chunk; places [n] int64, of the tokens in their order."""
+        """Return a micro-batch's tokens for a chunk's routers; places: [n] int64, their positions, -1 for padding."""
         real = places >= 0
         number = torch.zeros(max(micro.rows, default=0) + 1, dtype=torch.int64)
         number[list(micro.rows)] = torch.arange(len(micro.rows))
@@ -203,6 +203,6 @@ class Routing:
 
 
 def _order(shape: torch.Size, tp_rank: int, tp_size: int) -> Tensor:
-    """Return [n] int64, flat positions of [b, S] tokens in a router's order: sequence first, cut over tp."""
+    """Return [n] int64 flat positions of [b, S] tokens in sequence-first order, this TP rank's part."""
     rows, columns = shape
     return torch.arange(rows * columns).view(rows, columns).t().reshape(-1).chunk(tp_size)[tp_rank]

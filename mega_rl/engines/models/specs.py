@@ -48,11 +48,11 @@ from mega_rl.engines.models.moe import ExpertRowParallelLinear, Router
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.megatron_core import mtp_layer_field, submodules_of
 
-# As the start-up table shows it; those of Transformer Engine by the name of its backend.
+# Names in the start-up table; Transformer Engine's are its backends.
 Attention = Literal["eager", "sdpa", "flash_attention_2", "te: auto", "te: flash", "te: fused", "te: unfused"]
 TE = "te: "
 
-# Whose layers -> what may be asked for -> what then runs.
+# Layers' origin -> attention asked for -> attention that runs.
 _RUNS: dict[Spec, dict[str, Attention]] = {
     "local": {"eager": "eager", "sdpa": "sdpa"},
     "te": {"eager": "te: unfused", "sdpa": "te: fused", "flash_attention_2": "te: flash", "auto": "te: auto"},

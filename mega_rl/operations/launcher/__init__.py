@@ -1,1 +1,1 @@
-"""Start the ranks of a run on its nodes, watch them, end and restart them; the launcher of node 0 decides for all."""
+"""Start, watch, end and restart a run's ranks; node 0's launcher decides for all nodes."""

@@ -194,7 +194,7 @@ def join(
     silent_s: float = SILENT_S,
     stopped: Callable[[], bool],
 ) -> Channel | None:
-    """Call the launcher of node 0 until it answers, at most `join_s` seconds; return None when a signal came first."""
+    """Call node 0's launcher until it answers, for `join_s` seconds; return None after a signal."""
     address, port = place
     deadline = time.monotonic() + join_s
     while not stopped():

@@ -46,7 +46,7 @@ AFTER_A_LOSS = {signal.SIGTERM: 0.0, signal.SIGKILL: 30.0}
 AFTER_AN_END = {signal.SIGTERM: 30.0, signal.SIGKILL: 900.0}
 GIVE_UP_S = 120.0  # after the kill, a node that says nothing is lost
 
-# Of a node: lines of its output, and its end: the exit code of its launcher, or why it is lost; None while it runs.
+# A node's lines of output, and its end: the exit code of its launcher, or why it is lost; None while it runs.
 Output: TypeAlias = tuple[int, Sequence[str], int | str | None]
 
 

@@ -22,7 +22,7 @@ __all__ = ["Accelerator", "prepare"]
 
 log = logging.getLogger(__name__)
 
-# cuBLAS's split work space adds up in an order of its own; NCCL's choice of algorithm changes with load and topology;
+# cuBLAS's split work space adds up in its own order; NCCL's choice of algorithm changes with load and topology;
 # Transformer Engine has attention kernels that add atomically.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

@@ -42,7 +42,7 @@ STANDIN_ATTRIBUTE = "_cuda_for_megatron_on_cpu"
 NAMES = {"cuda": STANDIN_ATTRIBUTE, "torch.cuda": f"torch.{STANDIN_ATTRIBUTE}"}
 LITERALS = {
     "cuda": "cpu",
-    "cuda:": "",  # of an f-string with a device's number, which here is the device
+    "cuda:": "",  # an f-string adds the device's number, which here is the device
     "torch.cuda.FloatTensor": "torch.FloatTensor",
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
@@ -209,7 +209,7 @@ def _the_stream(*args: object, **kwargs: object) -> Done:
 
 
 def _stream_context(stream: Done | None) -> contextlib.nullcontext[None]:
-    return contextlib.nullcontext()  # which may be entered again, as DDP does with several optimizer instances
+    return contextlib.nullcontext()  # DDP with several optimizer instances enters it again
 
 
 def _memory_allocated(device: object = None) -> int:

@@ -24,7 +24,7 @@ from mega_rl.errors import UserError
 
 # Series -> versions whose source was compared symbol by symbol; the tests run on the last.
 RELEASES = {"0.16": ("0.16.1",), "0.18": ("0.18.0", "0.18.2"), "0.19": ("0.19.0", "0.19.2")}
-REQUIREMENT = "megatron-core>=0.16.1,!=0.17.*,<0.20"  # as in pyproject.toml
+REQUIREMENT = "megatron-core>=0.16.1,!=0.17.*,<0.20"  # the same in pyproject.toml
 
 
 def series_of(version: str) -> str | None:

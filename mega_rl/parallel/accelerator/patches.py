@@ -55,7 +55,7 @@ def _no_jit_fuser(module: ModuleType) -> None:
 
 @_patch("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict")
 def _state_before_first_step(module: ModuleType) -> None:
-    """torch's Adam has no state before its first step, and upstream asserts that it has: make its first zeros."""
+    """Upstream asserts that torch's Adam has state before its first step: create it as zeros."""
     original = module.DistributedOptimizer.state_dict
 
     def state_dict(self: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _state_before_first_step(module: ModuleType) -> None:
 
 @_patch("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states")
 def _load_torch_adam(module: ModuleType) -> None:
-    """Upstream looks for torch Adam's step in a checkpoint that has none, and writes into views that require grad."""
+    """Upstream wants torch Adam's step from checkpoints without it, and writes into views that require grad."""
     original = module.DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
@@ -87,13 +87,13 @@ def _load_torch_adam(module: ModuleType) -> None:
 
 @_patch("megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__", "0.16")
 def _no_transformer_engine_in_mla(module: ModuleType) -> None:
-    """Upstream takes Transformer Engine for installed here and asks isinstance of a mock: tell it that it is not."""
+    """Upstream assumes Transformer Engine is installed and calls isinstance with a mock: say it is not."""
     vars(module).update(HAVE_TE=False)
 
 
 @_patch("megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__", "0.18", "0.19")
 def _whole_down_projections(module: ModuleType) -> None:
-    """Upstream offers its uncut linear layer only where Transformer Engine is, though it needs nothing of it."""
+    """Upstream offers its uncut linear layer only with Transformer Engine, which the layer does not need."""
     from megatron.core.post_training.modelopt.layers import Linear
 
     vars(module).update(Linear=Linear)
@@ -101,7 +101,7 @@ def _whole_down_projections(module: ModuleType) -> None:
 
 @_patch("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu")
 def _split_sizes_as_numbers(module: ModuleType) -> None:
-    """Upstream makes numbers of split sizes only while it moves them off a GPU; all_to_all_single takes no tensors."""
+    """Upstream leaves split sizes on a CPU as tensors, which all_to_all_single does not take."""
     original = module.maybe_move_tensor_to_cpu
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -145,7 +145,7 @@ def _uneven_reduce_scatter(module: ModuleType) -> None:
 
 @_patch("megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank")
 def _positions_unpinned(module: ModuleType) -> None:
-    """Upstream pins the memory of two numbers to copy them to a GPU, which torch refuses where there is none."""
+    """Upstream pins two numbers' memory to copy them to a GPU; torch refuses without a GPU."""
 
     def positions(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
         rank, size = cp_group.rank(), cp_group.size()
@@ -158,7 +158,7 @@ def _positions_unpinned(module: ModuleType) -> None:
 
 @_patch("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__")
 def _recompute_without_fp8(module: ModuleType) -> None:
-    """Upstream takes `fp8=False` for fp8 and reaches for Transformer Engine, which is not here: it means no fp8."""
+    """Upstream takes `fp8=False` for fp8 and needs Transformer Engine, which is missing: pass None instead."""
     original = module.CheckpointWithoutOutput.__init__
 
     def initialise(self: Any, fp8: Any = False) -> None:
@@ -169,7 +169,7 @@ def _recompute_without_fp8(module: ModuleType) -> None:
 
 @_patch("megatron.core.utils:local_multi_tensor_l2_norm")
 def _norms_of_long_tensors(module: ModuleType) -> None:
-    """torch's float32 norm of a long tensor loses digits on a CPU, 0.3 % at 40 million elements: add it in blocks."""
+    """torch's float32 norm of a long tensor loses digits on a CPU: sum it in blocks."""
 
     def l2_norm(chunk_size: Any, noop_flag: Any, tensor_lists: Any, per_tensor: Any, *args: Any) -> Any:
         return squared_norm([tensor for tensors in tensor_lists for tensor in tensors]).sqrt().float().view(1), None

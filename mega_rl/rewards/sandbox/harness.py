@@ -26,7 +26,7 @@ import types
 from itertools import islice
 from typing import Any
 
-Value = Any  # of whatever type code and tests use
+Value = Any  # code and tests use any type
 
 # Name of a form, the type that it has, and its parts as JSON; lists and dicts that hold values come by themselves.
 FORMS = (
@@ -35,7 +35,7 @@ FORMS = (
     ("complex", complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
 )
 COLLECTIONS = (("tuple", tuple), ("set", set), ("frozenset", frozenset), ("iterator", None))
-MOST_ITEMS = 1_000_000  # of an iterator
+MOST_ITEMS = 1_000_000  # an iterator's
 
 
 def encode(value: Value) -> Value:
@@ -384,7 +384,7 @@ class VerdictWriter:
         self.content: dict[str, Value] = {"error": "no verdict"}
         self._token = token
         self._output = os.dup(1)
-        os.dup2(2, 1)  # what tests print
+        os.dup2(2, 1)  # tests print to the log
 
     def __enter__(self) -> VerdictWriter:
         return self

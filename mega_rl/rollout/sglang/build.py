@@ -223,7 +223,7 @@ def connect(
     # After an error ranks or servers may be gone.
     resources.push(lambda kind, *_: transport.close() if kind is None else None)
     per_rank, host = math.ceil(sglang.max_concurrency / world.size), world.rank // pool.ranks_per_host
-    # A rank asks the servers of its own host; the ranks of a server's hosts have equal shares of what it takes.
+    # A rank asks the servers of its host; the ranks of a server's hosts share its requests equally.
     near = {
         one.index: math.ceil(sglang.max_concurrency / (len(one.hosts) * pool.ranks_per_host))
         for one in servers

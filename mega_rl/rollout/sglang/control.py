@@ -49,7 +49,7 @@ class Control:
     """
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
-        """timeout_s: deadline of one call, from the connection to the last byte of the answer, in seconds."""
+        """timeout_s: seconds for one call, from the connection to the answer's last byte."""
         self.endpoint = endpoint  # set another one after a restart
         self.timeout_s = timeout_s
         self.requests = 0  # so far, failed ones included
@@ -240,7 +240,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """Read both keys from a file. Raises UserError for a file that others can read or without both keys."""
+        """Read both keys; raises UserError if the file is incomplete or readable by others."""
         try:
             mode = path.stat().st_mode
             keys = cls(**json.loads(path.read_text("utf-8")))

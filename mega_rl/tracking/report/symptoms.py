@@ -193,7 +193,7 @@ def _share_above(histories: Histories, name: str, limit: float, noun: str) -> It
             yield name, history.since(limit), f"{history.end:.0%} of {noun}"
 
 
-# By the key of a rule's limits in symptoms.toml; each entry of a limit is the arguments behind the histories.
+# Key of a rule's limits in symptoms.toml -> test; each entry of a limit is the arguments behind the histories.
 LIMITS: dict[str, Callable[..., Iterator[Sign]]] = {
     "grows": _growth,
     "above": _beyond,
@@ -215,7 +215,7 @@ class Symptom:
     page: str = "docs/debugging.md, It diverges"
 
 
-# By key: "name", "row" (beginning of the symptom's row in docs/debugging.md), "meaning", "action", and limits.
+# Keys: "name", "row" (beginning of the symptom's row in docs/debugging.md), "meaning", "action", and limits.
 RULES: dict[str, dict[str, Any]] = tomllib.loads(
     files("mega_rl.tracking.report").joinpath("symptoms.toml").read_text("utf-8")
 )

@@ -1,1 +1,1 @@
-"""Tasks that a wrong trainer fails: `mega-rl bench learn` trains them and judges statements about the results."""
+"""Tasks that a wrong trainer fails; `mega-rl bench learn` trains them and judges the results."""

@@ -25,7 +25,7 @@ from mega_rl.verify.rl.inputs import EOS, SPECIAL, VOCABULARY, reward_of
 _TEXT = files("mega_rl.verify.rl").joinpath("algorithms.toml").read_text("utf-8")
 # Settings of an algorithm that differ from the defaults, by its name.
 ALGORITHMS: dict[str, Mapping[str, object]] = {name: flattened(own) for name, own in tomllib.loads(_TEXT).items()}
-# What the independent trainer has formulas for: settings that each reads, by kind of choice and name.
+# Formulas of the independent trainer: kind of choice -> name -> settings that it reads.
 FORMULAS: Mapping[str, Mapping[str, frozenset[str]]] = {
     ADVANTAGE.key: {name: reads for name, (_, reads) in ADVANTAGES.items()},
     LOSS.key: {name: reads for name, (_, reads) in LOSSES.items()},

@@ -1,4 +1,4 @@
-"""Files of a recorded run: the batch of each step, the real trainer's figures of each update."""
+"""Files of a recorded run: each step's batch, and the real trainer's figures per update."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class SglangClient:
                 answer.exception()  # seen, so that asyncio does not log it
 
     async def abort(self, rid: str = "", *, timeout_s: float) -> None:
-        """Ask the server to end one request, or all when `rid` is empty; each answers with what it has.
+        """Ask the server to end request `rid`, all if empty; each answers with tokens so far.
 
         A request that has not reached its scheduler yet continues, and a server may not answer.
         """
@@ -137,7 +137,7 @@ class SglangClient:
             await self._within(timeout_s, "POST", "/abort_request", body, self.endpoint.keys.admin_key)
 
     async def check_alive(self, *, timeout_s: float) -> None:
-        """Return if the server generates; /health does not show that, since it answers with a dead scheduler too.
+        """Check that the server generates; /health would also answer with a dead scheduler.
 
         A busy server answers once any of its requests has a token, an idle one after generating one token. Raises
         RequestFailure.
@@ -177,7 +177,7 @@ class SglangClient:
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, key: str, max_bytes: int, where: str
     ) -> bytes:
-        """Return the body of a 200 answer, up to `max_bytes` + one read. Only connecting has a deadline here."""
+        """Return a 200 answer's body, at most `max_bytes` + one read; only connecting has a deadline."""
         content = b"" if body is None else json.dumps(body).encode()
         # Messages name only the type of the cause, and tracebacks leave it out: httpx's errors hold the request
         # with its key.
@@ -255,13 +255,13 @@ class ExpectedAnswer:
 
     @property
     def max_bytes(self) -> int:
-        """Bound of the body, generous: 256 B for a token with its log-prob (60 are usual), 16 KiB for its routing."""
+        """Return a generous limit of the body: 256 B per token, with routing 16 KiB more."""
         total = 2**18 + 256 * self.max_new_tokens
         return total + 2**14 * (self.prompt_tokens + self.max_new_tokens) if self.routing else total
 
 
 def parse_answer(body: bytes, expected: ExpectedAnswer) -> Sample:
-    """Return the response in an answer; its finish is "stop", "length", or "partial" for an aborted request.
+    """Return an answer's response; its finish is "stop", "length", or "partial" for an aborted request.
 
     A log-prob above 0 by LOGPROB_ROUNDING or less is kept as it came. Raises RequestFailure.
     """
@@ -334,7 +334,7 @@ def _logprobs(meta: dict[str, Any], tokens: list[int], *, aborted: bool) -> list
         if not isinstance(entry, list) or len(entry) < 2 or not _is_int(entry[1]) or entry[1] != token:
             _bad(f"log-prob {position} is {_shown(entry)}, and its token {token}")
         value = entry[0]
-        # Of null, which SGLang writes for NaN, and of NaN itself, no comparison holds.
+        # No comparison holds for null, which SGLang writes for NaN, nor for NaN itself.
         is_number = _is_int(value) or isinstance(value, float)
         if not (is_number and _LEAST_LOGPROB <= value <= LOGPROB_ROUNDING):
             _bad(f"log-prob {position} is {_shown(value)}")

@@ -65,7 +65,7 @@ class Sampled:
 
 
 class SglangRolloutEngine:
-    """Rollout engine over a `ServerRouter`. Every rank is a client and asks for its own prompts' samples.
+    """Rollout engine over a `ServerRouter`; every rank is a client for its own prompts' samples.
 
     `sample` talks to servers and does no collective, so it may run next to training; `collect` is collective over all
     ranks: where a rank lost servers, all ranks bring them back and send them the weights before they get requests.
@@ -107,7 +107,7 @@ class SglangRolloutEngine:
         limits: Sequence[int] | None = None,
         draws: Draws | None = None,
     ) -> Sampled:
-        """Request n samples of each prompt and return those answered within the deadline, for `collect`. No collective.
+        """Request n samples per prompt; return those within the deadline, for `collect`; no collective.
 
         Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
         """
@@ -181,14 +181,14 @@ class SglangRolloutEngine:
         return self._settings.timeout_s * max(1, math.ceil(count / self._settings.concurrency))
 
     def metrics(self) -> Metrics:
-        """Return and reset the metrics of the generations since the last call, over all ranks; see `_count`."""
+        """Return and reset the metrics of generations since the last call, over all ranks."""
         taken, self._metrics = self._metrics, {}
         return taken
 
     # -- interruption: a weight update in the middle of a generation that runs next to training ------------------------
 
     def interrupt(self) -> None:
-        """Abort requests in flight, keep their tokens and send no more; return when none is in flight."""
+        """Abort requests in flight, keep their tokens, send no more; return when all have ended."""
         with self._turn:
             self._held = True
             if self._sending:
@@ -227,7 +227,7 @@ class SglangRolloutEngine:
     # -- checks and counts ---------------------------------------------------------------------------------------------
 
     def _settle_failures(self, sampled: Sampled) -> bool:
-        """Return whether any rank has failed samples; raise on all ranks when they are fatal or too many."""
+        """Return whether any rank has failed samples; raise RunError on all if too many; collective."""
         counts = self._world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
         if not counts[0]:
             return False
@@ -258,7 +258,7 @@ class SglangRolloutEngine:
 
 
 def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int) -> int:
-    """Return a 31-bit seed, a function of only its arguments: the same on any rank and server."""
+    """Return a 31-bit seed that depends only on the arguments, not on rank or server."""
     key = stream_keys(seed, torch.tensor(prompt_index), torch.tensor(sample_index))
     return int(key) & (2**31 - 1)
 
@@ -272,7 +272,7 @@ def rollout_of(
     with_token_versions: bool,
     routed: RoutedLayers | None = None,
 ) -> Rollout:
-    """Return one row per request, in their order: prompt and response, right-padded with 0, on the host.
+    """Return one row per request in order: prompt and response, right-padded with 0, on the host.
 
     A request without a sample is a row without a response. A row's version is its oldest token's; `weight_version`
     where it has none. routed: samples carry the experts of their tokens; None: they do not.
@@ -311,7 +311,7 @@ def rollout_of(
 
 
 def _routing(answers: Sequence[Sample], lengths: Sequence[int], routed: RoutedLayers) -> Tensor:
-    """Return [B, S, L, K] int16, the experts of each token in each of L mixtures; -1 where no server knows them.
+    """Return [B, S, L, K] int16 experts of tokens in L mixtures; -1 if unknown.
 
     lengths: of the rows, prompt and response. Unknown are padding, the last token of a response, which was never an
     input, and rows without a response or whose request was aborted at its last token: an abort reports no experts.

@@ -1,4 +1,4 @@
-"""State machine of one server: whether it gets requests, and how failures take it out of rotation. Imports no torch.
+"""State machine of one server's place in the rotation, driven by failures. Imports no torch.
 
     READY --failures in a row, or no sign of life--> SUSPECT --a real generation--> READY
     READY, SUSPECT --answers with another weight version--> STALE
@@ -67,7 +67,7 @@ class Replica:
             self.last_sign_of_life = now
         if charge == "sample":
             self._failures = 0
-            self._bad_answers += failure.kind != "rejected"  # which is about what we sent
+            self._bad_answers += failure.kind != "rejected"  # a rejection is about the request
         elif charge == "busy":
             self.busy_until = max(self.busy_until, now + wait_s)
         else:
@@ -80,7 +80,7 @@ class Replica:
             self.move(State.SUSPECT, str(failure))
 
     def move(self, state: State, reason: str, *, planned: bool = False) -> None:
-        """Change the state and log it; changes that every weight update makes are logged at debug level."""
+        """Change the state and log it; planned changes, as in weight updates, at debug level."""
         if state is not self.state:
             planned = planned or (state is State.READY and self._planned)
             level = logging.DEBUG if planned else logging.INFO if state is State.READY else logging.WARNING
@@ -94,7 +94,7 @@ class Replica:
         self.state, self.reason = state, reason
 
     async def probe(self, rid: str, *, version: int, mixed_versions: bool, timeout_s: float) -> None:
-        """Probe a SUSPECT server with real generations until it is READY, STALE or, after `PROBES` failures, DOWN."""
+        """Probe a SUSPECT server with generations until READY, STALE or, after `PROBES` failures, DOWN."""
         for number in range(PROBES):
             if number:
                 await asyncio.sleep(_PROBE_WAIT_S * 2 ** (number - 1))
@@ -114,7 +114,7 @@ class Replica:
         self.move(State.DOWN, f"{PROBES} probes failed, the last: {self.reason}")
 
     async def check(self, *, timeout_s: float) -> RequestFailure | None:
-        """Check a silent server with requests in flight; return why they are lost if it does not generate."""
+        """Check a silent server with requests in flight; return why they are lost, else None."""
         asked = asyncio.get_running_loop().time()
         try:
             await self.client.check_alive(timeout_s=timeout_s)
@@ -128,7 +128,7 @@ class Replica:
 
 
 def least_loaded(replicas: Sequence[Replica], now: float) -> Replica | None:
-    """Return the server with the fewest requests, one of this rank's host if there are any; None if all are full."""
+    """Return the server with fewest requests, of this host if any; None if all are full."""
     near = [replica for replica in replicas if replica.near] or replicas
     free = [replica for replica in near if replica.has_room(now)]
     return min(free, key=lambda one: (one.in_flight, one.dispatched, one.client.endpoint.index), default=None)

@@ -67,7 +67,7 @@ class Sample:
 
 Charge = Literal["sample", "server", "down", "stale", "busy"]
 
-# What one failed try counts against, by its kind:
+# Kind of a failed try -> budget that it counts against:
 # "sample": it uses up one of the sample's tries.
 # "server": no answer came; it counts against the server, and a sample has a bounded number of these too.
 # "down": as "server", and no other request can do better there, so the server is suspected at once.

@@ -178,7 +178,7 @@ class _Groups:
         self._own, self._rendezvous, self._members, self.names = None, None, [], []
 
     def broadcast(self, data: Tensor | None) -> Future[Any] | None:
-        """Start to send a bucket of this stage, [n] uint8, if there is one; do not change it meanwhile.
+        """Start to send this stage's bucket, [n] uint8, if any; do not change it meanwhile.
 
         On a thread, because the first broadcast over NCCL waits for its peers.
         """
@@ -321,7 +321,7 @@ class Rendezvous:
 def join_group(
     *, name: str, size: int, address: str, port: int, towards: Sequence[str], backend: str, timeout_s: float
 ) -> Future[Any]:
-    """Start to join a group of this rank, 0 and the source of broadcasts, and the servers' ranks at the rendezvous.
+    """Start to join the broadcast group: rank 0 is this one, the others are the servers'.
 
     Built as SGLang's `init_custom_process_group` builds the servers' side: the store's keys have the group's name as
     prefix twice (once by torch), then the device. Not registered with torch.distributed, whose own groups end together

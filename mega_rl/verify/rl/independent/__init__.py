@@ -1,4 +1,4 @@
-"""A second trainer, written from the papers on plain torch and transformers, to compare the real one with.
+"""A second trainer from the papers, in plain torch and transformers, to check the real trainer.
 
 It imports nothing of mega_rl. Rows are lists, formulas are loops over them in float64, and nothing is packed, cut over
 ranks or cached: slow, and short enough to be read against the papers.

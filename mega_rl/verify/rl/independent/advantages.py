@@ -1,4 +1,4 @@
-"""Advantages of the responses of a step, by the papers: one function for each name, listed in `ADVANTAGES`.
+"""Advantages of a step's responses, by the papers: one function per name, listed in `ADVANTAGES`.
 
 A response's advantages are a list with one number for each of its tokens.
 """
@@ -15,7 +15,7 @@ from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
 
 @dataclass(frozen=True)
 class Responses:
-    """The responses of a step with what is known of them before the first update; lists go over responses."""
+    """A step's responses with their data from before the first update; lists go over responses."""
 
     samples: Sequence[ScoredSample]
     rewards: Row  # one per response, with the punishment of overlong ones
@@ -157,7 +157,7 @@ def optimal_baseline(responses: Responses, choice: NamedSettings) -> list[Row]:
 
 
 def pass_at_k(responses: Responses, choice: NamedSettings) -> list[Row]:
-    """Return pass@k advantages, by analytical derivation (arXiv:2508.10751): a set of k is right if one of it is."""
+    """Return pass@k advantages by analytical derivation (arXiv:2508.10751); one right response makes a set right."""
     k = int(choice["k"])
 
     def judged(rewards: Row, lengths: list[int]) -> Row:
@@ -173,7 +173,7 @@ def pass_at_k(responses: Responses, choice: NamedSettings) -> list[Row]:
 
 
 def teacher_advantages(responses: Responses, choice: NamedSettings) -> list[Row]:
-    """Return log q - log p of each token and, discounted, of those after it, q the teacher's.
+    """Return each token's discounted sum of log q - log p from it on (q: teacher).
 
     Reverse KL on the student's own samples (GKD, arXiv:2306.13649), with reward_weight times the reward less the mean
     of the prompt's other responses.

@@ -25,14 +25,14 @@ def sample_deviation(values: Sequence[float]) -> float:
 
 
 def token_rewards(reward: float, logprobs: Row, ref_logprobs: Row, coef: float) -> Row:
-    """Return -coef * log(p / ref) of each token, and the reward on the last (arXiv:1909.08593, eq. 2)."""
+    """Return -coef * log(p / ref) per token, the last plus the reward (arXiv:1909.08593, eq. 2)."""
     rewards = [-coef * (logprob - ref) for logprob, ref in zip(logprobs, ref_logprobs, strict=True)]
     rewards[-1] += reward
     return rewards
 
 
 def gae(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
-    """Return (advantages, returns) by the recursion of arXiv:1506.02438, eq. 16; beyond the last token all is 0."""
+    """Return (advantages, returns) by the recursion of arXiv:1506.02438, eq. 16, with 0 beyond the last token."""
     advantages, next_advantage, next_value = [0.0] * len(rewards), 0.0, 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * next_value - values[t]
@@ -47,7 +47,7 @@ def returns_to_go(rewards: Row, gamma: float) -> Row:
 
 
 def whitened(rows: list[Row]) -> list[Row]:
-    """Return (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance with n below."""
+    """Return (A - mean) / sqrt(biased variance + 1e-8) over all tokens of the batch."""
     every = [value for row in rows for value in row]
     mean = sum(every) / len(every)
     variance = sum((value - mean) ** 2 for value in every) / len(every)
@@ -71,13 +71,13 @@ def aggregation_weights(sizes: Sequence[tuple[int, int]], settings: LockstepSett
 
 
 def clipped_term(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
-    """Return the loss of each token, arXiv:1707.06347, eq. 7; with a bound below where A < 0, arXiv:1912.09729."""
+    """Return each token's clipped loss (arXiv:1707.06347, eq. 7), bounded where A < 0 (arXiv:1912.09729)."""
     clipped = torch.clamp(ratio, 1 - choice["clip_low"], 1 + choice["clip_high"])
     return bounded_term(torch.minimum(ratio * advantages, clipped * advantages), advantages, choice)
 
 
 def bounded_term(objective: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
-    """Return the loss of each token, at most dual_clip * |A| where A < 0 (arXiv:1912.09729, eq. 5)."""
+    """Return each token's loss, at most dual_clip * |A| where A < 0 (arXiv:1912.09729, eq. 5)."""
     bound = choice.numbers.get("dual_clip", 0.0)
     if bound > 0:
         objective = torch.where(advantages < 0, torch.maximum(objective, bound * advantages), objective)
@@ -85,7 +85,7 @@ def bounded_term(objective: Tensor, advantages: Tensor, choice: NamedSettings) -
 
 
 def overlong_punishment(length: int, settings: LockstepSettings) -> float:
-    """Return the punishment, from 0 to -1, of a response of this length (DAPO, arXiv:2503.14476, eq. 13)."""
+    """Return a response length's punishment, from 0 to -1 (DAPO, arXiv:2503.14476, eq. 13)."""
     limit, buffer = settings.max_response_tokens, settings.overlong_buffer
     return 0.0 if buffer == 0 or length <= limit - buffer else ((limit - buffer) - length) / buffer
 
@@ -129,7 +129,7 @@ def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_term(name: str, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tensor:
-    """Return w * KL estimate with the gradient of w * log(p / ref)^2 / 2, w = min(ratio, 10) (arXiv:2506.09477)."""
+    """Return w * KL estimate with gradient of w * k2; w = min(ratio, 10) (arXiv:2506.09477)."""
     weight = ratio.detach().clamp(max=10.0)
     differentiable = weight * (logprobs - ref_logprobs) ** 2 / 2
     value = weight * kl_estimate(name, logprobs, ref_logprobs)
@@ -159,7 +159,7 @@ def learning_rate(step: int, peak: float, total: int, settings: LockstepSettings
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that brings gradients of this norm to `limit`, as torch's clip_grad_norm_; 0: no limit."""
+    """Return the factor that clips gradients to `limit`, like torch's clip_grad_norm_; 0: no limit."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 

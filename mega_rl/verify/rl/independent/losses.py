@@ -39,7 +39,7 @@ def clipped(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -
 
 
 def of_sequences(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
-    """Return the clipped term of s, the geometric mean of the response's ratios (GSPO, arXiv:2507.18071, eq. 5, 7).
+    """Return the clipped term of the ratios' geometric mean s (GSPO, arXiv:2507.18071, eq. 5, 7).
 
     Where its tokens' advantages differ, s * p_t / sg(p_t) for token t, in value the same (GSPO-token, eq. 13 and 14).
     """
@@ -69,7 +69,7 @@ def capped(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) ->
 
 
 def gated(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
-    """Return -A * 4 / tau * sigmoid(tau * (ratio - 1)): a gate in the place of the clip (SAPO, arXiv:2511.20347)."""
+    """Return -A * 4 / tau * sigmoid(tau * (ratio - 1)), not clipped (SAPO, arXiv:2511.20347)."""
     tau = torch.where(tokens.advantages > 0, choice["tau_positive"], choice["tau_negative"])
     return -tokens.advantages * 4 / tau / (1 + torch.exp(-tau * (tokens.ratio - 1)))
 
@@ -81,14 +81,14 @@ def masked_by_variation(tokens: ResponseTokens, choice: NamedSettings, formulas:
 
 
 def masked_by_divergence(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
-    """Return the same within a KL(p_old || p) of "this token or another" (DPPO, arXiv:2602.04879, binary KL)."""
+    """Return REINFORCE masked by the binary KL(p_old || p) of each token (DPPO, arXiv:2602.04879)."""
     new, old = tokens.logprobs.exp(), tokens.anchor.exp()
     distance = old * torch.log(old / new) + (1 - old) * torch.log((1 - old) / (1 - new))
     return _masked(tokens, choice, formulas, distance)
 
 
 def _masked(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas, distance: Tensor) -> Tensor:
-    """Return REINFORCE by capped ratios; tokens that are far off and would go further have no part in it."""
+    """Return REINFORCE by capped ratios, 0 for distant tokens that would move further away."""
     rises = tokens.logprobs > tokens.anchor
     away = torch.where(tokens.advantages > 0, rises, ~rises)
     trains = ~(away & (distance > choice["threshold"]))
@@ -115,7 +115,7 @@ def _covariance(tokens: ResponseTokens) -> Tensor:
 
 
 def from_teacher(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
-    """Return the divergence from the teacher on the student's own samples (GKD, arXiv:2306.13649, eq. 3, lambda 1)."""
+    """Return the divergence from the teacher on the student's samples (GKD, arXiv:2306.13649, eq. 3, lambda 1)."""
     assert tokens.teacher is not None
     return formulas.divergence(tokens.student, tokens.teacher, tokens.temperature, choice["beta"])
 
@@ -141,7 +141,7 @@ def uncorrected(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
 
 
 def truncated(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
-    """Return min(p_old / p_rollout, cap) of each token, or of the whole response (Yao et al. 2025)."""
+    """Return min(p_old / p_rollout, cap) of each token or response (Yao et al. 2025)."""
     log_ratio = tokens.anchor - tokens.rollout
     if choice.words["level"] == "sequence":
         log_ratio = log_ratio.sum().expand(len(log_ratio))
@@ -155,7 +155,7 @@ def within_band(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
 
 
 def by_geometric_mean(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
-    """Return 1 for responses whose geometric mean of p_old / p_rollout is inside [low, high], else 0 (Liu 2025)."""
+    """Return 1 if geometric mean p_old / p_rollout is in [low, high], else 0 (Liu 2025)."""
     return _accepted(float((tokens.anchor - tokens.rollout).mean().exp()), tokens, choice)
 
 
@@ -170,7 +170,7 @@ def _accepted(ratio: float, tokens: ResponseTokens, choice: NamedSettings) -> Te
 
 
 def bad_and_distant(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
-    """Return 0 where A < 0 in responses with a mean log(p_rollout / p) above delta (OPSM, arXiv:2512.02556)."""
+    """Return 0 where A < 0 and mean log(p_rollout / p) > delta (OPSM, arXiv:2512.02556)."""
     distance = float((tokens.rollout - tokens.logprobs.detach()).mean())
     leaves_out = tokens.advantages < 0 if distance > choice["delta"] else torch.zeros(len(tokens.anchor)).bool()
     return torch.where(leaves_out, 0.0, torch.ones_like(tokens.anchor))

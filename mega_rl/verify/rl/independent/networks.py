@@ -67,7 +67,7 @@ class PolicyNetwork(Network):
         self._unsaid = [i for i, name in enumerate(names) if name is None or i == tokenizer.pad_token_id]
 
     def logits(self, sample: ScoredSample) -> Tensor:
-        """Return the logits of each response token, [n, V] float64: an output predicts the token after it."""
+        """Return the logits that predict each response token, [n, V] float64."""
         tokens = torch.tensor([sample.tokens[:-1]])
         logits: Tensor = self._model(tokens, use_cache=False).logits[0, sample.prompt_length - 1 :].double()
         return logits.index_fill(1, torch.tensor(self._unsaid, dtype=torch.int64), UNSAID)
@@ -79,7 +79,7 @@ class PolicyNetwork(Network):
 
 @torch.no_grad()
 def moved(reference: Network, policy: Network, rate: float) -> None:
-    """Move the reference's weights by this share of the way to the policy's (TR-DPO, arXiv:2404.09656, eq. 2)."""
+    """Move the reference's weights towards the policy's by share `rate` (TR-DPO, arXiv:2404.09656, eq. 2)."""
     for name, parameter in reference.parameters.items():
         mixed = (1 - rate) * parameter.double() + rate * policy.parameters[name].double()
         parameter.copy_(mixed)
@@ -121,7 +121,7 @@ class TrainedNetwork:
         place: tuple[int, int],
         tokens: Mapping[str, list[Tensor]],
     ) -> Figures:
-        """Make an optimizer step on the sum of `terms` (of sample i, by token) over a mini-batch's samples.
+        """Make an optimizer step on the sum of `terms` (of sample i, by token) over `samples`.
 
         place: (step, mini-batch), for the figures; tokens: figures of each sample's tokens.
         """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NamedSettings:
-    """An algorithm by its name, with its settings by theirs: numbers (1 for yes, 0 for no) and words."""
+    """An algorithm's name, with its settings by name: numbers (1 yes, 0 no) and words."""
 
     name: str
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -88,11 +88,11 @@ class ScoredSample:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The samples of a step, and the prompts of each of its mini-batches, in the order of the updates."""
+    """A step's samples, and the prompts of each of its mini-batches in update order."""
 
     samples: Sequence[ScoredSample]
     minibatches: Sequence[Sequence[int]]
-    # Of dynamic sampling: all that was sampled, generation by generation, whose prompts count from 0 in each.
+    # Dynamic sampling: all samples, generation by generation; each generation numbers its prompts from 0.
     generations: Sequence[Sequence[ScoredSample]] = ()
     greedy: Sequence[ScoredSample] = ()  # one response to each prompt, where an estimator asks for it
 
@@ -104,7 +104,7 @@ class Figures:
     role: str  # actor, critic
     step: int
     update: int  # number of the mini-batch in its step
-    # By name, float64, one number for each response token of the mini-batch, sample after sample.
+    # Name -> float64, one number for each response token of the mini-batch, sample after sample.
     tokens: Mapping[str, Tensor]
     loss: float
     loss_scale: float  # sum of |weight * term| over the tokens: the size of what cancels in the loss

@@ -33,7 +33,7 @@ from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, Sco
 
 @dataclass(frozen=True)
 class EvaluatedSample:
-    """A sample with what a step knows of its tokens before the first update; [n] float64 each."""
+    """A sample with the step's numbers for its tokens before any update; [n] float64 each."""
 
     sample: ScoredSample
     old: Tensor
@@ -44,7 +44,7 @@ class EvaluatedSample:
 
 
 class IndependentTrainer:
-    """A policy and perhaps a critic, both from the weights at the start, and a reference; steps count from 0."""
+    """Policy and perhaps critic from the start weights, with a reference; steps count from 0."""
 
     def __init__(
         self, path: Path, settings: LockstepSettings, formulas: Formulas, *, reference: Path | None = None
@@ -107,7 +107,7 @@ class IndependentTrainer:
     def _responses(
         self, samples: Sequence[ScoredSample], old: list[Tensor], ref: list[Tensor], values: list[Tensor]
     ) -> Responses:
-        """Return the samples with their rewards, those of tokens with the KL where it has its place."""
+        """Return the samples with rewards and token rewards, which include the KL if placed there."""
         coef = self._kl_coef if self._settings.kl_placement == "reward" else 0.0
         penalty = self._settings.overlong_penalty
         rewards, of_tokens, parts = Row(), list[Row](), list[Mapping[str, float]]()
