@@ -55,8 +55,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     return driver
 
 
-# `make test` runs the three that compare with other libraries; the others are those of `make test-full`.
-LONG = ("converters, all", "learning", "restart", "checkpoint", "ddp", "reward_pool", "stream", "weight_sync")
+# `make test` runs "engines"; the others are those of `make test-full`.
+LONG = ("e2e", "converters", "converters, all", "learning", "restart", "checkpoint", "ddp", "reward_pool")
+LONG += ("stream", "weight_sync")
 
 
 @pytest.mark.parametrize("name", without(PROGRAMS, *LONG))
