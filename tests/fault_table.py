@@ -523,7 +523,7 @@ TABLE: Table = {
     ("rewards", "rewards/test_pool.py"): [
         ("both sides of a fork answer", "if os.getpid() != own:", "if os.getpid() < 0:")
     ],
-    ("rewards", "rewards/test_pool.py -k as_a_group"): [
+    ("rewards", "test_processes.py -k has_started"): [
         (
             "processes that fork on and on are killed one by one",
             "os.killpg(self.pid, signal.SIGKILL)",

@@ -151,7 +151,7 @@ def test_later_draws_follow_the_weights_that_are_left() -> None:
 
 
 def test_without_a_weight_left_the_others_are_drawn_and_then_all_again() -> None:
-    weights = np.array([0, 3, 0, 0], dtype=np.int64)
+    weights = np.array([0, 3, 5, 0], dtype=np.int64)
     drawn = draw_by_weight(weights, 6, taken=(2,), key=(1,))
     assert drawn[0] == 1
     assert sorted(drawn[:3]) == [0, 1, 3]

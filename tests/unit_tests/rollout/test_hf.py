@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from mega_rl.errors import UserError
 from mega_rl.rollout import decoding
+from mega_rl.rollout.decoding import GrowingLayer
 from mega_rl.rollout.embedded import checksum
 from mega_rl.rollout.sampling import Sampler
 from mega_rl.types import Draws, Prompt, Rollout
@@ -348,3 +349,15 @@ def test_long_responses_outgrow_the_first_room_of_the_cache(tmp_path: Path) -> N
     with torch.no_grad():
         expected = made.model(tokens[None]).logits[0].double().log_softmax(-1)[torch.arange(8, 208), tokens[9:]]
     torch.testing.assert_close(rollout.rollout_logprobs[0, 9:].double(), expected, rtol=0, atol=2e-5)
+
+
+def test_the_cache_grows_to_the_longest_sequence_and_no_further() -> None:
+    """64 tokens of room first, twice as much when they are full, 200 at most; tokens stay."""
+    layer, rooms = GrowingLayer(max_tokens=200), set()
+    tokens = torch.randn(2, 1, 200, 4)
+    for first, last in [(0, 30), *((token, token + 1) for token in range(30, 200))]:
+        keys, values = layer.update(tokens[:, :, first:last], -tokens[:, :, first:last])
+        rooms.add(keys.untyped_storage().nbytes() // (2 * 4 * 4))
+        assert torch.equal(keys, tokens[:, :, :last])
+        assert torch.equal(values, -tokens[:, :, :last])
+    assert sorted(rooms) == [94, 189, 200]
