@@ -163,12 +163,15 @@ def _config(root: Path, case: str, model: str, entries: Sequence[dict[str, Any]]
 
 
 @contextmanager
-def connected(plan: Any, pool: Any, engine: Any, world: Any) -> Iterator[Any]:
+def connected(config: Any, pool: Any, engine: Any, world: Any) -> Iterator[Any]:
+    from mega_rl.parallel.accelerator import prepare
     from mega_rl.rollout.sglang.build import connect
+    from mega_rl.trainer.assemble.plan import plan_run
 
-    rollout, hidden = plan.config.rollout, plan.engine.hidden_tokens
+    plan = plan_run(config, prepare("auto"))
+    dtype, hidden = plan.rollout_dtype, plan.engine.hidden_tokens
     with ExitStack() as resources:
-        yield connect(rollout, plan.rollout_dtype, pool, resources, actor=engine, world=world, hidden_tokens=hidden)
+        yield connect(config.rollout, dtype, pool, resources, actor=engine, world=world, hidden_tokens=hidden)
 
 
 def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str, list[dict[str, Any]]]) -> Any:
@@ -180,16 +183,12 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
         for model in "ba":
             config = _config(root, case, model, servers[source])
             with running_engine(config, trainable=False) as engine:
-                from mega_rl.parallel.accelerator import prepare
                 from mega_rl.parallel.comm import GroupRanks
-                from mega_rl.trainer.assemble.plan import plan_run
-
-                plan = plan_run(config, prepare("auto"))
 
                 world = GroupRanks(engine.groups.world)
                 pool = Joined(servers[source])
                 version += 5
-                with connected(plan, pool, engine, world) as connection:
+                with connected(config, pool, engine, world) as connection:
                     connection.sync.resume_at(version)
                     actual[f"{case} {model}"] = {
                         "metrics": connection.sync.publish(),
