@@ -105,7 +105,7 @@ def launch(
     """
     with StopSignals() as stop:
         variables = {**os.environ, **(variables or {})}
-        os.environ.pop(KEY, None)  # store and reaper would inherit it
+        os.environ.pop(KEY, None)  # children would inherit it
         try:
             conclusion = _run(settings, variables, stop, newest)
         except (UserError, RunError) as error:
