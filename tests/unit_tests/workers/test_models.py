@@ -140,8 +140,8 @@ def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
 
 
 def test_the_value_loss_reads_its_fields() -> None:
-    """Old values are the experience's."""
-    values = BATCH.values + ENTROPY
+    """Old values are the experience's, weights those of tokens, whatever a policy's loss weighs."""
+    values, fields = BATCH.values + ENTROPY, FIELDS | {"loss_weights": 3 * BATCH.token_weights}
     expected = clipped_value_loss(
         values,
         old_values=BATCH.values,
@@ -149,7 +149,7 @@ def test_the_value_loss_reads_its_fields() -> None:
         token_weights=BATCH.token_weights,
         value_clip=0.2,
     )
-    assert same(ValueLoss(value_clip=0.2)(TokenOutputs(values=values), FIELDS, SEQUENCES), expected)
+    assert same(ValueLoss(value_clip=0.2)(TokenOutputs(values=values), fields, SEQUENCES), expected)
 
 
 def test_the_critic_may_learn_first() -> None:
