@@ -226,7 +226,7 @@ class GAE(AdvantageKind):
 
     def problems(self) -> Iterator[str]:
         if self.policy_lambda and self.length_alpha:
-            yield f"policy_lambda={self.policy_lambda:g} has no effect beside length_alpha={self.length_alpha:g}"
+            yield f"policy_lambda={self.policy_lambda:g} has no effect together with length_alpha={self.length_alpha:g}"
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         from mega_rl.algorithms.inputs import gae, length_adaptive_lambda

@@ -179,7 +179,7 @@ def _missed(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def models_take_turns(engine: EngineConfig, several: bool, *, colocated: bool) -> bool:
-    """Return whether each of several models works alone on the device; colocated: with servers."""
+    """Return whether several models take turns on the device; colocated: with servers."""
     wanted, movable = engine.resident_roles, not (engine.backend == "fsdp" and engine.fsdp.cpu_offload)
     return several and movable and (wanted == "one" or (wanted == "auto" and colocated))
 

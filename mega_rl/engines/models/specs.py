@@ -345,7 +345,7 @@ def check_one_backend(asked: Mapping[Role, RequestedAttention]) -> None:
 
 
 def _lacking(word: str, hf: HFConfig, impl: Spec, device_type: str, dtype: str) -> list[str]:
-    """Return what the attention `word` needs and this machine or model lacks, in words."""
+    """Name the needs of attention `word` that this machine or model does not meet."""
     needs: dict[str, bool] = {}
     if word == "flash_attention_2" and impl == "local":
         needs["Transformer Engine (engine.megatron.transformer_impl) or engine.backend=fsdp"] = False

@@ -91,7 +91,7 @@ def _weight_files(directory: Path) -> Iterator[str]:
         try:
             files = [directory / name for name in sorted(set(read_json_object(index)["weight_map"].values()))]
         except (UserError, KeyError, TypeError, AttributeError):
-            files = [directory]  # which is no file inside of itself
+            files = [directory]  # refused below: the folder is not a file in itself
         if any(file.parent != directory for file in files):
             yield f"{index}: not an index of shards; it needs a 'weight_map' of tensor to file inside the checkpoint"
             return

@@ -63,7 +63,7 @@ def encode(value: Value) -> Value:
         return {"iterator": [encode(part) for part in islice(value, MOST_ITEMS)]}
     if not isinstance(value, type) and hasattr(value, "tolist"):
         return encode(value.tolist())
-    raise TypeError("an object of " + type(value).__name__ + " is no data")
+    raise TypeError("an object of " + type(value).__name__ + " is not data")
 
 
 def decode(value: Value) -> Value:

@@ -54,7 +54,7 @@ class Method:
     settings: AlgorithmConfig
     estimator: AdvantageEstimator
     objective: PolicyObjective
-    correction: Correction | None  # of token losses, for what sampled the tokens
+    correction: Correction | None  # weights of token losses, from the probabilities of the sampler
     on_policy: bool  # see `config.needs.is_on_policy`
     reads_reference: bool
     needs_teacher: bool

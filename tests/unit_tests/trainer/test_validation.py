@@ -142,7 +142,7 @@ def test_each_set_has_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class PartsReward(FakeReward):
-    """One part everywhere, a second one in prompts of even tokens alone; some samples are left out."""
+    """One part everywhere, a second one only in prompts of even tokens; some samples are left out."""
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         answers = rollout.tokens[:, 2].double()

@@ -394,5 +394,5 @@ def _routing(meta: dict[str, Any], num_tokens: int, expected: ExpectedAnswer) ->
     except (binascii.Error, ValueError):
         routing = b""
     if not routing or len(routing) % (4 * rows):
-        _bad(f"meta_info.routed_experts is no int32 [{rows}, layers, experts] in base64: {_shown(text)}")
+        _bad(f"meta_info.routed_experts is not int32 [{rows}, layers, experts] in base64: {_shown(text)}")
     return routing
