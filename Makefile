@@ -57,7 +57,7 @@ fmt: setup ## repair what ruff can repair by itself
 test-fast: setup ## tests that start no ranks, servers or programs, two minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --fast
 
-test: setup sglang te peers kubernetes linters ## all tests, ten minutes on two cores
+test: setup sglang te peers kubernetes triton linters ## all tests, ten minutes on two cores
 	@$(PYTEST_WORKERS)
 
 bench: bench-environment ## a training step against TRL's

@@ -16,6 +16,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,15 +103,20 @@ def _run(parts: Sequence[str], *, tiny: bool, limit_s: float) -> tuple[list[dict
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     if tiny:
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    begin, records = time.monotonic(), []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-            failure = f"exit code {process.returncode}" if process.returncode else ""
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-            failure = f"stopped after {limit_s:g} s"
-    return [json.loads(line) for line in output.splitlines() if line.startswith('{"part"')], failure
+        assert process.stdout is not None
+        limit = threading.Timer(limit_s, process.kill)
+        limit.start()
+        for line in process.stdout:
+            if line.startswith('{"part"'):
+                records.append(json.loads(line))
+                print(line, end="", file=sys.stderr, flush=True)  # a machine that is lent may be gone before the table
+        limit.cancel()
+    if not process.returncode:
+        return records, ""
+    overran = time.monotonic() - begin >= limit_s
+    return records, f"stopped after {limit_s:g} s" if overran else f"exit code {process.returncode}"
 
 
 def table(records: Sequence[dict[str, Any]], *, judge: bool) -> str:

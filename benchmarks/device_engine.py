@@ -1,4 +1,4 @@
-"""Parts of device.py that run a Megatron engine: whole training steps, turns, rollouts, and their log-prob mismatch."""
+"""Parts of device.py that run an engine: whole training steps, turns, rollouts, and their log-prob mismatch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ SHAPES = {
     "1.7b": Shape(2048, 28, 16, 8, 6144),
     "4b": Shape(2560, 36, 32, 8, 9728),
 }
-# shape, tokens of a micro-batch, recompute
-STEPS = (("1.7b", 8192, "none"), ("4b", 16384, "full"))
+# engine, shape, tokens of a micro-batch, recompute
+STEPS = (
+    ("megatron", "1.7b", 8192, "none"),
+    ("fsdp", "1.7b", 8192, "none"),
+    ("megatron", "4b", 16384, "full"),
+)
 
 
 def write_model(folder: Path, shape: Shape) -> None:
@@ -75,18 +79,21 @@ def write_model(folder: Path, shape: Shape) -> None:
 
 
 @contextmanager
-def running_actor(shape: str, *, tokens: int, recompute: str = "none") -> Iterator[tuple[Any, Path]]:
+def running_actor(
+    shape: str, *, tokens: int, recompute: str = "none", backend: str = "megatron"
+) -> Iterator[tuple[Any, Path]]:
     """Yield (engine of one rank, folder of its checkpoint)."""
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.config.schema import Config, MicrobatchConfig, ModelConfig, OptimConfig, TrainerConfig
+    from mega_rl.config.schema import Config, EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig, TrainerConfig
     from mega_rl.trainer.assemble import build_actor, session
 
     with tempfile.TemporaryDirectory(prefix="device_") as name:
         write_model(Path(name), SHAPES[shape])
         config = Config(
             model=ModelConfig(path=name, dtype="bf16", recompute=recompute),
+            engine=EngineConfig(backend=backend),
             optim=OptimConfig(lr=1e-6),
             trainer=TrainerConfig(microbatch=MicrobatchConfig(max_tokens=tokens)),
         )
@@ -129,14 +136,16 @@ def step(*, tiny: bool) -> Iterator[Record]:
     from mega_rl.workers.models import PolicyLoss
 
     loss = PolicyLoss(PPO(clip_high=0.28, dual_clip=0.0), kl=None, kl_estimator="k3", on_policy=True)
-    for name, tokens, recompute in (("tiny", 128, "none"),) if tiny else STEPS:
-        with running_actor(name, tokens=tokens, recompute=recompute) as (engine, _):
+    small = [(backend, "tiny", 128, "none") for backend in ("megatron", "fsdp")]
+    for backend, name, tokens, recompute in small if tiny else STEPS:
+        with running_actor(name, tokens=tokens, recompute=recompute, backend=backend) as (engine, _):
             batch = experience(tokens, SHAPES[name].vocab)
             timings = _timings(engine, batch, loss, rounds=1 if tiny else 3)
-            yield {"shape": name, "recompute": recompute} | _speeds(SHAPES[name], batch.lengths.tolist(), *timings)
-            yield {"shape": name} | _turn(engine)  # makes the places on the host
+            case = {"engine": backend, "shape": name}
+            yield case | {"recompute": recompute} | _speeds(SHAPES[name], batch.lengths.tolist(), *timings)
+            yield case | _turn(engine)  # makes the places on the host
             engine.train_minibatch(batch, loss, lr=1e-6)
-            yield {"shape": name} | {f"kept_{key}": value for key, value in _turn(engine).items()}
+            yield case | {f"kept_{key}": value for key, value in _turn(engine).items()}
 
 
 def _timings(engine: Any, batch: Any, loss: Any, *, rounds: int) -> tuple[float, float]:

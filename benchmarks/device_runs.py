@@ -39,7 +39,9 @@ def suite(*, tiny: bool) -> Iterator[Record]:
 
 
 def run(*, tiny: bool) -> Iterator[Record]:
-    """Train the quickstart's fresh model by GRPO on one rank, on the device and on the CPU; its first step is compared.
+    """Train the quickstart's fresh model by GRPO on one rank, by both engines, on the CPU and the device.
+
+    The first step of each is compared with that of Megatron-Core on the CPU.
 
     Samplers of both devices draw alike where their logits, in FP32, round alike.
     """
@@ -49,29 +51,31 @@ def run(*, tiny: bool) -> Iterator[Record]:
         folder = Path(name)
         sums.write_data(folder / "data", seed=0)
         sums.write_model(folder / "model", seed=0)
-        devices = ("cuda", "cpu") if GPU else ("cpu",)
-        steps = {device: _train(folder, device, steps=1 if tiny else 5) for device in devices}
-    for device, metrics in steps.items():
+        cases = [
+            (backend, device) for device in ("cpu", *(["cuda"] if GPU else [])) for backend in ("megatron", "fsdp")
+        ]
+        steps = {case: _train(folder, *case, steps=1 if tiny else 5) for case in cases}
+    for (backend, device), metrics in steps.items():
         seconds = [step["time/step_s"] for step in metrics]
-        record: Record = {"case": f"GRPO on {device}", "steps": len(seconds), "step_s": min(seconds)}
+        record: Record = {"case": f"GRPO on {backend}, {device}", "steps": len(seconds), "step_s": min(seconds)}
         for key in COMPARED:
-            ours, theirs = metrics[0][key], steps["cpu"][0][key]
+            ours, theirs = metrics[0][key], steps["megatron", "cpu"][0][key]
             record[f"{key.rsplit('/', 1)[-1]}_difference"] = abs(ours - theirs) / abs(theirs)
         yield record
 
 
-def _train(folder: Path, device: str, *, steps: int) -> list[dict[str, float]]:
+def _train(folder: Path, backend: str, device: str, *, steps: int) -> list[dict[str, float]]:
     """Return the metrics of each step of a run in a process of its own."""
     from mega_rl.tracking.metrics.records import read_metrics
 
     settings = {
-        "trainer.run_dir": str(folder / device),
+        "trainer.run_dir": str(folder / backend / device),
         "trainer.device": device,
         "trainer.steps": steps,
         "trainer.val_interval": 0,
         "trainer.prompts_per_step": 8 if steps == 1 else 128,
         "trainer.minibatch_size": 8 if steps == 1 else 64,
-        "engine.megatron.tp": 1,
+        **({"engine.megatron.tp": 1} if backend == "megatron" else {"engine.backend": backend}),
         "algorithm.advantage": "grpo",
         "algorithm.kl": "loss",
         "algorithm.kl.estimator": "k3",
@@ -83,10 +87,12 @@ def _train(folder: Path, device: str, *, steps: int) -> list[dict[str, float]]:
     }
     arguments = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     command = [sys.executable, "-W", "ignore", "-m", "mega_rl.cli", "train", "--config", "quickstart", *arguments]
-    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # a run on the CPU is refused where GPUs are seen
+    environment = _environment() | hidden
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"training on {device} ended with {done.returncode}: {done.stderr[-2000:]}")
-    records = read_metrics(folder / device / "metrics.jsonl")
+        raise RuntimeError(f"training by {backend} on {device} ended with {done.returncode}: {done.stderr[-2000:]}")
+    records = read_metrics(folder / backend / device / "metrics.jsonl")
     return [dict(record.metrics) for record in records if "time/step_s" in record.metrics]
 
 

@@ -1,5 +1,5 @@
 # Environments next to .venv's own packages: each is a folder that only the programs of its tests see.
-.PHONY: bench-environment sglang te peers kubernetes ray linters browser bubblewrap site
+.PHONY: bench-environment sglang te peers kubernetes ray triton linters browser bubblewrap site
 
 $(VENV)/.installed-bench $(VENV)/.installed-docs: $(VENV)/.installed-%: $(STAMP)
 	@$(call INSTALL,.[$*])
@@ -25,10 +25,12 @@ $(VENV)/.installed-peers: tests/peers/requirements.txt
 $(VENV)/.installed-kubernetes: tests/clusters/requirements-kubernetes.txt
 # Ray (80 MB).
 $(VENV)/.installed-ray: tests/clusters/ray/requirements.txt
+# Triton (700 MB), whose compiler needs no GPU; where torch can import it, torch takes it for installed.
+$(VENV)/.installed-triton: tests/unit_tests/parallel/requirements-triton.txt
 # hadolint and shellcheck (17 MB).
 $(VENV)/.installed-linters: tests/release/requirements-lint.txt
 
-APART := te peers kubernetes ray linters
+APART := te peers kubernetes ray triton linters
 $(APART:%=$(VENV)/.installed-%): $(VENV)/.installed-%: | $(STAMP)
 	@rm -rf $@ $(VENV)/$*
 	@$(call INSTALL_APART,$<,$(VENV)/$*)

@@ -4,7 +4,7 @@
 	wheel-check real-models doc-commands image-cpu image-lint test-image
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
-test-full: setup sglang te peers kubernetes linters
+test-full: setup sglang te peers kubernetes triton linters
 	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
 
 # Tests of several ranks over the strict stand-in for NCCL (tests/helpers/strict_nccl.py), twelve minutes on two cores.
@@ -37,10 +37,9 @@ test-swanlab: setup
 	@$(BIN)/python -m pip install -q --upgrade --target $(VENV)/swanlab 'swanlab>=0.10'
 	@PYTHONPATH=$(VENV)/swanlab OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/tracking/metrics/test_trackers.py -k swanlab
 
-# Into .triton/, a folder that only this test sees: Triton's kernels in its interpreter, which needs no GPU.
-test-triton: setup
-	@$(BIN)/python -m pip install -q --upgrade --target .triton 'triton>=3.4'
-	@PYTHONPATH=.triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/parallel/test_vocab_kernels.py
+# Triton's kernels in its interpreter, which needs no GPU.
+test-triton: setup triton
+	@PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/parallel/test_vocab_kernels.py
 
 # What must hold on every release of a dependency, in an environment of its own, without constraints.txt:
 # make test-versions                                     the newest of everything that pyproject.toml allows

@@ -147,13 +147,31 @@ def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1) -> None:
         return  # a group of one, in place
     if out.device.type != "cpu":
         assert isinstance(rows, Tensor)
-        out_f32 = torch.sum(rows, dim=0, dtype=torch.float32)
-        out.copy_(out_f32.div_(divisor) if divisor > 1 else out_f32)
+        _sum_on_device(rows, out, divisor=divisor)
         return
     total = torch.empty(min(BLOCK, out.numel()))
     for start in range(0, out.numel(), BLOCK):
         block = [row[start : start + BLOCK] for row in rows]
         sum_block(block, out[start : start + BLOCK], total[: len(block[0])], divisor=divisor)
+
+
+def _sum_on_device(rows: Tensor, out: Tensor, *, divisor: int) -> None:
+    """Sum as `sum_rows`, where possible in the accumulator of torch, FP32 on CUDA.
+
+    Possible where the division after it does not round: by a power of two, in a type with FP32's exponents.
+    """
+    exact = divisor & (divisor - 1) == 0 and out.dtype != torch.float16
+    apart = rows.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    if exact and apart and out.dtype == rows.dtype:
+        if len(rows) == 2:
+            torch.add(rows[0], rows[1], out=out)  # torch.sum of two rows reached 0.38 of a copy's bandwidth
+        else:
+            torch.sum(rows, dim=0, out=out)
+        if divisor > 1:
+            out.div_(divisor)
+        return
+    total = torch.sum(rows, dim=0, dtype=torch.float32)
+    out.copy_(total.div_(divisor) if divisor > 1 else total)
 
 
 def sum_block(rows: Rows, out: Tensor, total: Tensor, *, divisor: int) -> None:

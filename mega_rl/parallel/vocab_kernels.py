@@ -2,7 +2,8 @@
 
 Each logit is read once in the forward, and read and written once in the backward: 2 and 4 bytes in bf16. All arithmetic
 is float32. The formulas stand in `vocab`, whose own loops are the reference. The import fails where Triton is not
-installed.
+installed. Triton's compiler, unlike its interpreter, evaluates the annotations of a kernel and refuses names of other
+modules than its own.
 
 A sum that is kept against the highest logit so far moves to a higher one, a distance d = (old - new) / temperature
 away, as sum exp(z + d) = exp(d) S and sum (z + d) exp(z + d) = exp(d) (W + d S), with S = sum exp z, W = sum z exp z.
@@ -23,8 +24,8 @@ FARTHEST = tl.constexpr(-200.0)
 
 @triton.jit
 def _sum_rows(
-    logits: Tensor, stride: int, targets: Tensor, maxima: Tensor, sums: Tensor, tokens: int, columns: int, scale: float,
-    WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits: tl.tensor, stride: int, targets: tl.tensor, maxima: tl.tensor, sums: tl.tensor, tokens: int, columns: int,
+    scale: float, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * stride
@@ -56,8 +57,9 @@ def _sum_rows(
 
 @triton.jit
 def _differentiate_rows(
-    logits: Tensor, stride: int, grad: Tensor, grad_stride: int, targets: Tensor, maxima: Tensor, log_sums: Tensor,
-    entropies: Tensor, of_logprobs: Tensor, of_entropies: Tensor, columns: int, width: int, scale: float,
+    logits: tl.tensor, stride: int, grad: tl.tensor, grad_stride: int, targets: tl.tensor, maxima: tl.tensor,
+    log_sums: tl.tensor, entropies: tl.tensor, of_logprobs: tl.tensor, of_entropies: tl.tensor, columns: int,
+    width: int, scale: float,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)

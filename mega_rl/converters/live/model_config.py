@@ -145,15 +145,13 @@ def unfused(hf: HFConfig) -> dict[str, Any]:
 
     Megatron-Core's fused rotation of packed sequences silently leaves out yarn's scale and always rotates halves
     against each other; under latent attention it exists only for yarn and is experimental. Its fused activations are
-    silu, GELU and quick GELU, and grouped experts with biases refuse a fused bias behind attention.
+    silu, GELU and quick GELU.
     """
     off: dict[str, Any] = {}
     if hf.mla is not None or hf.rope.kind == "yarn" or hf.rope.interleaved:
         off["apply_rope_fusion"] = False
     if hf.activation == "gelu_tanh":
         off["bias_activation_fusion"] = False
-    if hf.moe is not None and hf.linear_bias:
-        off["bias_dropout_fusion"] = False
     return off
 
 

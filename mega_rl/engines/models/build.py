@@ -75,6 +75,8 @@ def transformer_config(
         "bf16": kind is torch.bfloat16,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        # Fuses nothing without dropout and biases, and torch would compile it anew for eight shapes of packed rows.
+        "bias_dropout_fusion": False,
         "calculate_per_token_loss": not megatron.ddp.average_in_collective,
         "attention_backend": AttnBackend[attention.removeprefix(TE)] if attention.startswith(TE) else AttnBackend.auto,
         "deterministic_mode": deterministic,

@@ -163,7 +163,6 @@ class CudaAccelerator(Accelerator):
             "gradient_accumulation_fusion": has_apex_kernel,
             "apply_rope_fusion": has_te,
             "bias_activation_fusion": True,
-            "bias_dropout_fusion": True,
             "deallocate_pipeline_outputs": True,
         }
 

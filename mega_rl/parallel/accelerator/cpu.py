@@ -270,7 +270,6 @@ class CpuAccelerator(Accelerator):
             "gradient_accumulation_fusion": False,
             "apply_rope_fusion": False,
             "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
             "masked_softmax_fusion": False,
             "cross_entropy_loss_fusion": False,
             "tp_comm_overlap": False,

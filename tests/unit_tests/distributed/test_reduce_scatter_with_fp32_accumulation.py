@@ -263,3 +263,21 @@ def test_mean_over_one_of_its_terms() -> None:
     expected = ((rows[0].float() + rows[1].float()) / 2).bfloat16()
     sum_rows(rows, rows[0], divisor=2)
     assert torch.equal(rows[0], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_sums_on_a_gpu(ranks: int, dtype: torch.dtype) -> None:
+    """Within one rounding of `dtype` and an FP32 sum's own error; sums in bf16 are a hundred times beyond it."""
+    from mega_rl.ddp.reduce_scatter import sum_rows
+
+    rows = torch.stack([contribution(rank, 0, 100_000, dtype) for rank in range(ranks)])
+    finest = torch.finfo(dtype)
+    for divisor in (1, ranks):
+        out = torch.full((100_000,), torch.nan, dtype=dtype, device="cuda")
+        sum_rows(rows.cuda(), out, divisor=divisor)
+        expected = rows.double().sum(0) / divisor
+        slack = finest.eps / 2 * expected.abs() + 2**-21 * rows.double().abs().sum(0) / divisor + finest.tiny
+        inside = expected.abs() <= finest.max  # float16 has no room for some sums
+        assert ((out.cpu().double() - expected).abs() <= slack)[inside].all()

@@ -8,6 +8,9 @@ rounded once when stored (2^-9 relative).
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +40,28 @@ CASES: dict[str, dict[str, Any]] = {
     "hidden bf16": {"hidden": ((0, 30), (95, 96)), "dtype": torch.bfloat16},
 }
 VOCAB = 96  # columns over all ranks
+ROOT = Path(__file__).parents[3]
+TRITON = ROOT / ".venv" / "triton"  # `make triton`
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mega_rl.parallel.vocab_kernels import BLOCK, _differentiate_rows, _sum_rows
+
+ROW = {"stride": "i32", "targets": "*i64", "maxima": "*fp32", "columns": "i32", "scale": "fp32"}
+SUM = ROW | {"sums": "*fp32", "tokens": "i32"}
+GRADIENT = ROW | {"grad_stride": "i32", "log_sums": "*fp32", "entropies": "*fp32", "width": "i32"}
+GRADIENT |= {"of_logprobs": "*fp32", "of_entropies": "*fp32"}
+for logits in ("*bf16", "*fp32"):
+    for entropy in (False, True):
+        for kernel, types in ((_sum_rows, SUM), (_differentiate_rows, GRADIENT | {"grad": logits})):
+            types = types | {"logits": logits, "WITH_ENTROPY": "constexpr", "BLOCK": "constexpr"}
+            signature = {name: types[name] for name in kernel.arg_names}
+            values = {(list(signature).index("WITH_ENTROPY"),): entropy, (list(signature).index("BLOCK"),): BLOCK}
+            compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
+            assert compiled.asm["cubin"]
+            print(kernel.__name__, logits, entropy)
+"""
 
 
 def reference(
@@ -209,3 +234,14 @@ def test_peak_memory_on_a_gpu() -> None:
     torch.autograd.grad((logprobs + entropy).sum(), given)
     extra = torch.cuda.max_memory_allocated() - base
     assert extra < 0.3 * given.numel() * given.element_size(), f"{extra} bytes beside the logits"
+
+
+@pytest.mark.skipif(not TRITON.is_dir(), reason="Triton is not installed apart: make triton")
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """With Triton's own compiler, which needs no GPU and takes less of Python than its interpreter."""
+    environment = {**os.environ, "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    program = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 8

@@ -178,5 +178,6 @@ def test_handles_travel_between_ranks_as_json() -> None:
 @pytest.mark.gpu
 def test_cuda_handle_carries_the_uuid() -> None:
     device = CudaDevice(torch.device("cuda"))
-    _, arguments = device.opened(device.handle(torch.ones(4, device="cuda"))).__reduce__()  # type: ignore[attr-defined]
+    bucket = torch.ones(4, dtype=torch.uint8, device="cuda")
+    _, arguments = device.opened(device.handle(bucket)).__reduce__()  # type: ignore[attr-defined]
     assert arguments[6] == str(torch.cuda.get_device_properties(0).uuid)
