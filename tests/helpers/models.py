@@ -36,6 +36,11 @@ LATENT = {
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 SIGMOID = {**ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+LITE = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+}
 QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 # The test data of every family: what its tiny config has beside `SMALL`.
 TINY: dict[str, dict[str, Any]] = {
@@ -43,6 +48,9 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "llama": {"head_dim": 16},
     "mistral": {"head_dim": 16, "sliding_window": None},
+    "seed_oss": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "arcee": {"head_dim": 16, "mlp_bias": True, "attention_bias": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": None},
     "qwen2_moe": {**QWEN_MOE, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**QWEN_MOE, "head_dim": 16},
@@ -52,6 +60,24 @@ TINY: dict[str, dict[str, Any]] = {
     "kimi_k2": {**LATENT, **SIGMOID, "n_group": 1, "topk_group": 1},
     "glm4": {"head_dim": 16, "attention_bias": True},
     "glm4_moe": {**SIGMOID, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "moe_norm_min": 0.4,
+    },
+    "glm4_moe_lite": {**LATENT, **LITE, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    "dots1": {**SIGMOID, "head_dim": 16, "norm_topk_prob": True, "n_shared_experts": 2},
+    "minimax_m2": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "rotary_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "hy_v3": {**LITE, "head_dim": 16, "num_experts": 8, "num_shared_experts": 2, "router_scaling_factor": 1.5},
     "gemma3_text": {
         "head_dim": 16,
         "query_pre_attn_scalar": 24,
