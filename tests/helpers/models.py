@@ -133,7 +133,7 @@ def write_tiny_checkpoint(
     if FAMILIES[family].stand_in:
         _edit_config(directory, model_type=family, auto_map={"AutoModelForCausalLM": "modeling_deepseek.Model"})
     if mtp_layers:
-        _add_mtp_layers(directory, first=config.num_hidden_layers, count=mtp_layers)
+        _add_mtp_layers(directory, family=family, first=config.num_hidden_layers, count=mtp_layers)
     return directory
 
 
@@ -142,7 +142,7 @@ def _edit_config(directory: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **changes}, indent=2), encoding="utf-8")
 
 
-def _add_mtp_layers(directory: Path, *, first: int, count: int) -> None:
+def _add_mtp_layers(directory: Path, *, family: str, first: int, count: int) -> None:
     """Multi-token prediction layers as DeepSeek and GLM store them: like the last layer, with what joins its inputs."""
     from safetensors.torch import load_file, save_file
 
@@ -151,7 +151,8 @@ def _add_mtp_layers(directory: Path, *, first: int, count: int) -> None:
     hidden = tensors["model.norm.weight"].numel()
     last = f"model.layers.{first - 1}."
     shapes = {name.removeprefix(last): tensor.shape for name, tensor in tensors.items() if name.startswith(last)}
-    shapes |= {name: (hidden,) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    final = "final_layernorm.weight" if family == "hy_v3" else "shared_head.norm.weight"
+    shapes |= {name: (hidden,) for name in ("enorm.weight", "hnorm.weight", final)}
     shapes |= {"eh_proj.weight": (hidden, 2 * hidden)}
     dtypes = {name: tensors[last + name].dtype for name in shapes if last + name in tensors}
     usual = tensors["model.norm.weight"].dtype
