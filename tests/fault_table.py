@@ -636,6 +636,13 @@ TABLE: Table = {
             "head.forward = lambda hidden: fp32_linear(hidden, head.weight).bfloat16()",
         ),
     ],
+    ("gpu", "parallel/test_vocab.py"): [
+        (
+            "a kernel's annotation that Triton's compiler refuses",
+            "logits: tl.tensor, stride: int, targets",
+            "logits: Tensor, stride: int, targets",
+        )
+    ],
     ("gpu", "plan/test_plan.py"): [
         (
             "the plan counts bfloat16 logits under a float32 head",
