@@ -669,7 +669,7 @@ TABLE: Table = {
             "setattr(module, FUSED, False)",
         ),
     ],
-    ("launcher", "operations/launcher/test_launch.py -k too_early"): [
+    ("launcher", "operations/launcher/test_launch.py -k first_failure"): [
         (
             "exit code 0 believed without the rank's last word",
             "if code in MEANINGFUL and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
