@@ -11,6 +11,18 @@ from tests.rl_faults import RL
 from tests.sandbox_faults import SANDBOX
 
 TABLE: Table = {
+    ("models", "parallel/accelerator/test_delta_rule.py"): [
+        (
+            "state of a linear-attention layer leaks between packed sequences",
+            "return by_sequence(lambda *tensors: chunked(*tensors)[0], [q, k, v, g, beta], cu_seqlens), None",
+            "return chunked(q, k, v, g, beta)[0], None",
+        ),
+        (
+            "the convolution before a delta net sees the sequence before",
+            "return by_sequence(silu_conv, [x], cu_seqlens), None",
+            "return silu_conv(x), None",
+        ),
+    ],
     ("algorithms", "algorithms/test_kl.py"): [
         ("k1 with the wrong sign", "return logprobs - ref_logprobs", "return ref_logprobs - logprobs"),
         (
@@ -329,6 +341,11 @@ TABLE: Table = {
         ),
     ],
     ("converters", "converters/test_plan.py"): [
+        (
+            "kinds of rows that take turns in a tensor from the wrong place",
+            "group * sum(parts) + before) for group in range(groups)]",
+            "group * sum(parts)) for group in range(groups)]",
+        ),
         (
             "k and v swapped in the fused rows",
             'parts = {"q": "q", "k": "kv", "v": "kv"}',

@@ -72,6 +72,18 @@ class Mla:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets (arXiv:2412.06464): linear attention in place of attention."""
+
+    layers: tuple[bool, ...]  # layers that have one instead of attention
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int  # tokens that the convolution before it sees
+
+
+@dataclass(frozen=True)
 class Moe:
     """Mixture of experts: which layers, how many experts, and how the router chooses."""
 
@@ -115,11 +127,13 @@ class HFConfig:
     rope: Rope
     mla: Mla | None = None
     moe: Moe | None = None
+    delta: DeltaNet | None = None
     window: Window | None = None
     activation: Activation = "silu"  # the gated MLP's; a squared ReLU has no gate
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
     qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
     post_norms: bool = False  # norms on the outputs of attention and MLP too
+    attention_gate: bool = False  # a sigmoid of a second query projection scales the output of attention
     sinks: bool = False  # a learnt logit per head that takes attention and gives nothing
     embedding_scale: float = 1.0
     softmax_scale: float | None = None  # factor on attention logits; None: 1 / sqrt of the query's head size
@@ -155,6 +169,7 @@ class HFConfig:
             "head_dim": self.head_dim,
             "ffn": self.ffn_hidden_size,
             "two_ffn": 2 * self.ffn_hidden_size,
+            "q_and_gate": 2 * self.num_heads * self.head_dim,
         }
         if self.mla is not None:
             query = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
@@ -173,6 +188,20 @@ class HFConfig:
                 "two_expert_ffn": 2 * self.moe.ffn_hidden_size,
                 "shared_ffn": self.moe.shared_ffn_hidden_size,
             }
+        if self.delta is not None:
+            keys = self.delta.num_key_heads * self.delta.key_head_dim
+            values = self.delta.num_value_heads * self.delta.value_head_dim
+            dims |= {
+                "delta_keys": keys,
+                "delta_values": values,
+                "delta_key_heads": self.delta.num_key_heads,
+                "delta_heads": self.delta.num_value_heads,
+                "two_delta_heads": 2 * self.delta.num_value_heads,
+                "delta_qkv": 2 * keys + values,
+                "delta_qkvz": 2 * keys + 2 * values,
+                "delta_head_dim": self.delta.value_head_dim,
+                "conv_kernel": self.delta.conv_kernel,
+            }
         return dims
 
     @cached_property
@@ -186,6 +215,8 @@ class HFConfig:
             "qk_norm_joint": self.qk_norm_joint,
             "post_norms": self.post_norms,
             "sinks": self.sinks,
+            "attention_gate": self.attention_gate,
+            "plain_attention": not self.attention_gate,
             "q_rank": self.mla is not None and self.mla.q_lora_rank is not None,
             "no_q_rank": self.mla is not None and self.mla.q_lora_rank is None,
             "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
@@ -202,3 +233,8 @@ class HFConfig:
 def is_moe(hf: HFConfig, layer: int) -> bool:
     """Return whether a layer's MLP is a mixture of experts; prediction layers are like the last."""
     return hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]
+
+
+def is_delta_net(hf: HFConfig, layer: int) -> bool:
+    """Return whether a layer is a gated delta net; prediction layers have attention."""
+    return hf.delta is not None and layer < hf.num_layers and hf.delta.layers[layer]

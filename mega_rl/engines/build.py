@@ -80,12 +80,15 @@ def build_engine(
     log.info("%s: building the model of %s", model.name, model.path)
     build = _build_fsdp if model.impl == "hf" else _build_megatron
     layout, microbatch = groups.layout, settings.microbatch
+    packs = microbatch.packing and not (model.impl == "hf" and model.hf.delta is not None)
+    if packs != microbatch.packing:
+        log.warning("%s: rows are padded: transformers' delta nets pass state between packed sequences", model.name)
     common: dict[str, Any] = {
         "name": model.name,
         "sharding": Sharding(model.hf, layout, spec=model.impl, head=model.head),
         "groups": groups,
         "batching": Batching(
-            packing=microbatch.packing,
+            packing=packs,
             max_tokens=microbatch.max_tokens,
             micro_batch_size=microbatch.size,
             # Tensor and context parallelism cut sequences.

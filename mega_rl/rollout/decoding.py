@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -90,7 +90,7 @@ class DecodingLoop:
                 if not len(keep):
                     break
                 if len(keep) <= (1.0 - _SHRINK_SHARE) * len(rows):
-                    self._cache.batch_select_indices(keep)
+                    select_rows(self._cache, keep)
                     rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
             logits = self._forward(model, drawn[:, None], mask[:, : input_ids.shape[1] + step + 1], positions + step)
         return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
@@ -99,7 +99,7 @@ class DecodingLoop:
         """Return the prompt's logits [R, V], mask [R, L + N] and next position [R, 1]."""
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(model, input_ids, mask, positions)
-        self._cache.batch_select_indices(self._prompt_of_row)
+        select_rows(self._cache, self._prompt_of_row)
         room = mask.new_ones(mask.shape[0], self._max_new_tokens)
         of_row = self._prompt_of_row
         return logits[of_row], torch.cat([mask, room], dim=1)[of_row], positions[of_row, -1:] + 1
@@ -183,6 +183,14 @@ def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
     if all(layer_type == "full_attention" for layer_type in layer_types):
         return Cache(layers=[GrowingLayer(max_tokens) for _ in layer_types])
     return DynamicCache(config=config)
+
+
+def select_rows(cache: Cache, indices: Tensor) -> None:
+    """Keep the rows `indices` [R] int64 of a cache, in that order; a row may be named several times."""
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        cache.reorder_cache(cast("torch.LongTensor", indices))
+    else:
+        cache.batch_select_indices(indices)
 
 
 def grouped_attention(

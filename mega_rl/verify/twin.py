@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig
-from mega_rl.converters.architecture import HFConfig, Moe, is_moe
+from mega_rl.converters.architecture import HFConfig, Moe, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.families.rules import DISK_LAYER
@@ -92,6 +92,9 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]
+    if hf.delta is not None:
+        kinds = {True: "linear_attention", False: "full_attention"}
+        raw["layer_types"] = [kinds[hf.delta.layers[layer]] for layer in layers]
     if hf.window is not None and len(set(hf.window.layers)) > 1:
         kinds = {True: "sliding_attention", False: "full_attention"}
         raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
@@ -170,7 +173,7 @@ def _tensors(
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
     """Return the first, the last and each kind's first layer, and more up to a `multiple`."""
-    kinds: dict[tuple[bool, bool], int] = {}
+    kinds: dict[tuple[bool, bool, bool], int] = {}
     for layer in range(hf.num_layers):
         kinds.setdefault(_kind(hf, layer), layer)
     chosen = {0, hf.num_layers - 1, *list(kinds.values())[: MAX_LAYERS - 1]}
@@ -228,9 +231,9 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
         raw |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool]:
-    """Return whether a layer has experts, and whether its attention has a window."""
-    return is_moe(hf, layer), hf.window is not None and hf.window.layers[layer]
+def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool, bool]:
+    """Return whether a layer has experts, whether its attention has a window, and whether it is a delta net."""
+    return is_moe(hf, layer), hf.window is not None and hf.window.layers[layer], is_delta_net(hf, layer)
 
 
 @torch.no_grad()

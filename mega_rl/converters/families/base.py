@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe, Window
+from mega_rl.converters.architecture import Activation, DeltaNet, HFConfig, Mla, Moe, Window
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.rules import Rule
 
@@ -54,6 +54,7 @@ class Family:
 
     # Engines and formats that it works with.
     not_trained: str = ""  # why training refuses it, though it converts; empty: it trains
+    megatron: str = ""  # the first release of Megatron-Core that has its layers; empty: every one that is supported
     untied_in_sglang: bool = False  # SGLang 0.5.20 never reads tie_word_embeddings: the head would have no weights
     # Keys that SGLang 0.5.20 reads and transformers does not: without them it computes another model.
     needed_by_sglang: tuple[str, ...] = ()
@@ -89,6 +90,8 @@ class Family:
     window: Callable[[Fields, int], Window | None] | None = None
     mla: Callable[[Fields], Mla] | None = None
     moe: Callable[[Fields, int], Moe | None] | None = None
+    delta: Callable[[Fields, int], DeltaNet | None] | None = None
+    attention_gate: bool = False
     # Factors of the embedding and of attention logits; None: 1 / sqrt of the query's head size.
     scales: Callable[[Fields], tuple[float, float | None]] = lambda fields: (1.0, None)
 

@@ -8,16 +8,19 @@ unknown key. Imports neither torch nor transformers: the command line answers th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.version import Version
+
 from mega_rl.config.values import ModelFacts
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.families import FAMILIES, REFUSED, Family
+from mega_rl.converters.families import FAMILIES, Family
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.hf.rope import read_rope
+from mega_rl.environment import installed_version
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.untrusted import parse_object
 
@@ -122,6 +125,8 @@ def parse_hf_config(
         rope=read_rope(fields, family),
         mla=family.mla(fields) if family.mla else None,
         moe=family.moe(fields, num_layers) if family.moe else None,
+        delta=family.delta(fields, num_layers) if family.delta else None,
+        attention_gate=family.attention_gate,
         window=family.window(fields, num_layers) if family.window else None,
         activation=family.activation,
         zero_centered_norm=family.zero_centered_norm,
@@ -187,10 +192,6 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     if family is not None:
         return family
     fields = Fields(raw, where)
-    if isinstance(model_type, str) and model_type in REFUSED:
-        field, reason = REFUSED[model_type]
-        fields.refuse(field, reason)
-        raise UserError(f"{fields.problems[0]} (model_type={json.dumps(model_type)})")
     hint = "; code that comes with a checkpoint (auto_map) is never run" if raw.get("auto_map") else ""
     fields.refuse("model_type", f"not supported; supported are {', '.join(sorted(FAMILIES))}{hint}")
     raise UserError(fields.problems[0])
@@ -324,6 +325,17 @@ def _dtype(fields: Fields) -> str | None:
     return str(dtype)
 
 
+def release_problems(model_type: str) -> Iterator[str]:
+    """Yield why the installed Megatron-Core cannot build a model of this family."""
+    needed, installed = FAMILIES[model_type].megatron, installed_version("megatron-core")
+    if needed and (installed is None or Version(installed) < Version(needed)):
+        yield (
+            f"model_type={model_type} needs megatron-core {needed} or newer, which has its gated delta nets and wants "
+            f"Python 3.12 or newer; installed is {installed}: make the environment with a newer Python, or set "
+            "engine.backend=fsdp"
+        )
+
+
 def facts_of(checkpoint: HFConfig) -> ModelFacts:
     """Return the sizes of a checkpoint's model that the rules between settings read."""
     moe = checkpoint.moe
@@ -335,6 +347,7 @@ def facts_of(checkpoint: HFConfig) -> ModelFacts:
         vocab_size=checkpoint.vocab_size,
         max_position_embeddings=checkpoint.max_position_embeddings,
         multi_latent_attention=checkpoint.mla is not None,
+        delta_key_heads=0 if checkpoint.delta is None else checkpoint.delta.num_key_heads,
         num_experts=0 if moe is None else moe.num_experts,
         expert_ffn_hidden_size=0 if moe is None else moe.ffn_hidden_size,
         expert_biases=moe is not None and checkpoint.linear_bias,

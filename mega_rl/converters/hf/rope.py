@@ -13,7 +13,8 @@ from mega_rl.converters.families.fields import Fields
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
-SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# The last two divide dimensions among the axes of an image; a text has one position on all of them.
+SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 YARN_KEYS = (
     "factor",
     "original_max_position_embeddings",

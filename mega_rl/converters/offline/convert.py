@@ -83,6 +83,11 @@ def import_hf(
     def prepare() -> Conversion:
         cast = parse_dtype(dtype)
         hf = replace(read_hf_config(source), mtp=mtp)
+        if hf.delta is not None:
+            raise UserError(
+                f"{source}: model_type={hf.family}: Megatron-Core's checkpoints hold gated delta nets in parts, which "
+                "import does not write yet; train from the Hugging Face checkpoint"
+            )
         reader = CheckpointReader(source)
         hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = Sharding(hf, head=head)

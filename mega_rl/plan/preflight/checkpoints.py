@@ -16,7 +16,7 @@ from mega_rl.config.schema import ChatConfig, Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
 from mega_rl.converters.hf.companions import companions
-from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config, release_problems
 from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.data.downloads import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
@@ -40,6 +40,8 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
             problems += [f"{key}: {line}" for line in str(error).splitlines()]
             continue
         problems += [f"{key}: {path}: {problem}" for problem in untrained(checkpoints[key])]
+        if config.engine.backend == "megatron":
+            problems += [f"{key}: {path}: {problem}" for problem in release_problems(checkpoints[key].family)]
     return checkpoints, problems
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mega_rl.converters.architecture import HFConfig, Llama3Rope, Rope, Window, Yarn
 from mega_rl.converters.families import FAMILIES
-from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config, release_problems
 from mega_rl.errors import UserError, UserErrors
 from tests.unit_tests.converters.hub_configs import FP8, HUB
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -255,13 +255,27 @@ def test_refusals_name_field_value_and_reason(base: Any, change: dict[str, Any],
     assert len(getattr(caught.value, "problems", [1])) == 1
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
-def test_gated_delta_nets_are_refused_by_field(name: str) -> None:
-    kinds = ["linear_attention"] * 3 + ["full_attention"]
-    with pytest.raises(UserError) as caught:
-        parse_hf_config(TINY["qwen3"] | {"model_type": name, "layer_types": kinds})
-    for word in ("layer_types=", "linear_attention", "flash-linear-attention", name):
-        assert word in str(caught.value)
+def test_gated_delta_nets_are_every_layer_but_each_fourth() -> None:
+    """Without `layer_types`; rotation covers a quarter of a head, and a text's positions are the same on all axes."""
+    raw = {key: value for key, value in TINY["qwen3_5_text"].items() if key not in ("layer_types", "rope_theta")}
+    raw["rope_parameters"] = {"rope_theta": 1e7, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    config = parse_hf_config(raw)
+    assert config.delta is not None
+    assert config.delta.layers == (True, True, True, False)
+    assert (config.rope.percent, config.attention_gate, config.zero_centered_norm) == (0.25, True, True)
+
+
+@pytest.mark.parametrize(
+    ("installed", "refused"), [("0.16.1", True), ("0.18.2", True), ("0.19.0", False), (None, True)]
+)
+def test_gated_delta_nets_need_a_new_megatron(
+    installed: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mega_rl.converters.hf.config.installed_version", lambda name: installed)
+    problems = list(release_problems("qwen3_next"))
+    assert len(problems) == refused
+    assert all("needs megatron-core 0.19 or newer, which has its gated delta nets" in line for line in problems)
+    assert list(release_problems("qwen3")) == []
 
 
 @pytest.mark.parametrize(
