@@ -232,7 +232,7 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
 
 
 def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool, bool]:
-    """Return whether a layer has experts, whether its attention has a window, and whether it is a delta net."""
+    """Return whether a layer has experts, has a window, is a delta net."""
     return is_moe(hf, layer), hf.window is not None and hf.window.layers[layer], is_delta_net(hf, layer)
 
 

@@ -39,7 +39,7 @@ def fetch(version: str) -> Path:
 
 
 def named(word: str) -> str:
-    """Return the version that a word means: "newest", "other" than the installed default, or the version itself."""
+    """Return the version that "newest", "other" (than the installed one) or a version means."""
     oldest, newest = RELEASES["0.16"][-1], list(RELEASES.values())[-1][-1]
     other = oldest if installed_series() == series_of(newest) else newest
     return {"newest": newest, "other": other}.get(word, word)

@@ -146,12 +146,12 @@ def fused_gated(
 
 
 def sections(param: str, *sources: Source, when: Sequence[str] = ()) -> Rule:
-    """Return the rule of a parameter made of several sources, each of which tensor parallelism cuts by rows."""
+    """Return the rule of a parameter whose sources are each cut by rows."""
     return Rule(param, "sections", sources, when=tuple(when))
 
 
 def shares(name: str, *shape: str, parts: Sequence[str], groups: str = "one") -> tuple[Source, ...]:
-    """Return the kinds of rows that take turns in a tensor, group by group, as a source each."""
+    """Return a source for each kind of rows that take turns in a tensor."""
     return tuple(Source(name, shape, share=Share(tuple(parts), i, groups)) for i in range(len(parts)))
 
 

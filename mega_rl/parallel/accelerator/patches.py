@@ -173,7 +173,7 @@ def _delta_rule_of_torch(module: ModuleType) -> None:
     """Upstream asks for functions of flash-linear-attention, which needs a GPU: torch's, on padded sequences."""
 
     def by_sequence(function: Callable[..., Any], tensors: Sequence[Any], cu_seqlens: Any) -> Any:
-        """Apply a causal function of tensors [B, S, ...] to packed tensors [1, T, ...], each sequence a row."""
+        """Apply a causal function of [B, S, ...] to packed [1, T, ...]."""
         if cu_seqlens is None:
             return function(*tensors)
         lengths = cu_seqlens.diff()[:, None]
