@@ -55,6 +55,8 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
 
         clamped = {"activation_func_clamp_value": SWIGLU_LIMIT, "glu_linear_offset": SWIGLU_OFFSET}
         kwargs |= {"activation_func": quick_gelu, **clamped}
+    if any(hf.unrotated):
+        kwargs["no_rope_freq"] = [int(unrotated) for unrotated in hf.unrotated]
     if hf.window is not None:
         # Megatron-Core counts the tokens before the present one, and marks layers with a window by 1.
         layers = None if all(hf.window.layers) else [int(windowed) for windowed in hf.window.layers]
@@ -123,13 +125,17 @@ def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
 def extra_config_attributes(hf: HFConfig) -> dict[str, Any]:
     """Return attributes to set on the config that is made: `GPTModel` reads yarn's, `TransformerConfig` lacks them.
 
+    Our attention reads `query_growth`, (factor, length); see `Yarn`.
     Without both mscales Megatron-Core takes 0.1 ln(factor) + 1, as transformers does.
     """
     yarn = hf.rope.yarn
-    if yarn is None or hf.mla is not None:
+    if yarn is None:
         return {}
+    growth = {"query_growth": (yarn.query_growth, yarn.original_max_position_embeddings)} if yarn.query_growth else {}
+    if hf.mla is not None:
+        return growth
     both = bool(yarn.mscale and yarn.mscale_all_dim)
-    return {
+    return growth | {
         "yarn_rotary_scaling_factor": hf.rope.factor,
         "yarn_original_max_position_embeddings": yarn.original_max_position_embeddings,
         "yarn_beta_fast": yarn.beta_fast,
