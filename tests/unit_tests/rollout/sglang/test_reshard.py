@@ -39,9 +39,10 @@ EXPERT_LAYOUTS = (
     ParallelLayout(world_size=4, ep=2, etp=2),
     ParallelLayout(world_size=8, tp=2, pp=2, ep=2),
 )
-# What one parameter of SGLang's is made of: stacked_params_mapping of srt/models/{llama,qwen2,qwen3,glm4,gemma3_causal,
-# mixtral,olmoe,qwen2_moe,qwen3_moe,glm4_moe,olmo2,exaone4,granite,ministral3}.py, and srt/models/deepseek_common/deepseek_weight_loader.py, which keeps
-# one of the last pair only until the end of a request.
+# What one parameter of SGLang's is made of: stacked_params_mapping of srt/models/{llama, qwen2, qwen3, glm4,
+# gemma3_causal, mixtral, olmoe, qwen2_moe, qwen3_moe, glm4_moe, olmo2, exaone4, granite, ministral3}.py, and
+# srt/models/deepseek_common/deepseek_weight_loader.py, which keeps one of the last pair only until the end of a
+# request.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
 
