@@ -147,9 +147,10 @@ class DecoderLayer(TransformerLayer):
             self.self_attn_bda = self.mlp_bda = _changed(lambda output: output * residual_scale)
         self.rotary_pos_emb: PackedRotary | None = None
         if rope_theta is not None:
-            # Attention multiplies angles by the factor of yarn that it finds in its config.
+            # Attention multiplies angles by yarn's factor, which it finds in its config or, from 0.19 on, has kept.
             self.self_attention.config = copy.copy(config)
             vars(self.self_attention.config).pop("yarn_rotary_scaling_factor", None)
+            self.self_attention._yarn_concentration_factor = 1.0
             rotary = RotaryEmbedding(
                 config.kv_channels,
                 rotary_percent=1.0,
