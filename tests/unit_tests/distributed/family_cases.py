@@ -291,6 +291,8 @@ def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, 
             attention.core_attention.softmax_scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
         elif layer.rotary_pos_emb is not None:
             layer.rotary_pos_emb, attention.config = None, config
+            kept = "_yarn_concentration_factor"  # by Megatron-Core from 0.19 on
+            vars(attention)[kept] = vars(model.chunks[0].decoder.layers[-1].self_attention).get(kept)
     spoilt = model.forward(tokens)
     return {"right": float((right - wrong).abs().max()), "spoilt": float((spoilt - wrong).abs().max())}
 
