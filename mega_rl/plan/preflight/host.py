@@ -120,7 +120,7 @@ def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
     actor = checkpoints.get("model.path")
     if actor is not None and actor.tied and FAMILIES[actor.family].untied_in_sglang:
         yield (
-            f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.20 gives its output "
+            f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.21 gives its output "
             "layer separate weights, which the checkpoint lacks; use an untied checkpoint or rollout.backend=hf"
         )
     needed = FAMILIES[actor.family].needed_by_sglang if actor is not None else ()

@@ -107,4 +107,4 @@ def test_names_are_those_of_the_installed_sglang() -> None:
     assert names is not None
     assert (DECIDED.keys() | REFUSED.keys()) - names == {"config"}
     (line,) = check_servers(load(None, [SGLANG, "trainer.device=cpu", f"{KEY}.ep_sizes=2"]), {})
-    assert line == f"{KEY}.ep_sizes: SGLang 0.5.20 has no such argument; its ServerArgs lists them"
+    assert line == f"{KEY}.ep_sizes: SGLang 0.5.21 has no such argument; its ServerArgs lists them"

@@ -6,7 +6,7 @@ barrier, and speaks with the site's servers. While servers load a bucket the ran
 
 Sharing a tensor records an event, for which the receiver's stream waits; torch frees a buffer only once the receiver
 has counted its handle down. So each bucket is shared anew, and only on ranks whose server will open it: memory with a
-handle that nobody opens is never freed. Written from torch.multiprocessing.reductions and SGLang 0.5.20's
+handle that nobody opens is never freed. Written from torch.multiprocessing.reductions and SGLang 0.5.21's
 srt/utils/patch_torch.py, which names GPUs by their UUID. No machine with SGLang on a GPU has run this yet.
 """
 

@@ -30,7 +30,7 @@ from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, slo
 from tests.helpers.weight_receiver import FakeReceiver
 from tests.unit_tests.distributed.test_weight_resharding import HostDevice
 
-# SafeUnpickler.ALLOWED_MODULE_PREFIXES and DENY_CLASSES of SGLang 0.5.20 (srt/utils/common.py), as far as they matter.
+# SafeUnpickler.ALLOWED_MODULE_PREFIXES and DENY_CLASSES of SGLang 0.5.21 (srt/utils/common.py), as far as they matter.
 ADMITTED = ("builtins.", "functools.", "types.", "torch.")
 DENIED = {("builtins", "eval"), ("builtins", "exec"), ("builtins", "compile"), ("types", "CodeType")}
 
