@@ -85,7 +85,7 @@ def test_keys_that_only_sglang_reads_are_asked_for() -> None:
     config = load(None, [SGLANG, "trainer.device=cpu", "rollout.sglang.urls=[http://127.0.0.1:1]"])
     raw = {**TINY["minimax_m2"], "use_qk_norm": True}
     (line,) = check_servers(config, {"model.path": parse_hf_config(raw)})
-    assert "without use_routing_bias in config.json SGLang 0.5.20 computes another model" in line
+    assert "without use_routing_bias in config.json SGLang 0.5.21 computes another model" in line
     assert list(check_servers(config, {"model.path": parse_hf_config(raw | {"use_routing_bias": True})})) == []
 
 

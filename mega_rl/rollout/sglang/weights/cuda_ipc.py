@@ -110,7 +110,7 @@ class CudaDevice:
 def payload(data: object, bucket: Bucket, dtype: torch.dtype) -> str:
     """Return a bucket in SGLang's load format for one tensor-parallel rank of a server, base64 text.
 
-    SGLang's unpickler (srt/weight_sync/tensor_bucket.py) admits the names of some modules only; those used here are
+    SGLang's unpickler (SafeUnpickler in srt/utils/common.py) admits the names of a list only; those used here are
     among them. None is SGLang's own: of a tensor's metadata SGLang reads attributes only.
 
     `data`: unpickles to a uint8 tensor of the bucket's bytes; `dtype`: of all but the float32 slots.
