@@ -98,6 +98,8 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     if hf.window is not None and len(set(hf.window.layers)) > 1:
         kinds = {True: "sliding_attention", False: "full_attention"}
         raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
+    if "no_rope_layers" in FAMILIES[hf.family].defaults:
+        raw["no_rope_layers"] = [int(not hf.unrotated[layer]) for layer in layers]
     if hf.moe is not None:
         _shrink_experts(raw, hf.moe, layers)
     if narrow:
@@ -173,7 +175,7 @@ def _tensors(
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
     """Return the first, the last and each kind's first layer, and more up to a `multiple`."""
-    kinds: dict[tuple[bool, bool, bool], int] = {}
+    kinds: dict[tuple[bool, ...], int] = {}
     for layer in range(hf.num_layers):
         kinds.setdefault(_kind(hf, layer), layer)
     chosen = {0, hf.num_layers - 1, *list(kinds.values())[: MAX_LAYERS - 1]}
@@ -231,9 +233,11 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
         raw |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool, bool]:
-    """Return whether a layer has experts, has a window, is a delta net."""
-    return is_moe(hf, layer), hf.window is not None and hf.window.layers[layer], is_delta_net(hf, layer)
+def _kind(hf: HFConfig, layer: int) -> tuple[bool, ...]:
+    """Return whether a layer has experts, has a window, does not rotate, is a delta net."""
+    windowed = hf.window is not None and hf.window.layers[layer]
+    unrotated = bool(hf.unrotated) and hf.unrotated[layer]
+    return is_moe(hf, layer), windowed, unrotated, is_delta_net(hf, layer)
 
 
 @torch.no_grad()

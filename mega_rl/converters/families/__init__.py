@@ -12,8 +12,10 @@ from mega_rl.converters.families.gemma import GEMMA3_TEXT
 from mega_rl.converters.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from mega_rl.converters.families.gpt_oss import GPT_OSS
 from mega_rl.converters.families.moe import ERNIE4_5_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from mega_rl.converters.families.norms_after import EXAONE4, OLMO2, OLMO3
 from mega_rl.converters.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_rl.converters.families.sigmoid import DOTS1, HY_V3, MINIMAX_M2
+from mega_rl.converters.families.small_rules import GRANITE, MINISTRAL3, PHI3, SMOLLM3
 
 __all__ = ["FAMILIES", "TRAINED", "Family", "KnownBug"]
 
@@ -46,6 +48,13 @@ FAMILIES = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        OLMO2,
+        OLMO3,
+        EXAONE4,
+        SMOLLM3,
+        PHI3,
+        GRANITE,
+        MINISTRAL3,
     )
 }
 # Their gradients are tested on every layout and their rollouts against transformers.
