@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ class Moe:
     scaling: float | None = None  # factor on the routed experts' weights
     num_groups: int | None = None  # number of groups; experts are chosen from the best `topk_groups`
     topk_groups: int | None = None
+    # Weights of a softmax that is corrected are divided by their sum, or by this if it is larger.
+    weight_floor: float | None = None
     router_bias: bool = False  # the router's linear has a bias
 
 
@@ -144,7 +146,7 @@ class HFConfig:
     mla: Mla | None = None
     moe: Moe | None = None
     window: Window | None = None
-    activation: Activation = "silu"  # the gated MLP's
+    activation: Activation = "silu"  # the gated MLP's; a squared ReLU has no gate
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
     qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
     post_norms: bool = False  # norms on the outputs of attention and MLP too
@@ -163,6 +165,11 @@ class HFConfig:
     value_head: str = "score.weight"  # name of a critic's head
     own: OwnTable | None = None  # in the place of a family's table; most fields above then say nothing
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def gated(self) -> bool:
+        """Return whether the MLP multiplies its activation by a second projection."""
+        return self.activation != "relu_squared"
 
     @cached_property
     def dims(self) -> dict[str, int]:
