@@ -133,7 +133,7 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: transformers cannot read its config.json: {error}") from error
     causal = build_empty(config, attention=attention_name(attention))
-    model: PreTrainedModel = causal if head == "lm" else causal.base_model
+    model: PreTrainedModel = causal if head == "lm" else cast(PreTrainedModel, causal.base_model)
     with no_init_weights(), torch.device("meta"):
         whole = TokenClassifier(model, config.hidden_size) if head == "value" else model
     # It would keep the row of the padding token from training, in rows where that token is one like any other.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +202,7 @@ def _cache_argument(model: PreTrainedModel) -> str:
 def select_rows(cache: Cache, indices: Tensor) -> None:
     """Keep the rows `indices` [R] int64 of a cache, in that order; a row may be named several times."""
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-        cache.reorder_cache(indices)
+        cache.reorder_cache(cast(torch.LongTensor, indices))
     else:
         cache.batch_select_indices(indices)
 

@@ -36,8 +36,10 @@ _SIZES = {
 _KEYS = {name: size for size, names in _SIZES.items() for name in names.split()}
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_query_groups", "swa_num_key_value_heads")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
-_PERIODS = ("full_attention_interval", "no_rope_layer_interval", "global_attn_every_n_layers")
-_PERIODS += ("sliding_window_pattern", "_sliding_window_pattern", "attn_layer_period", "expert_layer_period")
+_PERIODS = (
+    "full_attention_interval", "no_rope_layer_interval", "global_attn_every_n_layers", "sliding_window_pattern",
+    "_sliding_window_pattern", "attn_layer_period", "expert_layer_period",
+)  # fmt: skip
 _NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype", "_name_or_path")
 
 
