@@ -231,7 +231,7 @@ def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """Return the blocks that the model's class says are not split, else the members of its longest list."""
+    """Return the blocks that the model's class keeps whole, else its longest list."""
     named = list(_outermost(hf, set(hf._no_split_modules or ())))
     lists = [list(module) for module in hf.modules() if isinstance(module, nn.ModuleList)]
     return named or max(lists, key=len, default=[])

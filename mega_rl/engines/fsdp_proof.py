@@ -1,4 +1,4 @@
-"""Proof, before a run, of how a Hugging Face model computes rows: packed, padded, and by which attention.
+"""Proof, before a run, of how a Hugging Face model computes rows.
 
 It runs on a small model of the very class with random weights, on the run's device, and is the same on every rank. The
 judge is transformers' eager attention over each sequence by itself; logits and all gradients must agree.
@@ -69,7 +69,7 @@ def _proven(text: str, model_type: str, word: str, packing: bool, device_type: s
 
 
 def find_way(config: PreTrainedConfig, word: str, packing: bool, device_type: str) -> Found:
-    """Return the best way to compute rows with attention `word`, and why the last other one was not taken."""
+    """Return the best way to compute rows with attention `word`, and why not another."""
     device = torch.device(device_type)
     small, truth, why = None, None, ""
     for widths in (True, False):

@@ -125,7 +125,7 @@ class DecodingLoop:
 
 
 ATTENTION = "mega_rl_grouped_sdpa"
-DECODING_TOLERANCE = 1e-3  # of a log-prob in float32; what enters from padding or another row gives 0.1 and more
+DECODING_TOLERANCE = 1e-3  # log-probs in float32; padding or another row gives 0.1 and more
 _FIRST_RESERVE = 64  # tokens
 
 
@@ -200,7 +200,7 @@ def _cache_argument(model: PreTrainedModel) -> str:
 
 
 def select_rows(cache: Cache, indices: Tensor) -> None:
-    """Keep the rows `indices` [R] int64 of a cache, in that order; a row may be named several times."""
+    """Keep the rows `indices` [R] int64 of a cache, in that order and repeated as named."""
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         cache.reorder_cache(cast(torch.LongTensor, indices))
     else:
@@ -216,7 +216,7 @@ class Way:
 
 
 def prove_decoding(config: PreTrainedConfig, device: torch.device) -> Way:
-    """Return how cached decoding equals the uncached forward of each row by itself, on a small model of the class.
+    """Return how cached decoding equals the uncached forward of single rows, on a small model.
 
     Raises UserError: it does not, or the model has no cache.
     """
@@ -239,7 +239,7 @@ def prove_decoding(config: PreTrainedConfig, device: torch.device) -> Way:
 
 @torch.inference_mode()
 def _decoding_error(small: PreTrainedConfig, way: Way, device: torch.device) -> float:
-    """Return the largest difference of a decoded token's log-prob from the uncached forward's; nan counts as inf."""
+    """Return the largest difference of decoded log-probs from those of the uncached forward."""
     lengths = (9, 6) if way.left_padded else (9, 9)
     prompts, new_tokens, of_row = random_rows(lengths, device=device), 6, torch.tensor([0, 1, 1], device=device)
     sampler = Sampler(temperature=1.0, top_p=1.0, top_k=0)

@@ -98,7 +98,7 @@ def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
 def needs_proof(raw: Mapping[str, Any]) -> bool:
     """Return whether a run proves first that packed rows and cached decoding of a config.json's model are right.
 
-    Models of softmax attention alone, of a family with a table, are proved by tests.
+    Models of softmax attention only, of a family with a table, are proved by tests.
     """
     return raw.get("model_type") not in TRAINED or bool(set(raw.get("layer_types") or ()) - PROVED_LAYERS)
 

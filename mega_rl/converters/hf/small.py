@@ -1,4 +1,4 @@
-"""Small models of any class of transformers, on whose random weights a run proves how rows may be computed.
+"""Small random models of any class of transformers, for proofs at the start of a run.
 
 Widths shrink, and of the layers stay those that differ. Windows and chunks become shorter than the rows of a proof, so
 that what reaches across sequences shows.
@@ -44,7 +44,7 @@ _NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype"
 
 
 def shrink(config: PreTrainedConfig, *, widths: bool = True) -> PreTrainedConfig:
-    """Return a config of the same class with few layers, at least one of each kind, and small widths if asked."""
+    """Return a small config of the same class, with a layer of each kind; `widths`: small, too."""
     given = config.to_dict()
     changed = {name: value for name, value in given.items() if name not in _NOT_ARGUMENTS}
     depth = config.num_hidden_layers
@@ -106,7 +106,7 @@ def _small_rope(value: Any, changed: dict[str, Any]) -> Any:
 
 
 def random_model(config: PreTrainedConfig, *, attention: str, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """Return a float32 model whose layers all have a say in its logits; the same weights for each attention function.
+    """Return a float32 model with weights of a seed, whose layers all have a say in its logits.
 
     A class's own initial weights are so small that a leak between sequences would drown in rounding.
     """

@@ -27,7 +27,7 @@ from mega_rl.converters.families.fields import MOST_LAYERS
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.errors import UserError
 
-UNLIMITED_POSITIONS = 1 << 30  # of a model whose config states no number
+UNLIMITED_POSITIONS = 1 << 30  # positions, where a config states none
 # Errors of foreign code on a config or input that it does not expect.
 FOREIGN = (
     TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError, ArithmeticError, ImportError,
@@ -129,7 +129,10 @@ def accepted(model: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any
 
 
 def table_of(model: PreTrainedModel) -> OwnTable:
-    """Return the tensors of a model and how a checkpoint spells them. Raises ValueError: not by whole rows."""
+    """Return the tensors of a model and how a checkpoint spells them.
+
+    Raises ValueError: a tensor on disk is not whole rows, in order, of one in memory.
+    """
     whole = {name for name, _ in model.named_parameters()}
     state = {
         name: tensor
@@ -165,14 +168,14 @@ def table_of(model: PreTrainedModel) -> OwnTable:
 
 
 def _row_numbers(tensor: Tensor, first: int) -> Tensor:
-    """Return int64 like `tensor`, every element the number of its row as a matrix; without memory for columns."""
+    """Return int64 like `tensor`, in each element the number of its row; columns take no memory."""
     shape = tuple(tensor.shape)
     rows = torch.arange(first, first + matrix_shape(shape)[0])
     return rows if len(shape) == 1 else rows.view(*shape[:-1], 1).expand(shape)
 
 
 def _consecutive(name: str, numbers: Tensor) -> int:
-    """Return the number of a disk tensor's first row. Raises ValueError: its rows are not whole, or not in order."""
+    """Return the number of a disk tensor's first row. Raises ValueError: rows out of order."""
     columns = numbers.reshape(-1, 1) if numbers.dim() == 1 else numbers.flatten(0, -2)
     rows = columns[:, 0]
     low = int(rows[0])

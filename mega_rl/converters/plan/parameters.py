@@ -122,7 +122,7 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
 
 
 def is_unread(hf: HFConfig, name: str) -> bool:
-    """Return whether a checkpoint of a model without a table holds a tensor that its class says it does not read."""
+    """Return whether the class of a model without a table says that it ignores a tensor."""
     return hf.own is not None and any(re.search(pattern, name) for pattern in hf.own.unread)
 
 
@@ -238,7 +238,10 @@ def _is_last(layout: ParallelLayout, pp_rank: int, vp_stage: int) -> bool:
 def disk_tensors(
     model_type: str, name: str, shape: tuple[int, ...], own: OwnTable | None = None
 ) -> Iterator[DiskTensor]:
-    """Yield the tensors on disk that make tensor `name` of a transformers model; own: in the place of a family's."""
+    """Yield the tensors on disk that make tensor `name` of a transformers model.
+
+    own: table of a model that no family describes.
+    """
     if own is not None:
         yield from own.on_disk.get(name, (DiskTensor(name, shape, 0),))  # a head of our own
         return
