@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from mega_rl.converters.architecture import DiskTensor
 from mega_rl.converters.live.copying import fill_all
 from mega_rl.converters.live.load import LoadReport, check_tensors
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.parameters import DiskTensor, as_on_disk, disk_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
