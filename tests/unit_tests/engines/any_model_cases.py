@@ -78,12 +78,12 @@ def train_one(folder: Path) -> dict[str, Any]:
     """Three steps of the engine and of transformers' own model: gradients, and the file against the export."""
     from transformers import AutoModelForCausalLM
 
-    from mega_rl.algorithms.kl import KLController, k3
+    from mega_rl.algorithms.kl import k3
     from mega_rl.algorithms.policy_losses import PPO
     from mega_rl.engines.fsdp_model import sharded_parameters
     from mega_rl.workers.models import PolicyLoss
 
-    loss = PolicyLoss(PPO(clip_low=0.2, clip_high=0.3), kl=KLController(0.3), kl_estimator=k3, entropy_coef=0.0)
+    loss = PolicyLoss(PPO(clip_low=0.2, clip_high=0.3), kl=None, kl_estimator=k3)
     judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     on_disk = load_file(folder / "model.safetensors")
     result: dict[str, Any] = {"gradients": []}
@@ -125,29 +125,26 @@ def logprobs_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def near(model: Any, batch: Experience) -> Experience:
-    """The batch with old and reference log-probs around the model's own, where ratios are like those of a run."""
+    """The batch with old log-probs around the model's own, where ratios are like those of a run."""
     own = torch.zeros(batch.tokens.shape)
     for row, length in enumerate(batch.lengths.tolist()):
         own[row, 1:length] = logprobs_of(model, batch.tokens[row, :length])
-    for name in ("old_logprobs", "ref_logprobs"):
-        setattr(batch, name, (own + getattr(batch, name) + 3) * batch.loss_mask)
+    batch.old_logprobs = (own + batch.old_logprobs + 3) * batch.loss_mask
     return batch
 
 
 def judge_loss(model: Any, batch: Experience) -> torch.Tensor:
-    """The clipped policy loss with KL, row by row, without padding."""
+    """The clipped policy loss, row by row, without padding."""
     total = torch.zeros(())
     for row, length in enumerate(batch.lengths.tolist()):
         tokens = batch.tokens[row, :length]
         logprobs = logprobs_of(model, tokens)
-        old, ref, advantage, weight, mask = (
-            getattr(batch, name)[row, 1:length]
-            for name in ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "loss_mask")
+        old, advantage, weight, mask = (
+            getattr(batch, name)[row, 1:length] for name in ("old_logprobs", "advantages", "loss_weights", "loss_mask")
         )
         ratio = (logprobs - old).exp()
         policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
-        kl = (ref - logprobs).exp() - (ref - logprobs) - 1
-        total = total + ((policy + 0.3 * kl) * weight * mask).sum()
+        total = total + (policy * weight * mask).sum()
     return total
 
 
