@@ -30,8 +30,8 @@ BEGIN, END = "<!-- models: python -m tests.model_table -->", "<!-- end of models
 def row(model_type: str) -> dict[str, str]:
     """What accepts a model, by engine; a reason where none does."""
     config = CONFIG_MAPPING[model_type](**FIELDS.get(model_type, {}))
-    found, why = find_way(config, "auto", True, "cpu")
-    verdict = {"fsdp": "refused: " + why if found is None else "packed" if found[1] else "padded"}
+    best, why = find_way(config, "auto", True, "cpu")
+    verdict = {"fsdp": "refused: " + why if best is None else "packed" if best[1] else "padded"}
     try:
         way = prove_decoding(config, torch.device("cpu"))
         verdict["embedded"] = "batches" if way.left_padded else "prompts of one length"

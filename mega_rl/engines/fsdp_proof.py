@@ -50,13 +50,13 @@ def prove_rows(
             "does not compute; set it to auto, sdpa or eager"
         )
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    found, why = _proven(config.to_json_string(use_diff=False), config.model_type, word, packing, device_type)
-    if found is None:
+    way, why = _proven(config.to_json_string(use_diff=False), config.model_type, word, packing, device_type)
+    if way is None:
         raise UserError(
             f"{path}: model_type={config.model_type}: padded rows do not give the numbers of single ones ({why}); take "
             "a causal language model"
         )
-    attention, packs = found
+    attention, packs = way
     if packing and not packs:
         log.info("%s: packed sequences would meet in model_type=%s (%s); rows are padded", role, config.model_type, why)
     return attention, packs

@@ -209,7 +209,7 @@ def select_rows(cache: Cache, indices: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How a model decodes."""
+    """Attention and padding of decoding."""
 
     attention: str
     left_padded: bool  # a batch has prompts of several lengths

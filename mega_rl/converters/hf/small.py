@@ -115,12 +115,11 @@ def random_model(config: PreTrainedConfig, *, attention: str, device: torch.devi
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
-                else:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            else:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     return model.eval().to(device)
 
 

@@ -147,19 +147,19 @@ def table_of(model: PreTrainedModel) -> OwnTable:
         owners.append((first, name))
         numbered[name] = _row_numbers(tensor, first)
         first += matrix_shape(tuple(tensor.shape))[0]
-    found: dict[str, list[DiskTensor]] = {name: [] for name in state}
+    by_tensor: dict[str, list[DiskTensor]] = {name: [] for name in state}
     places = dict(owners)
     starts = sorted(places)
     for name, numbers in revert_weight_conversion(model, numbered).items():
         low = _consecutive(name, numbers)
         start = starts[_last_at_most(starts, low)]
-        found[places[start]].append(DiskTensor(name, tuple(numbers.shape), low - start))
-    for name, disk in found.items():
+        by_tensor[places[start]].append(DiskTensor(name, tuple(numbers.shape), low - start))
+    for name, disk in by_tensor.items():
         rows = matrix_shape(tuple(state[name].shape))[0]
         if sum(tensor.rows for tensor in disk) != rows:
             raise ValueError(f"transformers' conversion spells only a part of {name}")
     return OwnTable(
-        tensors=tuple((name, tuple(sorted(disk, key=lambda t: t.row))) for name, disk in found.items()),
+        tensors=tuple((name, tuple(sorted(disk, key=lambda t: t.row))) for name, disk in by_tensor.items()),
         body=model.base_model_prefix,
         tied=tuple(sorted(set(model.state_dict()) - set(state))),
         unread=tuple(model._keys_to_ignore_on_load_unexpected or ()),

@@ -65,13 +65,13 @@ def config_of(folder: Path) -> Config:
 
 def train_all(rank: int, root: str, families: list[str]) -> dict[str, Any]:
     """Every family; its message where it fails."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for family in families:
         try:
-            found[family] = train_one(Path(root) / family)
+            results[family] = train_one(Path(root) / family)
         except Exception as error:
-            found[family] = {"error": f"{type(error).__name__}: {error}"[:500]}
-    return found
+            results[family] = {"error": f"{type(error).__name__}: {error}"[:500]}
+    return results
 
 
 def train_one(folder: Path) -> dict[str, Any]:
