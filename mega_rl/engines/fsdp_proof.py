@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.converters.hf.small import gradients, random_model, random_rows, shrink
-from mega_rl.converters.hf.untabled import FOREIGN, accepted
+from mega_rl.converters.hf.untabled import FOREIGN, accepted, config_of
 from mega_rl.engines.fsdp_model import attention_arguments, attention_name
 from mega_rl.engines.models.specs import Attention
 from mega_rl.errors import RunError, UserError
@@ -50,7 +50,7 @@ def prove_rows(
             "does not compute; set it to auto, sdpa or eager"
         )
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    way, why = _proven(config.to_json_string(use_diff=False), config.model_type, word, packing, device_type)
+    way, why = _proven(config.to_json_string(use_diff=False), word, packing, device_type)
     if way is None:
         raise UserError(
             f"{path}: model_type={config.model_type}: padded rows do not give the numbers of single ones ({why}); take "
@@ -63,9 +63,9 @@ def prove_rows(
 
 
 @lru_cache(maxsize=16)
-def _proven(text: str, model_type: str, word: str, packing: bool, device_type: str) -> Found:
+def _proven(text: str, word: str, packing: bool, device_type: str) -> Found:
     """Return `find_way` of a config as JSON: roles of one architecture are proved once."""
-    return find_way(CONFIG_MAPPING[model_type].from_dict(json.loads(text)), word, packing, device_type)
+    return find_way(config_of(json.loads(text)), word, packing, device_type)
 
 
 def find_way(config: PreTrainedConfig, word: str, packing: bool, device_type: str) -> Found:

@@ -82,13 +82,20 @@ def _read_config(raw: Mapping[str, Any], where: str) -> PreTrainedConfig:
     if raw.get("quantization_config"):
         raise refused("quantization_config: quantised weights can be trained only by families with a table")
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[name].from_dict(dict(raw))
+        config = config_of(raw)
     except FOREIGN as error:
         raise refused(f"{release} cannot read it: {' '.join(str(error).split())}") from error
     if config.is_encoder_decoder:
         raise refused("is_encoder_decoder=true: only decoder-only models are supported")
     if config.get_text_config() is not config or getattr(config, "vision_config", None) is not None:
         raise refused("it is a model of images and text; save its language model on its own")
+    return config
+
+
+def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return transformers' config of a decoded config.json, which spells infinity as an object."""
+    kind = CONFIG_MAPPING[raw["model_type"]]
+    config: PreTrainedConfig = kind.from_dict(kind._decode_special_floats(dict(raw)))
     return config
 
 
