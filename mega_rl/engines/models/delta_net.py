@@ -18,7 +18,7 @@ from mega_rl.engines.models.layer import RMSNorm
 from mega_rl.errors import UserError
 
 
-class DeltaNet(GatedDeltaNet):
+class PackedDeltaNet(GatedDeltaNet):
     """Megatron-Core's layer, whose state ends with each packed sequence.
 
     The norm on its output multiplies by its weight, also where the other norms of the model multiply by 1 + weight.
@@ -65,4 +65,4 @@ def delta_net_spec(model_type: str) -> ModuleSpec:
             "installed; run pip install flash-linear-attention"
         )
     linears = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear)
-    return ModuleSpec(module=DeltaNet, submodules=linears)
+    return ModuleSpec(module=PackedDeltaNet, submodules=linears)
