@@ -381,8 +381,8 @@ TABLE: Table = {
     ("converters", "converters/test_families.py", "converters/test_plan.py"): [
         (
             "gate and up swapped",
-            "blocks = [first, *(block._replace(dst_row=first.rows) for block, _ in pieces[1:])]",
-            "blocks = [first._replace(dst_row=first.rows), *(block for block, _ in pieces[1:])]",
+            "starts = accumulate(rows, initial=0)",
+            "starts = list(accumulate(rows, initial=0))[len(rows) - 1 :: -1]",
         )
     ],
     ("ddp", "ddp/test_optimizer.py"): [

@@ -87,8 +87,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def alone(paths: dict[str, str]) -> dict[str, Any]:
     """What one rank found, by kind and family."""
-    found: dict[str, Any] = run_ranks(1, of_engine, paths, timeout_s=300)[0]
-    return found
+    answers: dict[str, Any] = run_ranks(1, of_engine, paths, timeout_s=300)[0]
+    return answers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
