@@ -276,7 +276,8 @@ def attention_name(choice: str) -> str:
 
     Raises KeyError: not one that Hugging Face's models run.
     """
-    return {**{kernel: f"mega_rl_{kernel}" for kernel in KERNELS}, "flash_attention_2": "flash_attention_2"}[choice]
+    # transformers refuses a name with "sdpa" for models with sinks.
+    return {"eager": "mega_rl_eager", "sdpa": "mega_rl_fused", "flash_attention_2": "flash_attention_2"}[choice]
 
 
 def attention_arguments(
@@ -311,11 +312,12 @@ def _attention(
     sliding_window: int | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return (context [b, S, heads, E], None) of query [b, heads, S, D].
 
-    key: [b, groups, S, D]. value: [b, groups, S, E].
+    key: [b, groups, S, D]. value: [b, groups, S, E]. s_aux: [heads], sinks.
 
     What transformers calls for an attention `module`. `sequences` comes from `attention_arguments` through the model's
     forward and has no default: a model that lost it on the way would let packed sequences see each other.
@@ -338,9 +340,9 @@ def _attention(
     # Qwen2-MoE leaves its windows to the mask.
     window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
     if sequences is None:
-        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=None).transpose(1, 2), None
+        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=s_aux).transpose(1, 2), None
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=None)
+    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=s_aux)
     return attend(query, key, value, sequences).unsqueeze(0), None
 
 

@@ -214,6 +214,9 @@ class DiskTensor(NamedTuple):
 
 def disk_tensors(model_type: str, name: str, shape: tuple[int, ...]) -> Iterator[DiskTensor]:
     """Yield the tensors on disk that make tensor `name` of a transformers model."""
+    if FAMILIES[model_type].fused_experts:
+        yield DiskTensor(name, shape, 0)
+        return
     names = FAMILIES[model_type].expert_names
     prefix = name.rpartition(".")[0].replace(".mlp.", f".{names.block}.")
     if name.endswith(FUSED_GATE_UP):
