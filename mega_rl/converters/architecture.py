@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
 
@@ -96,6 +97,35 @@ class Moe:
     router_bias: bool = False  # the router's linear has a bias
 
 
+class DiskTensor(NamedTuple):
+    """A tensor on disk as whole rows of a model's tensor, both seen as matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: int  # its first one in the model's tensor
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows; a vector is one column."""
+        return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
+
+
+@dataclass(frozen=True)
+class OwnTable:
+    """Tensors of a model that no family describes, as its class in transformers has them."""
+
+    tensors: tuple[tuple[str, tuple[DiskTensor, ...]], ...]  # in memory -> on disk
+    body: str  # prefix of the names, except of the output head
+    tied: tuple[str, ...]  # names that a checkpoint may repeat
+    unread: tuple[str, ...]  # patterns of names that its checkpoints hold and it does not read
+    float32: tuple[str, ...]  # tensors in memory that stay so in a model of any dtype
+
+    @cached_property
+    def on_disk(self) -> Mapping[str, tuple[DiskTensor, ...]]:
+        """Return the tensors on disk by the tensor in memory that they make."""
+        return dict(self.tensors)
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """The architecture of a decoder-only model, and how its checkpoint on disk spells it."""
@@ -139,6 +169,7 @@ class HFConfig:
     # How the tensors on disk spell it; `plan.as_on_disk` reads them off the names.
     fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
     value_head: str = "score.weight"  # name of a critic's head
+    own: OwnTable | None = None  # in the place of a family's table; most fields above then say nothing
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -180,6 +211,8 @@ class HFConfig:
                 "two_expert_ffn": 2 * self.moe.ffn_hidden_size,
                 "shared_ffn": self.moe.shared_ffn_hidden_size,
             }
+        if self.own is not None:
+            dims |= {str(size): size for _, disk in self.own.tensors for one in disk for size in one.shape}
         return dims
 
     @cached_property
