@@ -291,7 +291,8 @@ def attention_name(choice: str) -> str:
 
     Raises KeyError: not one that Hugging Face's models run.
     """
-    own = {kernel: f"mega_rl_{kernel}" for kernel in KERNELS}
+    # transformers refuses a name with "sdpa" for models with sinks.
+    own = {"eager": "mega_rl_eager", "sdpa": "mega_rl_fused"}
     return {**own, "flash_attention_2": "flash_attention_2", **TRANSFORMERS}[choice]
 
 
@@ -331,11 +332,12 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return (context [b, S, heads, E], None) of query [b, heads, S, D].
 
-    key: [b, groups, S, D]. value: [b, groups, S, E].
+    key: [b, groups, S, D]. value: [b, groups, S, E]. s_aux: [heads], sinks.
 
     What transformers calls for an attention `module`. `sequences` comes from `attention_arguments` through the model's
     forward and has no default: a model that lost it on the way would let packed sequences see each other.
@@ -358,9 +360,9 @@ def _attention(
         )
     scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
     if sequences is None:
-        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=None).transpose(1, 2), None
+        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=s_aux).transpose(1, 2), None
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=None)
+    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=s_aux)
     return attend(query, key, value, sequences).unsqueeze(0), None
 
 
