@@ -332,12 +332,11 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return (context [b, S, heads, E], None) of query [b, heads, S, D].
 
-    key: [b, groups, S, D]. value: [b, groups, S, E]. s_aux: [heads], sinks.
+    key: [b, groups, S, D]. value: [b, groups, S, E]. Sinks [heads] are called `s_aux`.
 
     What transformers calls for an attention `module`. `sequences` comes from `attention_arguments` through the model's
     forward and has no default: a model that lost it on the way would let packed sequences see each other.
@@ -346,6 +345,7 @@ def _attention(
     """
     # Qwen2-MoE leaves its windows to the mask; EXAONE 4 says None in layers without one.
     window = others.pop("sliding_window", getattr(module, "sliding_window", None))
+    sinks = others.pop("s_aux", None)
     asked = {
         "attention_mask": attention_mask is not None,
         "dropout": dropout != 0.0,
@@ -360,9 +360,9 @@ def _attention(
         )
     scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
     if sequences is None:
-        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=s_aux).transpose(1, 2), None
+        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=sinks).transpose(1, 2), None
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=s_aux)
+    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=sinks)
     return attend(query, key, value, sequences).unsqueeze(0), None
 
 
