@@ -179,6 +179,13 @@ def shard(
         # Without the explicit sum, a factor of 1 would be sent as an operation that only NCCL knows.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
+    kept = hf.state_dict(keep_vars=True)
+    for name, buffer in hf.named_buffers():
+        if name not in kept and buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise UserError(
+                f"model_type={hf.config.model_type}: the buffer {name} is set from outside its module, which "
+                "engine.backend=fsdp cannot repeat; take another model"
+            )
     if recompute:
         for layer in layers(hf):
             # Inside FSDP's hooks: what the backward gathers once serves the second forward and the backward.
@@ -254,7 +261,8 @@ def _materialise(unit: nn.Module, hf: PreTrainedModel, device: torch.device) -> 
                 module._parameters[name] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
         bare = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in bare:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
+            memory = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
+            module._buffers[name] = memory.fill_(math.nan) if memory.is_floating_point() else memory
         if set(bare) & module._non_persistent_buffers_set:
             with torch.no_grad():
                 hf._init_weights(module)  # transformers' own way: its from_pretrained builds on the meta device, too
