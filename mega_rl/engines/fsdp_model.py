@@ -24,20 +24,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
 
 from mega_rl.config.schema import FsdpConfig
+from mega_rl.converters.live.load import model_config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shards, reduce_scatter_fp32
 from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
 from mega_rl.engines.models.attention_kernels import KERNELS
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 from mega_rl.parallel.accelerator.base import send
 from mega_rl.parallel.vocab import fp32_linear
 
@@ -127,10 +126,7 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
 
     Raises UserError: transformers does not know the model.
     """
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: transformers cannot read its config.json: {error}") from error
+    config = model_config(path)
     make = partial(
         (AutoModelForCausalLM if head == "lm" else AutoModel).from_config,
         config,
