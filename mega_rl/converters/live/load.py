@@ -151,14 +151,17 @@ def check_tensors(
     if foreign := [kind for _, kind in packed if kind != hf.quantization]:
         what = f"{len(foreign)} tensors ({packed[0][0]}, ...) are {foreign[0]} with scales"
         problems.append(f"{reader.path}: {what}, but config.json has no {foreign[0]} quantization_config")
-    # A wrapper's own tensors are not judged: all that the language model needs is looked for by name.
-    present = set(reader.tensors) - (set(reader.others()) - expected.keys() if hf.wrapper is not None else set())
+    present = set(reader.tensors)
     if head == "value":
         bias = hf.value_head.removesuffix("weight") + "bias"
         if bias in present and reader.read(bias).any():
             fix = "the value head has no bias; fold it into the rewards, or set it to 0"
             problems.append(f"{reader.tensors[bias].file}: {bias} is not zero, and {fix}")
         present.discard(bias)
+    if (
+        hf.wrapper is not None
+    ):  # tensors outside are not judged: all that the language model needs is looked for by name
+        present -= set(reader.others()) - expected.keys()
     unexpected = present - set(expected) - ignorable
     # Only a score head may have another shape: a reward model scores several labels, a critic has one value.
     ignored = tuple(sorted((present & ignorable - set(expected)) | (present & absent)))

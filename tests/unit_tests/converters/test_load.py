@@ -235,8 +235,8 @@ def test_8_bit_values_without_their_scale_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as caught:
         CheckpointReader(source)
     assert len(caught.value.problems) == 2
-    assert any(f"{short}_scale_inv is F32 [3, 1]" in problem for problem in caught.value.problems)
-    assert any(f"{half}_scale_inv is F16 [1, 1]" in problem for problem in caught.value.problems)
+    assert any(f"{short}_scale_inv is float32 [3, 1]" in problem for problem in caught.value.problems)
+    assert any(f"{half}_scale_inv is float16 [1, 1]" in problem for problem in caught.value.problems)
 
 
 # Our own bugs.

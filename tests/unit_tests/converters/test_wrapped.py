@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from mega_rl.checkpoint.weights import open_weights
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.live.load import check_tensors, model_config, weights_on_disk
 from mega_rl.converters.offline.compare import compare_checkpoints
@@ -16,6 +18,7 @@ from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint,
 from mega_rl.converters.plan.parameters import as_on_disk
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.plan.preflight import preflight
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, mismatches, sent_shapes
 from mega_rl.rollout.sglang.weights.transport import TrainerWeights
@@ -128,12 +131,28 @@ def test_older_files_of_qwen_have_no_text_config() -> None:
     assert hf.wrapper is not None
 
 
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_training_changes_the_text_and_nothing_else(engine: str, gemma: Path, tmp_path: Path) -> None:
+def quantise(folder: Path) -> dict[str, torch.Tensor]:
+    """Store the text's projections as fp8 in blocks of 8 x 16; return all tensors as they must be read."""
+    stored, expected = tensors_of(folder), tensors_of(folder)
+    for name in [name for name in stored if name.startswith(OLD) and name.endswith("_proj.weight")]:
+        rows, cols = stored[name].shape
+        scales = torch.rand(rows // 8, cols // 16) + 0.5
+        full = scales.repeat_interleave(8, 0).repeat_interleave(16, 1)
+        stored[name] = (stored[name] / full).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        expected[name] = (stored[name].float() * full).bfloat16().float()
+    rewrite(folder, stored, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 16]})
+    return expected
+
+
+@pytest.mark.parametrize(("engine", "quantised"), [("megatron", False), ("fsdp", True)])
+def test_training_changes_the_text_and_nothing_else(engine: str, quantised: bool, gemma: Path, tmp_path: Path) -> None:
+    """A GRPO step on two ranks with embedded rollouts; exports of the run and of its checkpoint."""
     source = tmp_path / "m"
     source.mkdir()
     for file in gemma.iterdir():
         (source / file.name).write_bytes(file.read_bytes())
+    before = quantise(source) if quantised else tensors_of(source)
     write_digit_tokenizer(source, vocab_size=50)
     reward = tmp_path / "reward.py"
     reward.write_text("def score(prompt, response, answer):\n    return float(len(set(response)))\n")
@@ -142,14 +161,22 @@ def test_training_changes_the_text_and_nothing_else(engine: str, gemma: Path, tm
     settings = [
         *("model.dtype=fp32", "data.max_prompt_tokens=8", "rollout.max_new_tokens=4", "rollout.n=2"),
         *("trainer.prompts_per_step=4", "trainer.minibatch_size=4", "optim.lr=1e-2"),
-        *("trainer.steps=1", "checkpoint.hf_final=true"),
+        *("trainer.steps=1", "checkpoint.hf_final=true", "checkpoint.save_final=true"),
         *("trainer.timeout_s=90", "trainer.device=cpu", "metrics.tensorboard=false", "metrics.progress_bar=false"),
         *(f"model.path={source}", f"data.train_files=[{tmp_path / 'd.jsonl'}]", f"trainer.run_dir={tmp_path / 'run'}"),
         *(f"engine.backend={engine}", "algorithm.advantage=grpo", f"reward.functions={{score: {reward}:score}}"),
     ]
     run_ranks(2, run_all, {"run": settings}, device="cpu")
-    before, after = tensors_of(source), tensors_of(tmp_path / "run/hf/step_000001")
+    after = tensors_of(tmp_path / "run/hf/step_000001")
+    (saved,) = (tmp_path / "run/checkpoints").glob("step_*")
+    opened = partial(open_weights, saved, role="actor", reference=source)
+    export_checkpoint(saved, tmp_path / "later", reference=source, opened=opened)
+    assert_bytes_equal(after, tensors_of(tmp_path / "later"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name for name in changed if not name.startswith(OLD)} == set()
     assert f"{OLD}layers.0.mlp.up_proj.weight" in changed
+    assert "quantization_config" not in json.loads((tmp_path / "run/hf/step_000001/config.json").read_text())
+    if quantised:
+        with pytest.raises(UserErrors, match="SGLang would serve fp8 weights"):
+            preflight(None, [*settings, "rollout.backend=sglang"])
