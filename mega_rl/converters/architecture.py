@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mega_rl.converters.safetensors.header import PLAIN_NAMES
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
 Quantization = Literal["fp8", "mxfp4", "int4"]
 
 
@@ -92,6 +92,8 @@ class Moe:
     scaling: float | None = None  # factor on the routed experts' weights
     num_groups: int | None = None  # number of groups; experts are chosen from the best `topk_groups`
     topk_groups: int | None = None
+    # Weights of a softmax that is corrected are divided by their sum, or by this if it is larger.
+    weight_floor: float | None = None
     router_bias: bool = False  # the router's linear has a bias
 
 
@@ -117,7 +119,7 @@ class HFConfig:
     mla: Mla | None = None
     moe: Moe | None = None
     window: Window | None = None
-    activation: Activation = "silu"  # the gated MLP's
+    activation: Activation = "silu"  # the gated MLP's; a squared ReLU has no gate
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
     qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
     post_norms: bool = False  # norms on the outputs of attention and MLP too
@@ -138,6 +140,11 @@ class HFConfig:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     # config.json of the model of images and text whose language model this is; `raw` is the language model's part.
     wrapper: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def gated(self) -> bool:
+        """Return whether the MLP multiplies its activation by a second projection."""
+        return self.activation != "relu_squared"
 
     @cached_property
     def dims(self) -> dict[str, int]:

@@ -203,17 +203,19 @@ def _drop_core_attention(shape: LayerShape, entries: dict[str, float]) -> None:
 
 
 def _mlp(shape: LayerShape) -> dict[str, float]:
-    """Return the entries of a dense gated MLP."""
+    """Return the entries of a dense MLP."""
     ffn = shape.hf.ffn_hidden_size * shape.itemsize / shape.layout.tp
     return {
         "MLP input": shape.hidden,
-        "MLP hidden": 2 * ffn,
+        "MLP hidden": (2 if shape.hf.gated else 1) * ffn,
         "MLP activation": ffn * _results_of_the_gate(shape),
     }
 
 
 def _results_of_the_gate(shape: LayerShape) -> int:
     """Return the number of kept results of the gate's width: the product, perhaps its inputs."""
+    if not shape.hf.gated:
+        return 1
     if shape.spec == "hf":
         return 2
     return 3 if shape.hf.activation == "gelu_tanh" else 1
@@ -389,7 +391,7 @@ def _backward_of(shape: LayerShape, recompute: Recompute) -> float:
     if shape.moe and hf.moe is not None:
         width = 3 * hf.moe.ffn_hidden_size * hf.moe.top_k * shape.share
     else:
-        width = 3 * hf.ffn_hidden_size / tp
+        width = (3 if hf.gated else 2) * hf.ffn_hidden_size / tp
     return max(again, 0.0) + (width + 2 * hf.hidden_size) * b
 
 

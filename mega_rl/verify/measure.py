@@ -246,7 +246,7 @@ def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
             parameter.data = weight
 
 
-CORRECTION = "e_score_correction_bias"  # a router's, which is set and not learnt
+CORRECTION = ("e_score_correction_bias", ".expert_bias")  # a router's, which is set and not learnt
 
 
 def disagreements(engine: ModelEngine, floor: float) -> dict[str, float]:

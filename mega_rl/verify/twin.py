@@ -24,6 +24,7 @@ from torch.nn.functional import cosine_similarity
 from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.architecture import HFConfig, Moe, is_moe
 from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.families.rules import DISK_LAYER
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.live.load import load_hf, repeat_faults
@@ -193,6 +194,8 @@ def _narrow(raw: dict[str, Any], hf: HFConfig) -> None:
         if raw.get(name):
             raw[name] = _halved(raw[name], limit)
     head = _halved(hf.head_dim, NARROW_HEAD)
+    if raw.get("rotary_dim"):
+        raw["rotary_dim"] = raw["rotary_dim"] * head // hf.head_dim
     if hf.mla is not None:
         raw["hidden_size"] = _halved(hf.hidden_size, NARROW_HIDDEN)
         raw.pop("head_dim", None)
@@ -214,12 +217,14 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
     groups = moe.num_groups or 1
     needed = max(2 * moe.top_k, 8) if groups == 1 else groups * max(2, -(-moe.top_k // (moe.topk_groups or 1)))
     experts = min(moe.num_experts, -(-needed // groups) * groups)
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for name in EXPERT_KEYS:
         if name in raw:
             raw[name] = experts
     dense = [i for i, layer in enumerate(layers) if not moe.layers[layer]]
     if "first_k_dense_replace" in raw:
         raw["first_k_dense_replace"] = len(dense)
+    if "moe_layer_end_index" in raw:
+        raw |= {"moe_layer_start_index": len(dense), "moe_layer_end_index": len(layers) - 1}
     if "decoder_sparse_step" in raw or "mlp_only_layers" in raw:
         raw |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 

@@ -36,6 +36,11 @@ LATENT = {
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 SIGMOID = {**ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+LITE = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+}
 QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 # The test data of every family: what its tiny config has beside `SMALL`.
 TINY: dict[str, dict[str, Any]] = {
@@ -43,6 +48,9 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "llama": {"head_dim": 16},
     "mistral": {"head_dim": 16, "sliding_window": None},
+    "seed_oss": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "arcee": {"head_dim": 16, "mlp_bias": True, "attention_bias": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": None},
     "qwen2_moe": {**QWEN_MOE, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**QWEN_MOE, "head_dim": 16},
@@ -52,6 +60,24 @@ TINY: dict[str, dict[str, Any]] = {
     "kimi_k2": {**LATENT, **SIGMOID, "n_group": 1, "topk_group": 1},
     "glm4": {"head_dim": 16, "attention_bias": True},
     "glm4_moe": {**SIGMOID, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "moe_norm_min": 0.4,
+    },
+    "glm4_moe_lite": {**LATENT, **LITE, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    "dots1": {**SIGMOID, "head_dim": 16, "norm_topk_prob": True, "n_shared_experts": 2},
+    "minimax_m2": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "rotary_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "hy_v3": {**LITE, "head_dim": 16, "num_experts": 8, "num_shared_experts": 2, "router_scaling_factor": 1.5},
     "gemma3_text": {
         "head_dim": 16,
         "query_pre_attn_scalar": 24,
@@ -107,7 +133,7 @@ def write_tiny_checkpoint(
     if FAMILIES[family].stand_in:
         _edit_config(directory, model_type=family, auto_map={"AutoModelForCausalLM": "modeling_deepseek.Model"})
     if mtp_layers:
-        _add_mtp_layers(directory, first=config.num_hidden_layers, count=mtp_layers)
+        _add_mtp_layers(directory, family=family, first=config.num_hidden_layers, count=mtp_layers)
     return directory
 
 
@@ -116,7 +142,7 @@ def _edit_config(directory: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **changes}, indent=2), encoding="utf-8")
 
 
-def _add_mtp_layers(directory: Path, *, first: int, count: int) -> None:
+def _add_mtp_layers(directory: Path, *, family: str, first: int, count: int) -> None:
     """Multi-token prediction layers as DeepSeek and GLM store them: like the last layer, with what joins its inputs."""
     from safetensors.torch import load_file, save_file
 
@@ -125,7 +151,8 @@ def _add_mtp_layers(directory: Path, *, first: int, count: int) -> None:
     hidden = tensors["model.norm.weight"].numel()
     last = f"model.layers.{first - 1}."
     shapes = {name.removeprefix(last): tensor.shape for name, tensor in tensors.items() if name.startswith(last)}
-    shapes |= {name: (hidden,) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    final = "final_layernorm.weight" if family == "hy_v3" else "shared_head.norm.weight"
+    shapes |= {name: (hidden,) for name in ("enorm.weight", "hnorm.weight", final)}
     shapes |= {"eh_proj.weight": (hidden, 2 * hidden)}
     dtypes = {name: tensors[last + name].dtype for name in shapes if last + name in tensors}
     usual = tensors["model.norm.weight"].dtype

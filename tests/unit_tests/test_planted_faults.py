@@ -52,4 +52,5 @@ def test_every_fault_has_one_place_and_its_tests() -> None:
         assert fault.old != fault.new
         assert 1 <= len(fault.targets) <= 2
         for target in fault.targets:
-            assert (PROJECT / target.split(" ")[0]).is_file(), f"{fault.name}: {target}"
+            path, _, word = target.partition(" -k ")
+            assert word in (PROJECT / path).read_text(), f"{fault.name}: {target}"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from mega_rl.converters.families.base import Family, KnownBug
 from mega_rl.converters.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
-from mega_rl.converters.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from mega_rl.converters.families.dense import ARCEE, ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from mega_rl.converters.families.gemma import GEMMA3_TEXT
-from mega_rl.converters.families.glm import GLM4, GLM4_MOE
+from mega_rl.converters.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from mega_rl.converters.families.gpt_oss import GPT_OSS
-from mega_rl.converters.families.moe import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from mega_rl.converters.families.moe import ERNIE4_5_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from mega_rl.converters.families.sigmoid import DOTS1, HY_V3, MINIMAX_M2
 
 __all__ = ["FAMILIES", "REFUSED", "TRAINED", "Family", "KnownBug"]
 
@@ -22,16 +23,24 @@ FAMILIES = {
         MISTRAL,
         QWEN2,
         QWEN3,
+        SEED_OSS,
+        ERNIE4_5,
+        ARCEE,
         GEMMA3_TEXT,
         GLM4,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
         OLMOE,
+        ERNIE4_5_MOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         KIMI_K2,
         GLM4_MOE,
+        GLM4_MOE_LITE,
+        DOTS1,
+        MINIMAX_M2,
+        HY_V3,
         GPT_OSS,
     )
 }

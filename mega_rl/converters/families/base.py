@@ -25,6 +25,7 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    renamed: tuple[tuple[str, str], ...] = ()  # further parts of names: in transformers, on disk
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Family:
     # Engines and formats that it works with.
     not_trained: str = ""  # why training refuses it, though it converts; empty: it trains
     untied_in_sglang: bool = False  # SGLang 0.5.20 never reads tie_word_embeddings: the head would have no weights
+    # Keys that SGLang 0.5.20 reads and transformers does not: without them it computes another model.
+    needed_by_sglang: tuple[str, ...] = ()
     # Windows reach transformers' attention only through the mask, which FlashAttention does not read.
     windows_in_mask_only: bool = False
     # model_type of the class in transformers that computes the same, where transformers lacks this one.

@@ -8,7 +8,15 @@ from mega_rl.converters.architecture import HFConfig, Mla, Moe
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
 from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT
 from mega_rl.converters.families.fields import Fields
-from mega_rl.converters.families.moe import EXPERTS, MOE_NORM, ROUTER, num_experts, shared_experts, softmax_moe
+from mega_rl.converters.families.moe import (
+    EXPERTS,
+    MOE_NORM,
+    ROUTER,
+    expert_bias,
+    num_experts,
+    shared_experts,
+    softmax_moe,
+)
 from mega_rl.converters.families.rules import col, copy, in_layers, in_mtp_layers, of_mtp, row
 
 # SGLang fuses the two down projections as they arrive, so they are exported together.
@@ -49,11 +57,9 @@ LATENT_ATTENTION = in_layers(
     row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "o"),
 )
 
-EXPERT_BIAS = replace(
-    copy("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", when=["moe", "expert_bias"]),
-    float32=True,
+SHARED_MOE = in_layers(
+    MOE_NORM, ROUTER, expert_bias("mlp.gate.e_score_correction_bias"), *EXPERTS, *shared_experts("mlp.shared_experts")
 )
-SHARED_MOE = in_layers(MOE_NORM, ROUTER, EXPERT_BIAS, *EXPERTS, *shared_experts("mlp.shared_experts"))
 
 MTP = of_mtp(
     copy("enorm.weight", "enorm.weight", "hidden"),
@@ -92,6 +98,19 @@ def after_dense(fields: Fields, num_layers: int) -> list[bool]:
     return [i >= dense for i in range(num_layers)]
 
 
+def by_mlp_types(fields: Fields, num_layers: int) -> list[bool]:
+    """Return, layer by layer, whether it is a mixture, as `mlp_layer_types` says; without it all but the first are.
+
+    SGLang reads `first_k_dense_replace` and transformers does not: if config.json has both, they must agree.
+    """
+    kinds = fields.strings("mlp_layer_types", length=num_layers, allowed=("dense", "sparse"))
+    layers = [i > 0 for i in range(num_layers)] if kinds is None else [kind == "sparse" for kind in kinds]
+    if fields.get("first_k_dense_replace") is not None and after_dense(fields, num_layers) != layers:
+        where = ", ".join(str(i) for i, mixture in enumerate(layers) if not mixture) or "none"
+        fields.refuse("first_k_dense_replace", f"by mlp_layer_types the layers without experts are {where}")
+    return layers
+
+
 def shared_width(fields: Fields) -> int:
     """Return the width of all shared experts together."""
     return fields.size("n_shared_experts", default=0, least=0) * fields.size("moe_intermediate_size")
@@ -112,18 +131,30 @@ def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
     return replace(moe, shared_ffn_hidden_size=shared_width(fields), scaling=scaling)
 
 
-def sigmoid_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of DeepSeek-V3 and GLM-4-MoE; None without such layers.
+def deepseek_v3_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Return the mixture of DeepSeek-V3, GLM-4-MoE and dots.llm1: all layers but the first few, with shared experts."""
+    return sigmoid_moe(fields, after_dense(fields, num_layers), shared=shared_width(fields))
+
+
+def sigmoid_moe(
+    fields: Fields,
+    layers: list[bool],
+    *,
+    shared: int = 0,
+    ffn: str = "moe_intermediate_size",
+    scaling: str = "routed_scaling_factor",
+) -> Moe | None:
+    """Return the mixture of a sigmoid router in these layers; None without such layers.
 
     Sigmoid scores with a correction per expert choose among the best groups; weights are normalised and scaled.
+    `shared` is the width of all shared experts, `ffn` and `scaling` name the keys of an expert's width and the factor.
     """
-    layers = after_dense(fields, num_layers)
     if not any(layers):
         return None
     total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
     if top_k > total and not fields.problems:
         fields.refuse("num_experts_per_tok", f"there are {total} experts")
-    if fields.boolean("norm_topk_prob", default=True) == (top_k == 1):
+    if fields.boolean("norm_topk_prob", default=fields.defaults.get("norm_topk_prob") is not False) == (top_k == 1):
         reason = f"Megatron-Core normalises sigmoid weights unless one expert is chosen, here {top_k}"
         fields.refuse("norm_topk_prob", reason)
     groups, best = _groups(fields, total, top_k)
@@ -131,12 +162,12 @@ def sigmoid_moe(fields: Fields, num_layers: int) -> Moe | None:
         tuple(layers),
         total,
         top_k,
-        fields.size("moe_intermediate_size"),
-        shared_ffn_hidden_size=shared_width(fields),
+        fields.size(ffn),
+        shared_ffn_hidden_size=shared,
         score="sigmoid",
         score_before_topk=True,
         expert_bias=True,
-        scaling=fields.number("routed_scaling_factor", default=1.0),
+        scaling=fields.number(scaling, default=1.0),
         num_groups=groups,
         topk_groups=best,
     )
@@ -240,7 +271,7 @@ DEEPSEEK_V3 = Family(
     },
     keys=("qk_head_dim",),
     mla=latent,
-    moe=sigmoid_moe,
+    moe=deepseek_v3_moe,
     hub_code=("configuration_deepseek", "modeling_deepseek", "tokenization_moonshot", "tokenization_kimi"),
     mtp_ignored=MTP_REPEATED,
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
-from mega_rl.converters.families.rules import copy, gated, in_layers, qkv, row, vocab
+from mega_rl.converters.families.rules import col, copy, gated, in_layers, qkv, row, vocab
 
 EMBEDDING = (vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight"),)
 
@@ -73,6 +75,45 @@ LLAMA = Family(
     title="Llama",
     differs="nothing: RMSNorm, rotary positions (linear, llama3, YaRN), grouped-query attention, gated SiLU",
     bias_keys=("attention_bias", "mlp_bias"),
+)
+SEED_OSS = Family(
+    "seed_oss",
+    DENSE,
+    title="Seed-OSS",
+    differs="biases on q, k and v, unless `attention_bias` is false",
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    fixed={"attention_out_bias": NO_LINEAR_BIAS, "mlp_bias": NO_LINEAR_BIAS},
+    qkv_bias="attention_bias",
+)
+ERNIE4_5 = Family(
+    "ernie4_5",
+    DENSE,
+    title="ERNIE 4.5",
+    differs="rotation of even with odd dimensions; biases on all linear layers or on none",
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    bias_keys=("use_bias",),
+    tied=True,
+    rope_interleaved=True,
+    hub_code=("configuration_ernie4_5", "modeling_ernie4_5", "tokenization_ernie4_5"),
+)
+ARCEE = Family(
+    "arcee",
+    EMBEDDING
+    + ATTENTION
+    + in_layers(
+        replace(DENSE_NORM, when=()),
+        col("mlp.linear_fc1.weight", "mlp.up_proj.weight", "ffn", "hidden"),
+        col("mlp.linear_fc1.bias", "mlp.up_proj.bias", "ffn", when=["linear_bias"]),
+        row("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "ffn"),
+        copy("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", when=["linear_bias"]),
+    )
+    + OUTPUT,
+    title="Arcee AFM",
+    differs="a squared ReLU without a gate",
+    untied_in_sglang=True,
+    defaults={"rms_norm_eps": 1e-5},
+    bias_keys=("attention_bias", "mlp_bias"),
+    activation="relu_squared",
 )
 MISTRAL = Family(
     "mistral",

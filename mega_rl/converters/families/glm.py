@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from mega_rl.converters.architecture import Moe
 from mega_rl.converters.families.base import Family
-from mega_rl.converters.families.deepseek import MTP, MTP_REPEATED, SHARED_MOE, SIGMOID_ROUTER, sigmoid_moe
+from mega_rl.converters.families.deepseek import (
+    DEEPSEEK_V3,
+    MTP,
+    MTP_REPEATED,
+    SHARED_MOE,
+    SIGMOID_ROUTER,
+    by_mlp_types,
+    deepseek_v3_moe,
+    latent,
+    shared_width,
+    sigmoid_moe,
+)
 from mega_rl.converters.families.dense import ATTENTION, DENSE_NORM, EMBEDDING, MLP, OUTPUT
+from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.rules import copy, fused_gated, in_layers, in_mtp_layers, row
 
 GLM4_LAYERS = ATTENTION + in_layers(
@@ -65,6 +78,45 @@ GLM4_MOE = Family(
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
     partial_rotary=True,
-    moe=sigmoid_moe,
+    moe=deepseek_v3_moe,
+    mtp_ignored=MTP_REPEATED,
+)
+
+
+def lite_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Return the mixture of GLM-4.7-Flash: that of DeepSeek-V3 in the layers that `mlp_layer_types` names."""
+    return sigmoid_moe(fields, by_mlp_types(fields, num_layers), shared=shared_width(fields))
+
+
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    DEEPSEEK_V3.rules,
+    title="GLM-4.7-Flash",
+    differs="what DeepSeek-V3 does; `mlp_layer_types` says which layers are mixtures",
+    untied_in_sglang=True,
+    needed_by_sglang=("first_k_dense_replace",),
+    defaults={
+        "num_key_value_heads": 20,
+        "rms_norm_eps": 1e-5,
+        "mlp_layer_types": None,
+        "first_k_dense_replace": None,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+        "moe_intermediate_size": 1536,
+    },
+    fixed=DEEPSEEK_V3.fixed,
+    keys=("qk_head_dim",),
+    mla=latent,
+    moe=lite_moe,
     mtp_ignored=MTP_REPEATED,
 )

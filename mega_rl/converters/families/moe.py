@@ -20,7 +20,7 @@ from mega_rl.converters.families.fields import MOST_EXPERTS, Fields
 from mega_rl.converters.families.rules import Rule, col, copy, fused_gated, gated, in_layers, row
 
 EXPERT = "mlp.experts.local_experts.{expert}.linear_"  # parameters of one
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 MOE_NORM = copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", when=["moe"])
 ROUTER = copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=["moe"])
@@ -67,6 +67,17 @@ def num_experts(fields: Fields) -> int:
     return max(sizes)
 
 
+def only(spelling: str, *rules: Rule) -> tuple[Rule, ...]:
+    """Return rules that hold where the experts are spelled so: "per_expert" or "fused_experts"."""
+    return tuple(replace(rule, when=(*rule.when, spelling)) for rule in rules)
+
+
+def expert_bias(name: str, *shape: str) -> Rule:
+    """Return the rule of the corrections by which a router chooses experts."""
+    rule = copy("mlp.router.expert_bias", name, *(shape or ("experts",)), when=["moe", "expert_bias"])
+    return replace(rule, float32=True)
+
+
 def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: str) -> Moe | None:
     """Return the mixture of a softmax router; None where no layer is one.
 
@@ -90,7 +101,10 @@ def mixtral_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def olmoe_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of OLMoE: every layer is one."""
+    """Return the mixture of OLMoE: every layer is one. Refuses heads that together are not as wide as hidden_size."""
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    if fields.size("head_dim", default=hidden // heads) * heads != hidden:
+        fields.refuse("head_dim", "the norm over all query heads is as wide as hidden_size")
     normalised = fields.boolean("norm_topk_prob")
     return softmax_moe(fields, [True] * num_layers, normalised=normalised, ffn="intermediate_size")
 
@@ -213,4 +227,80 @@ OLMOE = Family(
     },
     moe=olmoe_moe,
     qk_norm_joint=True,
+)
+
+
+def ernie_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Return the mixture of ERNIE 4.5: corrections choose among a softmax; the chosen weights are normalised."""
+    first, last = fields.size("moe_layer_start_index", least=0), fields.get("moe_layer_end_index")
+    last = num_layers - 1 if last == -1 else fields.size("moe_layer_end_index", least=0)
+    layers = [first <= i <= last for i in range(num_layers)]
+    if not any(layers):
+        return None
+    total, top_k = num_experts(fields), fields.size("moe_k")
+    if top_k > total and not fields.problems:
+        fields.refuse("moe_k", f"there are {total} experts")
+    width = fields.size("moe_intermediate_size")
+    return Moe(
+        tuple(layers),
+        total,
+        top_k,
+        width,
+        shared_ffn_hidden_size=fields.size("moe_num_shared_experts", default=0, least=0) * width,
+        score_before_topk=True,
+        expert_bias=True,
+        weight_floor=fields.number("moe_norm_min", default=1e-12),
+    )
+
+
+# SGLang and transformers leave out the prediction layers of published files, and so does an export.
+_LINEARS = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+ERNIE_MTP = (
+    *(f"model.mtp_{name}.0.weight" for name in ("emb_norm", "hidden_norm", "linear_proj")),
+    *(f"model.mtp_block.0.{name}_layernorm.weight" for name in ("input", "post_attention")),
+    *(f"model.mtp_block.0.{name}_proj.weight" for name in _LINEARS),
+)
+ERNIE4_5_MOE = Family(
+    "ernie4_5_moe",
+    EMBEDDING
+    + ATTENTION
+    + MLP
+    + in_layers(
+        MOE_NORM,
+        ROUTER,
+        *only("per_expert", expert_bias("mlp.moe_statics.e_score_correction_bias", "one", "experts")),
+        *only("fused_experts", expert_bias("mlp.gate.moe_statics.e_score_correction_bias", "one", "experts")),
+        *EXPERTS,
+        *shared_experts("mlp.shared_experts"),
+    )
+    + OUTPUT,
+    title="ERNIE 4.5 MoE",
+    differs=(
+        "rotation of even with odd dimensions; mixtures behind the first layers, with shared experts and a softmax "
+        "whose corrections enter the choice alone; prediction layers are left out"
+    ),
+    expert_names=ExpertNames(renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)),
+    defaults={
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_norm_min": 1e-12,
+    },
+    fixed={
+        "use_bias": ((False,), "routers have no bias, and Megatron-Core has them on all linear layers or on none"),
+        "moe_layer_interval": ((1,), "SGLang counts the layers between mixtures from another one"),
+        "moe_use_aux_free": ((True,), "without it the code has corrections of zero"),
+    },
+    keys=("moe_capacity", "moe_gate", "num_nextn_predict_layers"),
+    tied=True,
+    rope_interleaved=True,
+    moe=ernie_moe,
+    hub_code=("configuration_ernie4_5_moe", "modeling_ernie4_5_moe", "tokenization_ernie4_5"),
+    ignored=ERNIE_MTP,
 )

@@ -25,6 +25,12 @@ def in_last_layers(fields: Fields, num_layers: int) -> Window | None:
     return _if_used(fields, num_layers, lambda layer, first: layer >= first)
 
 
+def from_a_layer_on(fields: Fields, num_layers: int) -> Window | None:
+    """Return the window of dots.llm1: layers from `max_window_layers` on, or those that `layer_types` says."""
+    first = fields.size("max_window_layers", least=0)
+    return by_layer_types(fields, [layer >= first for layer in range(num_layers)])
+
+
 def in_even_first_layers(fields: Fields, num_layers: int) -> Window | None:
     """Return the window of Qwen2-MoE: every second of the first `max_window_layers`, or as `layer_types` says."""
     return _if_used(fields, num_layers, lambda layer, last: layer % 2 == 0 and layer < last)

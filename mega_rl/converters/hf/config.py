@@ -17,6 +17,7 @@ from mega_rl.config.values import ModelFacts
 from mega_rl.converters.architecture import HFConfig, Quantization
 from mega_rl.converters.families import FAMILIES, REFUSED, Family
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
+from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.hf.rope import read_rope
 from mega_rl.converters.safetensors.header import name_prefixes, tensor_names
 from mega_rl.errors import UserError, UserErrors, no_such
@@ -212,7 +213,8 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if family.activation == "gelu_tanh":
         fields.must_be("hidden_activation", ("gelu_pytorch_tanh",), 'only "gelu_pytorch_tanh" is supported')
     else:
-        fields.must_be("hidden_act", ("silu",), 'only "silu" is supported')
+        act = "relu2" if family.activation == "relu_squared" else "silu"
+        fields.must_be("hidden_act", (act,), f'only "{act}" is supported')
     for name, (allowed, reason) in family.fixed.items():
         fields.must_be(name, allowed, reason)
 
@@ -236,7 +238,7 @@ def _refuse_unknown(fields: Fields, family: Family) -> None:
     known |= {*family.keys, *family.bias_keys}
     known |= {key for key in (family.qkv_bias, family.qk_norm) if isinstance(key, str)}
     if family.moe is not None:
-        known |= {"num_experts", "num_local_experts", "n_routed_experts"}
+        known |= set(EXPERT_KEYS)
     if _has_mtp(family):
         known |= {MTP_KEY}
     for name, value in fields.raw.items():
@@ -285,8 +287,6 @@ def _check_sizes(fields: Fields, config: HFConfig) -> None:
     if config.rope.percent < 1 and (rotated % 2 or rotated < 2):
         reason = f"of a head's {config.head_dim} dimensions an even number must be rotated, not {rotated}"
         fields.refuse("partial_rotary_factor", reason, value=config.rope.percent)
-    if config.qk_norm_joint and config.num_heads * config.head_dim != config.hidden_size:
-        fields.refuse("head_dim", "the norm over all query heads is as wide as hidden_size", value=config.head_dim)
 
 
 def _quantization(fields: Fields) -> Quantization | None:

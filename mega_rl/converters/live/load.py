@@ -158,11 +158,9 @@ def check_tensors(
             fix = "the value head has no bias; fold it into the rewards, or set it to 0"
             problems.append(f"{reader.tensors[bias].file}: {bias} is not zero, and {fix}")
         present.discard(bias)
-    if (
-        hf.wrapper is not None
-    ):  # tensors outside are not judged: all that the language model needs is looked for by name
-        present -= set(reader.others()) - expected.keys()
-    unexpected = present - set(expected) - ignorable
+    # A wrapper's other tensors are not judged: all that the language model needs is looked for by name.
+    outside = set() if hf.wrapper is None else set(reader.others())
+    unexpected = present - set(expected) - ignorable - outside
     # Only a score head may have another shape: a reward model scores several labels, a critic has one value.
     ignored = tuple(sorted((present & ignorable - set(expected)) | (present & absent)))
     problems += [

@@ -18,6 +18,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    """Return the square of ReLU."""
+    return F.relu(x).square()
+
+
 def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
     """Return the arguments of `TransformerConfig`, or `MLATransformerConfig`, that the architecture determines.
 
@@ -34,7 +39,7 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.norm_eps,
         "layernorm_zero_centered_gamma": hf.zero_centered_norm,
-        "gated_linear_unit": True,
+        "gated_linear_unit": hf.gated,
         "add_bias_linear": hf.linear_bias,
         "add_qkv_bias": hf.qkv_bias,
         # Not for norms over all heads together: under this switch Megatron-Core sums the gradients of norms of q and k
@@ -47,7 +52,7 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "init_method_std": hf.initializer_range,
-        "activation_func": gelu_tanh if hf.activation == "gelu_tanh" else F.silu,
+        "activation_func": {"gelu_tanh": gelu_tanh, "relu_squared": relu_squared}.get(hf.activation, F.silu),
     }
     if hf.activation == "swiglu_clamped":
         # Not above: this module may be imported before the accelerator is prepared, Megatron-Core may not.
@@ -83,7 +88,8 @@ def _moe_kwargs(moe: Moe) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": None if moe.scaling == 1.0 else moe.scaling,
         "moe_router_num_groups": moe.num_groups,
         "moe_router_group_topk": moe.topk_groups,
-        "moe_router_enable_expert_bias": moe.expert_bias,
+        # Of a softmax the corrections are our router's: Megatron-Core has them only for a sigmoid.
+        "moe_router_enable_expert_bias": moe.expert_bias and moe.score == "sigmoid",
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -121,11 +127,13 @@ def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
 
 
 def extra_config_attributes(hf: HFConfig) -> dict[str, Any]:
-    """Return attributes to set on the config that is made: `GPTModel` reads yarn's, `TransformerConfig` lacks them.
+    """Return attributes to set on the config that is made; `TransformerConfig` lacks them.
 
-    Without both mscales Megatron-Core takes 0.1 ln(factor) + 1, as transformers does.
+    `GPTModel` reads yarn's. Without both mscales it takes 0.1 ln(factor) + 1, as transformers does.
     """
     yarn = hf.rope.yarn
+    if hf.moe is not None and hf.moe.weight_floor is not None:
+        return {"moe_router_weight_floor": hf.moe.weight_floor}  # our router reads it
     if yarn is None or hf.mla is not None:
         return {}
     both = bool(yarn.mscale and yarn.mscale_all_dim)
@@ -150,7 +158,7 @@ def unfused(hf: HFConfig) -> dict[str, Any]:
     off: dict[str, Any] = {}
     if hf.mla is not None or hf.rope.kind == "yarn" or hf.rope.interleaved:
         off["apply_rope_fusion"] = False
-    if hf.activation == "gelu_tanh":
+    if hf.activation in ("gelu_tanh", "relu_squared"):
         off["bias_activation_fusion"] = False
     return off
 

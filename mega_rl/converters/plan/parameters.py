@@ -227,4 +227,6 @@ def disk_tensors(model_type: str, name: str, shape: tuple[int, ...]) -> Iterator
         for expert in range(experts):
             yield DiskTensor(f"{prefix}.{expert}.{names.down}.weight", (hidden, width), expert * hidden)
     else:
+        for part, on_disk in names.renamed:
+            name = name.replace(part, on_disk)
         yield DiskTensor(name.replace(".mlp.", f".{names.block}."), shape, 0)

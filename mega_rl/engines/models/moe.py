@@ -53,6 +53,10 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **place)  # from 0.18: is_mtp_layer
         self.mixture = 0  # number of this layer among the model's mixtures
+        self.weight_floor: float | None = getattr(config, "moe_router_weight_floor", None)
+        if self.weight_floor is not None:
+            del self.expert_bias  # upstream's None
+            self.register_buffer("expert_bias", torch.zeros(1, self.num_experts, dtype=torch.float32))
         self.router_replay: _Choice | None = None
         self.reset()
 
@@ -82,14 +86,14 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (weights [n, experts], 0 unless chosen; chosen [n, experts] bool) of logits [S, B, experts]."""
         tokens = self._tokens()
-        if tokens is None:
-            routed: tuple[Tensor, Tensor] = super().routing(logits)
-            return routed
-        assert len(tokens.real) == logits[..., 0].numel(), f"{len(tokens.real)} tokens expected, not {logits.shape}"
-        self.router_replay = _Choice(tokens, self.mixture)
+        if tokens is not None:
+            assert len(tokens.real) == logits[..., 0].numel(), f"{len(tokens.real)} tokens expected, not {logits.shape}"
+        if tokens is not None or self.weight_floor is not None:
+            bias = None if self.weight_floor is None else self.expert_bias
+            self.router_replay = _Choice(tokens, self.mixture, bias, self.weight_floor)
         probs, chosen = super().routing(logits)
         self.router_replay = None
-        if not (tokens.training and torch.is_grad_enabled()):
+        if tokens is None or not (tokens.training and torch.is_grad_enabled()):
             return probs, chosen
         real = chosen & tokens.real[:, None]
         counts = real.sum(0)
@@ -140,21 +144,30 @@ class Router(TopKRouter):
 
 @dataclass(frozen=True)
 class _Choice:
-    """Choice of experts that Megatron-Core's routing calls in place of its top-k."""
+    """Choice of experts that Megatron-Core's routing calls in place of its top-k.
 
-    tokens: RoutedTokens
+    Megatron-Core's softmax knows no corrections: with them the weights are normalised here.
+    """
+
+    tokens: RoutedTokens | None  # None: nothing is replayed or kept
     mixture: int
+    bias: Tensor | None  # [1, experts] float32, corrections of a softmax
+    weight_floor: float | None  # least divisor of corrected weights
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, top_k: TopK
     ) -> tuple[Tensor, Tensor]:
         """(scores [n, k], experts [n, k] int64) of scores [n, experts]; gradients reach replayed experts' too."""
-        values, experts = top_k(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        replay = self.tokens.replay.get(self.mixture)
+        corrected = scores if self.bias is None else scores + self.bias
+        values, experts = top_k(corrected, topk, num_groups=num_groups, group_topk=group_topk)
+        replay = None if self.tokens is None else self.tokens.replay.get(self.mixture)
         if replay is not None:
             experts = torch.where(replay[:, :1] < 0, experts, replay.long())
+        if replay is not None or self.bias is not None:
             values = scores.gather(1, experts)
-        if self.tokens.chosen is not None:
+        if self.weight_floor is not None:
+            values = values / values.sum(-1, keepdim=True).clamp(min=self.weight_floor)
+        if self.tokens is not None and self.tokens.chosen is not None:
             self.tokens.chosen[self.mixture] = experts.to(torch.int16)
         return values, experts
 

@@ -102,6 +102,11 @@ def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfi
             "engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose layers this model "
             "does not have; leave it out, or install mega_rl[gpu] on a machine with CUDA"
         )
+    if moe.router_fusion and hf.moe.weight_floor is not None:
+        raise UserError(
+            "engine.megatron.moe.router_fusion=true: Transformer Engine's kernel knows no corrections of a softmax, as "
+            f"model_type={hf.family} has; leave it out"
+        )
     selective = model.recompute == "selective"
     if impl == "local" and selective and "moe_act" in model.recompute_modules:
         raise UserError(

@@ -11,10 +11,12 @@ import pytest
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.rules.rollout import DECIDED, KEY, REFUSED
+from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.preflight.host import check_servers
 from mega_rl.rollout.sglang.server.installation import argument_names, find_sglang
 from mega_rl.rollout.sglang.server.process import ServerSettings, arguments
 from tests.helpers.sglang import needs_sglang
+from tests.unit_tests.converters.tiny_configs import TINY
 
 SGLANG = "rollout.backend=sglang"
 
@@ -77,6 +79,14 @@ def test_arguments_reach_the_command_line() -> None:
         "--ep-size", "8", "--enable-dp-attention", "--cuda-graph-bs", "1", "2",
         "--json-model-override-args", '{"a": 1}',
     ]  # fmt: skip
+
+
+def test_keys_that_only_sglang_reads_are_asked_for() -> None:
+    config = load(None, [SGLANG, "trainer.device=cpu", "rollout.sglang.urls=[http://127.0.0.1:1]"])
+    raw = {**TINY["minimax_m2"], "use_qk_norm": True}
+    (line,) = check_servers(config, {"model.path": parse_hf_config(raw)})
+    assert "without use_routing_bias in config.json SGLang 0.5.20 computes another model" in line
+    assert list(check_servers(config, {"model.path": parse_hf_config(raw | {"use_routing_bias": True})})) == []
 
 
 def test_experts_are_reported_where_they_are_replayed() -> None:

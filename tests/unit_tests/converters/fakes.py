@@ -126,6 +126,9 @@ def gated_mlp(hf_layer: State, source: str, target: str, parts: tuple[str, str, 
         if f"{source}.{gate}.{kind}" in hf_layer:
             out[f"{target}.linear_fc1.{kind}"] = torch.cat([hf_layer[f"{source}.{x}.{kind}"] for x in (gate, up)])
             out[f"{target}.linear_fc2.{kind}"] = hf_layer[f"{source}.{down}.{kind}"]
+        elif f"{source}.{up}.{kind}" in hf_layer:
+            out[f"{target}.linear_fc1.{kind}"] = hf_layer[f"{source}.{up}.{kind}"]
+            out[f"{target}.linear_fc2.{kind}"] = hf_layer[f"{source}.{down}.{kind}"]
     if f"{source}.gate_up_proj.weight" in hf_layer:
         out[f"{target}.linear_fc1.weight"] = hf_layer[f"{source}.gate_up_proj.weight"]
         out[f"{target}.linear_fc2.weight"] = hf_layer[f"{source}.{down}.weight"]
@@ -135,15 +138,17 @@ def gated_mlp(hf_layer: State, source: str, target: str, parts: tuple[str, str, 
 def moe_params(hf: HFConfig, hf_layer: State) -> State:
     """Whole parameters of a layer's mixture, each of its names on disk tried in turn."""
     out: State = {}
-    router = {"mlp.gate.weight": "weight", "block_sparse_moe.gate.weight": "weight", "mlp.router.weight": "weight"}
-    router |= {"mlp.router.bias": "bias", "mlp.gate.e_score_correction_bias": "expert_bias"}
+    weights = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "mlp.router.gate")
+    biases = ("mlp.gate", "block_sparse_moe", "mlp", "mlp.moe_statics", "mlp.gate.moe_statics")
+    router = {f"{name}.weight": "weight" for name in weights} | {"mlp.router.bias": "bias"}
+    router |= {f"{name}.e_score_correction_bias": "expert_bias" for name in biases} | {"mlp.expert_bias": "expert_bias"}
     for source, target in router.items():
         if source in hf_layer:
             out[f"mlp.router.{target}"] = hf_layer[source]
     if "mlp.shared_expert_gate.weight" in hf_layer:
         out["mlp.shared_experts.gate_weight"] = hf_layer["mlp.shared_expert_gate.weight"]
     usual = ("gate_proj", "up_proj", "down_proj")
-    for shared in ("mlp.shared_expert", "mlp.shared_experts"):
+    for shared in ("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp"):
         out |= gated_mlp(hf_layer, shared, "mlp.shared_experts", usual)
     assert hf.moe is not None
     for expert in range(hf.moe.num_experts):
@@ -194,6 +199,8 @@ def cut(hf: HFConfig, name: str, whole: Tensor, parts: int, index: int) -> Tenso
     """One rank's part of a layer's parameter, by its name under the local spec."""
     joint = "|self_attention.[qk]_layernorm" if hf.qk_norm_joint else ""
     if re.search(r"linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.|eh_proj|softmax_offset" + joint, name):
+        return whole.chunk(parts)[index].clone()
+    if "linear_fc1." in name and not hf.gated:
         return whole.chunk(parts)[index].clone()
     if "linear_fc1." in name:
         return torch.cat([half.chunk(parts)[index] for half in whole.chunk(2)])

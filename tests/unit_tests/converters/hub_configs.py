@@ -138,6 +138,26 @@ _TEXTS = {
     "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false}, "rope_theta": 150000,
     "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088}
     """,
+    "MiniMax-M2 in bf16": """
+    {"architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1, 1, 1, 1], "auto_map": {"AutoConfig":
+    "configuration_minimax_m2.MiniMaxM2Config", "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+    "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type":
+    "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8,
+    "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3,
+    "partial_rotary_factor": 0.5, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+    "rotary_dim": 64, "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_mtp": true, "use_qk_norm": true,
+    "use_routing_bias": true, "vocab_size": 200064}
+    """,
+    "Hy3-preview": """
+    {"architectures": ["HYV3ForCausalLM"], "enable_attention_fp32_softmax": true, "enable_lm_head_fp32": true,
+    "enable_moe_fp32_combine": true, "expert_hidden_dim": 1536, "first_k_dense_replace": 1, "head_dim": 128,
+    "hidden_size": 4096, "intermediate_size": 13312, "max_position_embeddings": 262144, "model_type": "hy_v3",
+    "moe_intermediate_size": 1536, "moe_router_enable_expert_bias": true, "moe_router_use_sigmoid": true,
+    "num_attention_heads": 64, "num_experts": 192, "num_experts_per_tok": 8, "num_hidden_layers": 80,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_shared_experts": 1, "output_router_logits": false,
+    "qk_norm": true, "rms_norm_eps": 1e-05, "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
+    "route_norm": true, "router_scaling_factor": 2.826, "use_grouped_mm": true, "vocab_size": 120832}
+    """,
 }
 HUB: dict[str, dict[str, Any]] = {name: _COMMON | json.loads(text) for name, text in _TEXTS.items()}
 HUB |= {name: _LATENT | config for name, config in HUB.items() if "Deep" in name or "K2" in name or "Moon" in name}

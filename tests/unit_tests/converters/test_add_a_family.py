@@ -25,7 +25,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from tests.helpers.models import write_tiny_checkpoint
-write_tiny_checkpoint(Path(sys.argv[1]), family="seed_oss", tied=False)
+write_tiny_checkpoint(Path(sys.argv[1]), family="ministral", tied=False)
 """
 
 
@@ -67,15 +67,15 @@ def mega_rl(folder: Path, *arguments: str) -> Any:
 
 
 def test_the_diff_applies_and_the_pages_have_it(patched: Path) -> None:
-    assert "seed_oss" not in FAMILIES.keys() | TINY.keys()
-    assert "| `seed_oss` | Seed-OSS | biases on q, k and v" in (patched / "docs/converters.md").read_text("utf-8")
+    assert "ministral" not in FAMILIES.keys() | TINY.keys()
+    assert "| `ministral` | Ministral | a sliding window in the" in (patched / "docs/converters.md").read_text("utf-8")
 
 
 @pytest.mark.skipif(not FULL, reason="make test-full: a minute and a half")
 def test_it_converts_and_trains(patched: Path) -> None:
     """Its own tests, logits against transformers, and training on layouts as on one rank."""
     files = [f"tests/unit_tests/{name}" for name in ("converters", "rollout/test_families.py")]
-    chosen = "seed_oss or (test_family_entries and not naming)"
+    chosen = "ministral or (test_family_entries and not naming)"
     outcome = run(patched, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files)
     assert outcome.returncode == 0, outcome.stdout[-4000:]
     checkpoint = str(patched / "checkpoint")

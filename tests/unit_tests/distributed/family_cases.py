@@ -46,6 +46,7 @@ LLAMA3 = {
 }
 SHORT = {"low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 128}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -145,6 +146,14 @@ CASES: dict[str, Case] = {
     "deepseek_v3-mtp-dropped": experts("deepseek_v3", mtp_layers=1),
     "deepseek_v3-mtp-loaded": dataclasses.replace(experts("deepseek_v3", mtp_layers=2), mtp="load"),
     "kimi_k2": experts("kimi_k2", rope_parameters={**YARN, **MSCALE}),
+    "hy_v3": experts("hy_v3", vocab_size=ODD),
+    "hy_v3-mtp-loaded": dataclasses.replace(experts("hy_v3", mtp_layers=2), mtp="load"),
+    "ernie4_5_moe": experts("ernie4_5_moe", tied=True),
+    "ernie4_5_moe-no-floor": experts("ernie4_5_moe", unlike="ernie4_5_moe", tied=True, moe_norm_min=1e-12),
+    "minimax_m2": experts("minimax_m2"),
+    "minimax_m2-whole-rotation": experts("minimax_m2", unlike="minimax_m2", rotary_dim=16, rope_parameters=ROPE),
+    "dots1": experts("dots1"),
+    "dots1-window": experts("dots1", unlike="dots1", sliding_window=8, max_window_layers=1),
     "glm4_moe": experts("glm4_moe"),
     "glm4_moe-groups": experts("glm4_moe", use_qk_norm=False, unlike="", **GROUPS),
     "gpt_oss": experts("gpt_oss", etp=False, vocab_size=ODD),
@@ -167,6 +176,7 @@ CASES |= {
 CASES = without(
     CASES, "llama-biases-one-kv-head", "qwen3-one-kv-head", "qwen3_moe-every-second", "glm4_moe-groups",
     "gpt_oss-square", "deepseek_v3-bf16", "glm4_moe-bf16", "gpt_oss-bf16", "deepseek_v3-mtp-dropped",
+    "hy_v3-mtp-loaded", "minimax_m2-whole-rotation",
 )  # fmt: skip
 # In `make test` every case on one rank, the first of each family on one or two of its layouts, and every layout.
 _FIRST = {case.family: name for name, case in reversed(CASES.items())}

@@ -98,7 +98,7 @@ def distances(left: dict[str, Any], right: dict[str, Any]) -> dict[str, float]:
     moved = {
         name: right["weights"][name] - start
         for name, start in right["start"].items()
-        if not name.endswith("e_score_correction_bias")  # is set and not learnt
+        if not name.endswith(("e_score_correction_bias", ".expert_bias"))  # are set and not learnt
     }
     return {
         "outputs": max(float((left["outputs"][n] - right["outputs"][n]).abs().max()) for n in right["outputs"]),

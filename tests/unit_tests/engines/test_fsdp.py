@@ -19,7 +19,10 @@ LOGPROB_TOLERANCE = 1e-4
 RELATIVE_TOLERANCE = 1e-5
 FP32_BYTES = 4
 # Those that differ from one of the others by a size or a norm alone, and llama, the critic's: in `make test-full`.
-LIKE_OTHERS = ("deepseek_v2", "glm4_moe", "llama", "mistral", "olmoe", "qwen2", "qwen3_moe")
+LIKE_OTHERS = (
+    *("deepseek_v2", "glm4_moe", "llama", "mistral", "olmoe", "qwen2", "qwen3_moe"),
+    *("dots1", "ernie4_5", "glm4_moe_lite", "minimax_m2", "seed_oss"),
+)
 FAMILIES = tuple(without(dict.fromkeys(TRAINED), *LIKE_OTHERS))
 
 
