@@ -159,7 +159,7 @@ def check_tensors(
             problems.append(f"{reader.tensors[bias].file}: {bias} is not zero, and {fix}")
         present.discard(bias)
     # A wrapper's other tensors are not judged: all that the language model needs is looked for by name.
-    outside = set() if hf.wrapper is None else set(reader.others())
+    outside = set() if hf.wrapper is None else set(reader.others)
     unexpected = present - set(expected) - ignorable - outside
     # Only a score head may have another shape: a reward model scores several labels, a critic has one value.
     ignored = tuple(sorted((present & ignorable - set(expected)) | (present & absent)))

@@ -117,7 +117,7 @@ def _write_folder(
             info = reader.tensors[name]
             kept[name] = TensorSpec(info.name, torch.float32 if float32 else usual, info.shape)
         if sharding.hf.wrapper is not None:
-            outside = {name: reader.tensors[name] for name in reader.others() if name not in specs}
+            outside = {name: reader.tensors[name] for name in reader.others if name not in specs}
             kept |= {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in outside.items()}
     cast = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
     with output_folder(directory, overwrite=options.overwrite) as work:

@@ -112,7 +112,7 @@ def compare_checkpoints(first: Path, second: Path, *, allow_missing: Sequence[st
         if converted := [side for side in (a, b) if side.kind != "hf"]:
             allowed += ignored_tensors(converted[0].hf, head=converted[0].sharding.head)
             if converted[0].hf.wrapper is not None:
-                allowed += {*a.files.others(), *b.files.others()}
+                allowed += {*a.files.others, *b.files.others}
         fused = next((side.hf.fused_experts for side in (a, b) if side.kind == "hf"), None)
         comparison = compare(a.as_hf(fused_experts=fused), b.as_hf(fused_experts=fused), allow_missing=allowed)
     if a.kind == b.kind == "hf":
@@ -282,7 +282,7 @@ def describe(reader: CheckpointReader, sharding: Sharding) -> tuple[Sharding, De
     prove_complete(sharding)
     expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
     if hf.wrapper is not None:
-        ignorable |= set(reader.others())
+        ignorable |= set(reader.others)
     sizes: Counter[int] = Counter()  # bytes by item size
     for info in reader.tensors.values():
         sizes[info.dtype.itemsize] += _nbytes(info)

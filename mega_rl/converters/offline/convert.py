@@ -200,8 +200,8 @@ def _to_hf(
         for name, float32 in kept.items():
             outputs.append(_copied(name, weights, torch.float32 if cast is not None and float32 else cast))
         if hf.wrapper is not None:
-            kept |= dict.fromkeys((name for name in weights.files.others() if name not in made), False)
-            outputs += [_copied(name, weights, None) for name in weights.files.others() if name not in made]
+            kept |= dict.fromkeys((name for name in weights.files.others if name not in made), False)
+            outputs += [_copied(name, weights, None) for name in weights.files.others if name not in made]
             spelled = (renamed(output.spec.name, PLAIN_NAMES, weights.files.prefixes) for output in outputs)
             outputs = [
                 replace(output, spec=output.spec._replace(name=name))

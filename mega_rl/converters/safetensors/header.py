@@ -68,7 +68,8 @@ def name_prefixes(names: Collection[str]) -> tuple[str, str]:
 
 def renamed(name: str, old: tuple[str, str], new: tuple[str, str]) -> str:
     """Return a name that begins as `old` says with the beginning of `new`; others stay."""
-    return next((to + name.removeprefix(of) for of, to in zip(old, new, strict=True) if name.startswith(of)), name)
+    pairs = zip(old, new, strict=True)
+    return next((after + name.removeprefix(before) for before, after in pairs if name.startswith(before)), name)
 
 
 def read_entries(path: Path) -> dict[str, HeaderEntry]:

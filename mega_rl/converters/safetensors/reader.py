@@ -111,6 +111,8 @@ class CheckpointReader:
             if len(self.tensors) < len(infos):
                 rule = f"begin with {self.prefixes[0]}, or none"
                 raise UserError(f"{self.path}: holds two language models; all names of one must {rule}")
+        # Names outside of the language model, as those of a tower for images.
+        self.others = sorted(name for name, info in self.tensors.items() if not info.name.startswith(self.prefixes))
         # Payload bytes that this process copied, without headers and without the rest of cut rows.
         self.bytes_read = 0
         self._fds: dict[Path, int] = {}
@@ -129,10 +131,6 @@ class CheckpointReader:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
-
-    def others(self) -> list[str]:
-        """Return the names outside of the language model, as those of a tower for images."""
-        return sorted(name for name, info in self.tensors.items() if not info.name.startswith(self.prefixes))
 
     def position(self, name: str) -> tuple[str, int]:
         """Return (file, offset) of a tensor; reads in this order run forwards through the files."""
@@ -177,18 +175,18 @@ class CheckpointReader:
 
     def _decode(self, packed: Packed, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
         """Fill `targets` with the values of a quantised matrix."""
+
+        def stored(info: TensorInfo, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+            result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=info.dtype)
+            self._read_bytes(info, rows[0], cols, [as_bytes(result)])
+            return result
+
         step = max(1, _WINDOW_BYTES // (BYTES_PER_VALUE * max(1, cols[1] - cols[0])))
         for part in targets:
             for low in range(0, len(part), step):
                 target = part[low : low + step]
-                target.copy_(decode(packed, (row + low, row + low + len(target)), cols, self._stored))
+                target.copy_(decode(packed, (row + low, row + low + len(target)), cols, stored))
             row += len(part)
-
-    def _stored(self, info: TensorInfo, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-        """Return a rectangle of a matrix as its bytes say."""
-        result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=info.dtype)
-        self._read_bytes(info, rows[0], cols, [as_bytes(result)])
-        return result
 
     def _read_bytes(self, info: TensorInfo, row: int, cols: tuple[int, int], views: Sequence[_Bytes]) -> None:
         """Read rows from `row` on, columns [low, high) of them, into the byte views of targets."""

@@ -79,7 +79,7 @@ def test_names_outside_pass_and_names_inside_are_checked(tmp_path: Path) -> None
     assert hf.prefixes == (NEW, "lm_head.")
     with CheckpointReader(source) as reader:
         check_tensors(reader, as_on_disk(hf, {}), "lm")
-        assert "model.audio_tower.gain" in reader.others()
+        assert "model.audio_tower.gain" in reader.others
         assert "model.layers.0.mlp.up_proj.weight" in reader.tensors
     rewrite(source, tensors | {f"{NEW}layers.0.mlp.more.weight": torch.ones(2)})
     with CheckpointReader(source) as reader, pytest.raises(UserErrors, match=r"more\.weight \[2\] is not part of"):

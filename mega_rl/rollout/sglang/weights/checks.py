@@ -110,7 +110,7 @@ def _wrong_checkpoint(path: Path, expected: ExpectedServer) -> list[str]:
         shapes: dict[str, tuple[int, ...]] = {}
         if any(path.glob("*.safetensors")):  # a server with --load-format dummy needs none
             with CheckpointReader(path) as reader:
-                outside = set(reader.others() if hf.wrapper is not None else ())
+                outside = set(reader.others if hf.wrapper is not None else ())
                 shapes = {name: info.shape for name, info in reader.tensors.items() if name not in outside}
                 hf = as_on_disk(hf, shapes)
     except (UserErrors, UserError, OSError, ValueError, TypeError) as error:
