@@ -1,5 +1,5 @@
 # Campaigns, upstream releases, images and clusters; `make test` and `make test-fast` stand in the Makefile.
-.PHONY: test-full test-nccl test-ray test-slurm test-newest test-versions test-swanlab test-triton special-distributed \
+.PHONY: test-full test-nccl test-ray test-slurm test-newest compare-sglang test-versions test-swanlab test-triton special-distributed \
 	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults parity two-hosts \
 	wheel-check real-models doc-commands image-cpu image-lint test-image
 
@@ -31,6 +31,11 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,ddp engines distributed parallel
 test-newest: setup
 	@folder=$$($(BIN)/python -m tests.upstream.fetch $(MEGATRON)) && \
 		PYTHONPATH="$$folder:$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEGATRON_TESTS)
+
+# Releases of SGLang in what we use of them; their sources are fetched, nothing is installed.
+SGLANG ?= 0.5.21 0.5.22 0.5.23
+compare-sglang: setup
+	@$(BIN)/python -m tests.upstream.compare_sglang $(SGLANG)
 
 # SwanLab wants an older protobuf than TensorBoard and W&B have here, so it gets a folder of its own.
 test-swanlab: setup

@@ -26,6 +26,8 @@ class Yarn:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # round the correction range to whole dimensions
+    # Queries are multiplied by 1 + query_growth * log(1 + floor(position / original_max_position_embeddings)).
+    query_growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Rope:
     interleaved: bool = False  # rotates even with odd dimensions instead of the first half with the second
     yarn: Yarn | None = None
     llama3: Llama3Rope | None = None
-    local_theta: float | None = None  # base in the sliding-window layers where it differs
+    local_theta: float | None = None  # base in the sliding-window layers where they rotate otherwise
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,20 @@ class HFConfig:
     linear_bias: bool  # every linear layer has a bias, the experts' too
     qk_norm: bool  # norms over each head of q and k
     rope: Rope
+    unrotated: tuple[bool, ...] = ()  # layers without rotary embedding; empty: all have it
     mla: Mla | None = None
     moe: Moe | None = None
     window: Window | None = None
     activation: Activation = "silu"  # the gated MLP's; a squared ReLU has no gate
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
     qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
-    post_norms: bool = False  # norms on the outputs of attention and MLP too
+    pre_norms: bool = True  # norms on the inputs of attention and MLP
+    post_norms: bool = False  # norms on the outputs of attention and MLP
     sinks: bool = False  # a learnt logit per head that takes attention and gives nothing
     embedding_scale: float = 1.0
     softmax_scale: float | None = None  # factor on attention logits; None: 1 / sqrt of the query's head size
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP
+    logit_scale: float = 1.0
     mtp_layers: int = 0  # multi-token prediction layers in the checkpoint
     mtp: Literal["drop", "load"] = "drop"  # whether they are part of the model that is converted
     quantization: Quantization | None = None
@@ -157,6 +163,7 @@ class HFConfig:
             "heads": self.num_heads,
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
+            "qkv": (self.num_heads + 2 * self.num_kv_heads) * self.head_dim,
             "o": self.num_heads * self.head_dim,
             "head_dim": self.head_dim,
             "ffn": self.ffn_hidden_size,

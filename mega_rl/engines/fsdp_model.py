@@ -304,7 +304,6 @@ def _attention(
     kernel: str,
     sequences: PackedSequences | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **others: Any,
@@ -318,6 +317,8 @@ def _attention(
 
     Raises RunError: the module asks for something that changes the result and is not computed here.
     """
+    # Qwen2-MoE leaves its windows to the mask; EXAONE 4 says None in layers without one.
+    window = others.pop("sliding_window", getattr(module, "sliding_window", None))
     asked = {
         "attention_mask": attention_mask is not None,
         "dropout": dropout != 0.0,
@@ -331,8 +332,6 @@ def _attention(
             "of engine.backend=fsdp does not compute; use engine.backend=megatron"
         )
     scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
-    # Qwen2-MoE leaves its windows to the mask.
-    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
     if sequences is None:
         return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=None).transpose(1, 2), None
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

@@ -97,7 +97,7 @@ def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
 
 def saved(shape: LayerShape) -> dict[str, float]:
     """Return the tensors that a layer without recompute keeps, in bytes per token."""
-    norms = {"attention norm input": _norm_input(shape), "MLP norm input": _norm_input(shape)}
+    norms = dict.fromkeys(("attention norm input", "MLP norm input"), _norm_input(shape) * shape.hf.pre_norms)
     if shape.hf.post_norms:
         norms["norms of outputs"] = 2 * _norm_input(shape)
     attention = _attention(shape) if shape.hf.mla is None else _latent_attention(shape)

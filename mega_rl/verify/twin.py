@@ -96,6 +96,8 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     if hf.window is not None and len(set(hf.window.layers)) > 1:
         kinds = {True: "sliding_attention", False: "full_attention"}
         raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
+    if "no_rope_layers" in FAMILIES[hf.family].defaults:
+        raw["no_rope_layers"] = [int(not hf.unrotated[layer]) for layer in layers]
     if hf.moe is not None:
         _shrink_experts(raw, hf.moe, layers)
     if narrow:
@@ -171,7 +173,7 @@ def _tensors(
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
     """Return the first, the last and each kind's first layer, and more up to a `multiple`."""
-    kinds: dict[tuple[bool, bool], int] = {}
+    kinds: dict[tuple[bool, ...], int] = {}
     for layer in range(hf.num_layers):
         kinds.setdefault(_kind(hf, layer), layer)
     chosen = {0, hf.num_layers - 1, *list(kinds.values())[: MAX_LAYERS - 1]}
@@ -229,9 +231,10 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
         raw |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _kind(hf: HFConfig, layer: int) -> tuple[bool, bool]:
-    """Return whether a layer has experts, and whether its attention has a window."""
-    return is_moe(hf, layer), hf.window is not None and hf.window.layers[layer]
+def _kind(hf: HFConfig, layer: int) -> tuple[bool, ...]:
+    """Return whether a layer has experts, whether its attention has a window, and whether it does not rotate."""
+    windowed = hf.window is not None and hf.window.layers[layer]
+    return is_moe(hf, layer), windowed, bool(hf.unrotated) and hf.unrotated[layer]
 
 
 @torch.no_grad()

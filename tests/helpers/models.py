@@ -92,6 +92,29 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8},
+    "exaone4": {"sliding_window": 8},
+    "smollm3": {},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.8}},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "original_max_position_embeddings": 4,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
 }
 
 

@@ -12,7 +12,9 @@ from mega_rl.converters.families.gemma import GEMMA3_TEXT
 from mega_rl.converters.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from mega_rl.converters.families.gpt_oss import GPT_OSS
 from mega_rl.converters.families.moe import ERNIE4_5_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from mega_rl.converters.families.norms_after import EXAONE4, OLMO2, OLMO3
 from mega_rl.converters.families.sigmoid import DOTS1, HY_V3, MINIMAX_M2
+from mega_rl.converters.families.small_rules import GRANITE, MINISTRAL3, PHI3, SMOLLM3
 
 __all__ = ["FAMILIES", "REFUSED", "TRAINED", "Family", "KnownBug"]
 
@@ -42,6 +44,13 @@ FAMILIES = {
         MINIMAX_M2,
         HY_V3,
         GPT_OSS,
+        OLMO2,
+        OLMO3,
+        EXAONE4,
+        SMOLLM3,
+        PHI3,
+        GRANITE,
+        MINISTRAL3,
     )
 }
 # Their gradients are tested on every layout and their rollouts against transformers.

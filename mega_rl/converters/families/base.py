@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe, Window
 from mega_rl.converters.families.fields import Fields
@@ -54,8 +55,8 @@ class Family:
 
     # Engines and formats that it works with.
     not_trained: str = ""  # why training refuses it, though it converts; empty: it trains
-    untied_in_sglang: bool = False  # SGLang 0.5.20 never reads tie_word_embeddings: the head would have no weights
-    # Keys that SGLang 0.5.20 reads and transformers does not: without them it computes another model.
+    untied_in_sglang: bool = False  # SGLang 0.5.21 never reads tie_word_embeddings: the head would have no weights
+    # Keys that SGLang 0.5.21 reads and transformers does not: without them it computes another model.
     needed_by_sglang: tuple[str, ...] = ()
     # Windows reach transformers' attention only through the mask, which FlashAttention does not read.
     windows_in_mask_only: bool = False
@@ -77,6 +78,7 @@ class Family:
     bias_keys: tuple[str, ...] = ()  # must agree: linear layers have a bias everywhere or nowhere
     qk_norm: bool | str = False
     qk_norm_joint: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     zero_centered_norm: bool = False
     activation: Activation = "silu"
@@ -84,12 +86,14 @@ class Family:
     tied: bool = False  # if config.json does not say
     rope_interleaved: bool = False  # rotates even with odd dimensions
     partial_rotary: bool = False  # its code can rotate a part of each head
-    rope_per_layer_type: bool = False  # rope_parameters may hold one object per kind of layer
+    rope_per_layer_type: bool = False  # rope_parameters may hold one object per kind of layer; windows are not scaled
+    unrotated: Callable[[Fields, int], tuple[bool, ...]] | None = None  # layers that do not rotate; empty: none
+    query_growth: bool = False  # queries grow with the position: `llama_4_scaling_beta` of rope_parameters
     window: Callable[[Fields, int], Window | None] | None = None
     mla: Callable[[Fields], Mla] | None = None
     moe: Callable[[Fields, int], Moe | None] | None = None
-    # Factors of the embedding and of attention logits; None: 1 / sqrt of the query's head size.
-    scales: Callable[[Fields], tuple[float, float | None]] = lambda fields: (1.0, None)
+    # Those fields of HFConfig that are factors: `embedding_scale`, `softmax_scale`, `residual_scale`, `logit_scale`.
+    scales: Callable[[Fields], Mapping[str, Any]] = lambda fields: {}
 
     # Further tensors that checkpoints hold, outside the table.
     fused_experts: bool = False  # always one tensor of all experts per layer

@@ -13,12 +13,13 @@ EMBEDDING = (vocab("embedding.word_embeddings.weight", "model.embed_tokens.weigh
 INPUT_NORM = copy(
     "input_layernorm.weight", "input_layernorm.weight", "hidden", te="self_attention.linear_qkv.layer_norm_weight"
 )
+ATTENTION_OUTPUT = row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "o")
 ATTENTION_WEIGHTS = (
     qkv("self_attention.linear_qkv.weight", "self_attn.{part}_proj.weight", "hidden"),
     qkv("self_attention.linear_qkv.bias", "self_attn.{part}_proj.bias", when=["qkv_bias"]),
     copy("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head_dim", when=["qk_norm"]),
     copy("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head_dim", when=["qk_norm"]),
-    row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "o"),
+    ATTENTION_OUTPUT,
     copy("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", when=["linear_bias"]),
 )
 ATTENTION = in_layers(INPUT_NORM, *ATTENTION_WEIGHTS)
@@ -31,13 +32,13 @@ DENSE_NORM = copy(
     te="mlp.linear_fc1.layer_norm_weight",
     when=["dense"],
 )
-MLP = in_layers(
-    DENSE_NORM,
+MLP_WEIGHTS = (
     gated("mlp.linear_fc1.weight", "mlp.{part}_proj.weight", "ffn", "hidden", when=["dense"]),
     gated("mlp.linear_fc1.bias", "mlp.{part}_proj.bias", "ffn", when=["dense", "linear_bias"]),
     row("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "ffn", when=["dense"]),
     copy("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", when=["dense", "linear_bias"]),
 )
+MLP = in_layers(DENSE_NORM, *MLP_WEIGHTS)
 
 OUTPUT = (
     copy("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),

@@ -22,11 +22,11 @@ GEMMA3_LAYERS = ATTENTION + in_layers(
 )
 
 
-def scales(fields: Fields) -> tuple[float, float | None]:
+def scales(fields: Fields) -> dict[str, float]:
     """Return sqrt(hidden size) for embeddings and 1 / sqrt(query_pre_attn_scalar) for attention logits."""
     scalar = fields.number("query_pre_attn_scalar", default=256.0)
-    same = scalar == fields.size("head_dim")
-    return float(fields.size("hidden_size")) ** 0.5, None if same else scalar**-0.5
+    embedding = {"embedding_scale": float(fields.size("hidden_size")) ** 0.5}
+    return embedding if scalar == fields.size("head_dim") else embedding | {"softmax_scale": scalar**-0.5}
 
 
 NO_CAPPING = ((), "Megatron-Core does not cap logits")

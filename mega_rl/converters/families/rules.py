@@ -20,7 +20,7 @@ from typing import Literal
 Primitive = Literal["vocab", "copy", "qkv", "col", "row", "gated"]
 # Scope of a rule: once, for every layer of the decoder, for every multi-token prediction layer.
 Scope = Literal["model", "layer", "mtp"]
-Part = Literal["all", "first half", "second half", "even", "odd"]
+Part = Literal["all", "first half", "second half", "even", "odd", "q", "k", "v"]
 
 DECODER_LAYER, MTP_LAYER = "decoder.layers.{layer}.", "mtp.layers.{mtp}.transformer_layer."
 DISK_LAYER = "model.layers.{layer}."
@@ -107,6 +107,12 @@ def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
     parts = {"q": "q", "k": "kv", "v": "kv"}
     sources = tuple(Source(name.replace("{part}", part), (rows, *columns)) for part, rows in parts.items())
     return Rule(param, "qkv", sources, when=tuple(when))
+
+
+def joined_qkv(param: str, name: str, *columns: str) -> Rule:
+    """Return the rule of fused qkv from one tensor: all query heads, then all key heads, then all value heads."""
+    parts: tuple[Part, ...] = ("q", "k", "v")
+    return Rule(param, "qkv", tuple(Source(name, ("qkv", *columns), part=part) for part in parts))
 
 
 def gated(param: str, name: str, *shape: str, parts: Sequence[str] = ("gate", "up"), when: Sequence[str] = ()) -> Rule:

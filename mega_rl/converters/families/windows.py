@@ -49,8 +49,18 @@ def in_even_layers(fields: Fields, num_layers: int) -> Window | None:
     return by_layer_types(fields, [i % 2 == 0 for i in range(num_layers)])
 
 
+def but_every_fourth(fields: Fields, num_layers: int) -> Window | None:
+    """Return the window of OLMo 3: all layers but every fourth, or as `layer_types` says."""
+    return by_layer_types(fields, [(i + 1) % 4 != 0 for i in range(num_layers)])
+
+
 def but_every_nth(fields: Fields, num_layers: int) -> Window | None:
-    """Return the window of Gemma 3: all layers but every sixth (`sliding_window_pattern`), or as `layer_types` says."""
+    """Return the window of Gemma 3 and EXAONE 4: all layers but every n-th, or as `layer_types` says.
+
+    n is `sliding_window_pattern`.
+    """
+    if fields.get("layer_types") is not None:
+        return by_layer_types(fields, [True] * num_layers)
     pattern = fields.size("sliding_window_pattern")
     return by_layer_types(fields, [(i + 1) % pattern != 0 for i in range(num_layers)])
 

@@ -106,7 +106,6 @@ def parse_hf_config(
         fields.refuse("num_key_value_heads", f"it must divide num_attention_heads={heads}", value=kv_heads)
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     linear_bias = _linear_bias(fields, family)
-    embedding_scale, softmax_scale = family.scales(fields)
     config = HFConfig(
         family=family.model_type,
         num_layers=num_layers,
@@ -123,16 +122,17 @@ def parse_hf_config(
         linear_bias=linear_bias,
         qk_norm=_switch(fields, family.qk_norm),
         rope=read_rope(fields, family),
+        unrotated=family.unrotated(fields, num_layers) if family.unrotated else (),
         mla=family.mla(fields) if family.mla else None,
         moe=family.moe(fields, num_layers) if family.moe else None,
         window=family.window(fields, num_layers) if family.window else None,
         activation=family.activation,
         zero_centered_norm=family.zero_centered_norm,
         qk_norm_joint=family.qk_norm_joint,
+        pre_norms=family.pre_norms,
         post_norms=family.post_norms,
         sinks=family.sinks,
-        embedding_scale=embedding_scale,
-        softmax_scale=softmax_scale,
+        **family.scales(fields),
         mtp_layers=fields.size(MTP_KEY, default=0, least=0, most=MOST_MTP_LAYERS) if _has_mtp(family) else 0,
         quantization=_quantization(fields),
         initializer_range=fields.number("initializer_range", default=0.02),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from mega_rl.converters.architecture import Llama3Rope, Rope, Yarn
@@ -13,6 +14,8 @@ from mega_rl.converters.families.fields import Fields
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
+# Keys of families whose queries grow with the position.
+GROWTH, GROWTH_KEYS = "llama_4_scaling_beta", ("llama_4_scaling_beta", "max_position_embeddings")
 SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 YARN_KEYS = (
     "factor",
@@ -50,10 +53,15 @@ def read_rope(fields: Fields, family: Family) -> Rope:
     kind = _kind(rope)
     if kind is None:
         fix = "set it to default if sequences stay within the original context"
+        fix = "its factors act on short sequences too" if _stated(rope) == "longrope" else fix
         rope.refuse("rope_type", f"only {', '.join(KEYS)} are reproduced exactly; {fix}", value=_stated(rope))
         return Rope("default", theta)
     # A setting of another kind may be left over and has no effect.
-    known = {*SHARED_KEYS, *(KEYS[kind] if kind != "default" else (key for keys in KEYS.values() for key in keys))}
+    known = {
+        *SHARED_KEYS,
+        *(GROWTH_KEYS if family.query_growth else ()),
+        *(KEYS[kind] if kind != "default" else (key for keys in KEYS.values() for key in keys)),
+    }
     for key in rope.raw:
         if key not in known and rope.raw[key] is not None:
             fix = f"remove it if rope_type={kind} of transformers does not read it"
@@ -65,12 +73,14 @@ def read_rope(fields: Fields, family: Family) -> Rope:
         llama3 = _llama3(fields, rope)
     if kind == "yarn":
         yarn = _yarn(fields, rope, factor, latent=family.mla is not None)
+        yarn = replace(yarn, query_growth=rope.optional_number(GROWTH) or 0.0)
         if percent != 1 or family.rope_interleaved:
             rope.refuse(
                 "rope_type", "Megatron-Core's yarn rotates every dimension of a head, halves against each other"
             )
     elif kind != "default" and family.mla is not None:
         rope.refuse("rope_type", "Megatron-Core's latent attention has default and yarn", value=kind)
+    local_theta = None if kind == "default" and local_theta == theta else local_theta
     return Rope(kind, theta, factor, percent, family.rope_interleaved, yarn, llama3, local_theta)
 
 
@@ -79,7 +89,8 @@ def _per_layer_type(fields: Fields, name: str, given: Mapping[str, Any]) -> tupl
     kinds = ("full_attention", "sliding_attention")
     nested = fields.inside(name, given)
     if not any(kind in given for kind in kinds):
-        return name, given, fields.number("rope_local_base_freq", default=1e4)
+        theta = nested.number("rope_theta", default=fields.number("rope_theta", default=1e4))
+        return name, given, fields.number("rope_local_base_freq", default=theta)
     for key in given:
         # For a model that lacks one kind of layer, transformers 5 writes keys of one object next to the others.
         if key not in kinds and given[key] is not None and key not in SHARED_KEYS:

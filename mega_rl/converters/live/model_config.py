@@ -60,6 +60,8 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
 
         clamped = {"activation_func_clamp_value": SWIGLU_LIMIT, "glu_linear_offset": SWIGLU_OFFSET}
         kwargs |= {"activation_func": quick_gelu, **clamped}
+    if any(hf.unrotated):
+        kwargs["no_rope_freq"] = [int(unrotated) for unrotated in hf.unrotated]
     if hf.window is not None:
         # Megatron-Core counts the tokens before the present one, and marks layers with a window by 1.
         layers = None if all(hf.window.layers) else [int(windowed) for windowed in hf.window.layers]
@@ -129,15 +131,18 @@ def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
 def extra_config_attributes(hf: HFConfig) -> dict[str, Any]:
     """Return attributes to set on the config that is made; `TransformerConfig` lacks them.
 
-    `GPTModel` reads yarn's. Without both mscales it takes 0.1 ln(factor) + 1, as transformers does.
+    `GPTModel` reads yarn's. Without both mscales it takes 0.1 ln(factor) + 1, as transformers does. Our attention reads
+    `query_growth`, (factor, length) of `Yarn`, and our router the floor.
     """
-    yarn = hf.rope.yarn
+    yarn, extra = hf.rope.yarn, dict[str, Any]()
     if hf.moe is not None and hf.moe.weight_floor is not None:
-        return {"moe_router_weight_floor": hf.moe.weight_floor}  # our router reads it
+        extra["moe_router_weight_floor"] = hf.moe.weight_floor
+    if yarn is not None and yarn.query_growth:
+        extra["query_growth"] = (yarn.query_growth, yarn.original_max_position_embeddings)
     if yarn is None or hf.mla is not None:
-        return {}
+        return extra
     both = bool(yarn.mscale and yarn.mscale_all_dim)
-    return {
+    return extra | {
         "yarn_rotary_scaling_factor": hf.rope.factor,
         "yarn_original_max_position_embeddings": yarn.original_max_position_embeddings,
         "yarn_beta_fast": yarn.beta_fast,

@@ -88,7 +88,7 @@ def global_param(rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0,
         for group in range(hf.num_kv_heads):
             for block, _ in pieces:
                 share = block.rows // hf.num_kv_heads
-                blocks.append(Block(block.hf_name, at, share, group * share))
+                blocks.append(Block(block.hf_name, at, share, block.src_row + group * share))
                 at += share
     elif rule.primitive == "gated":
         first = pieces[0][0]
@@ -122,7 +122,11 @@ def _source_block(source: Source, hf: HFConfig, layer: int, expert: int) -> tupl
     if source.stacked:
         src_row = expert * (1 if len(item) == 1 else item[0])
     rows, columns = (item[0], item[1:]) if not source.transposed else (item[1], item[:1])
-    if source.part != "all":
+    if source.part in ("q", "k", "v"):
+        sizes = {part: hf.dims["q" if part == "q" else "kv"] for part in ("q", "k", "v")}
+        src_row = {"q": 0, "k": sizes["q"], "v": sizes["q"] + sizes["k"]}[source.part]
+        rows = sizes[source.part]
+    elif source.part != "all":
         rows //= 2
         offset = {"second half": rows, "odd": 1}.get(source.part, 0)
         step = 2 if source.part in ("even", "odd") else 1

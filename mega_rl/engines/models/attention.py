@@ -16,6 +16,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mega_rl.data.packing import held_positions
 from mega_rl.engines.models.attention_kernels import (
     KERNELS,
     Kernel,
@@ -187,6 +188,7 @@ class CoreAttention(CutOverTensors, MegatronModule):
         if config.context_parallel_size > 1:
             assert pg_collection is not None
             self.cp_group = pg_collection.cp
+        self.query_growth: tuple[float, int] | None = getattr(config, "query_growth", None)
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type != "vanilla":
             assert config.softmax_type == "learnable"
@@ -213,8 +215,10 @@ class CoreAttention(CutOverTensors, MegatronModule):
         """
         assert attention_bias is None
         if packed_seq_params is None:
-            return self._attend_rows(query, key, value)
+            return self._attend_rows(self._grown(query, None), key, value)
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        assert isinstance(packed_seq_params, TokenPositions)
+        query = self._grown(query, packed_seq_params.positions)
         if self.cp_group is not None:
             assert isinstance(packed_seq_params, SharedSequences)
             context = attend_shared(
@@ -231,6 +235,17 @@ class CoreAttention(CutOverTensors, MegatronModule):
             attend = partial(attend_packed, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
             context = attend(self.kernel, query, key, value, packed_seq_params).flatten(1)
         return context.unsqueeze(1)
+
+    def _grown(self, query: Tensor, positions: Tensor | None) -> Tensor:
+        """Return `query` [T, ...] multiplied by its growth with the position (see `Yarn`); None: of padded rows."""
+        if self.query_growth is None:
+            return query
+        factor, length = self.query_growth
+        if positions is None:
+            at = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
+            positions = held_positions([query.size(0) * at[1]], cp_rank=at[0], cp_size=at[1]).to(query.device)
+        growth = 1 + factor * torch.log(1 + torch.floor(positions / length))
+        return query * growth.to(query.dtype).view(-1, *[1] * (query.dim() - 1))
 
     def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[S, B, heads*E]: context in a padded batch; shapes as in `forward`."""

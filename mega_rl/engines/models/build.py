@@ -218,6 +218,8 @@ def build_chunks(
             chunk.output_layer = ValueHead(config, groups.collection)
         if hf.embedding_scale != 1.0 and hasattr(chunk, "embedding"):
             chunk.embedding.register_forward_hook(_scale(hf.embedding_scale))
+        if hf.logit_scale != 1.0 and head == "lm" and last:
+            chunk.output_layer.register_forward_pre_hook(_scale_input(hf.logit_scale))
         if hf.rope.kind == "llama3":
             set_llama3_frequencies(chunk, hf)
         order_angles(chunk)
@@ -246,6 +248,11 @@ def _scale(factor: float) -> Callable[[torch.nn.Module, Any, Tensor], Tensor]:
         return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
     return hook
+
+
+def _scale_input(factor: float) -> Callable[[torch.nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that multiplies the first argument of a module, so that logits of its product have the factor."""
+    return lambda module, inputs: (inputs[0] * factor, *inputs[1:])
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:

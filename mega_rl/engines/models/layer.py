@@ -1,7 +1,8 @@
-"""Decoder layer with norms on outputs or a separate rotary embedding, which Megatron-Core's layer lacks."""
+"""Decoder layer with norms or factors on outputs or its own rotary embedding, which Megatron-Core's layer lacks."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -119,10 +120,11 @@ BuildBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]
 
 
 class DecoderLayer(TransformerLayer):
-    """Transformer layer with norms on the outputs of attention and MLP, or a separate rotary embedding.
+    """Transformer layer with norms or a factor on the outputs of attention and MLP, or its own rotary embedding.
 
     `post_norms`: `post_self_attn_layernorm` and `post_mlp_layernorm` act before the residual is added.
-    `rope_theta`: base of this layer's rotary embedding; None takes the model's.
+    `residual_scale`: factor on outputs before the residual is added; not together with norms.
+    `rope_theta`: base of this layer's rotary embedding, which is not scaled; None takes the model's.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class DecoderLayer(TransformerLayer):
         submodules: TransformerLayerSubmodules,
         *args: Any,
         post_norms: bool,
+        residual_scale: float,
         rope_theta: float | None,
         **kwargs: Any,
     ) -> None:
@@ -138,10 +141,16 @@ class DecoderLayer(TransformerLayer):
         if post_norms:
             self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-            self.self_attn_bda: BuildBiasDropoutAdd = _normed(self.post_self_attn_layernorm, get_bias_dropout_add)
-            self.mlp_bda: BuildBiasDropoutAdd = _normed(self.post_mlp_layernorm, get_bias_dropout_add)
+            self.self_attn_bda: BuildBiasDropoutAdd = _changed(self.post_self_attn_layernorm)
+            self.mlp_bda: BuildBiasDropoutAdd = _changed(self.post_mlp_layernorm)
+        elif residual_scale != 1.0:
+            self.self_attn_bda = self.mlp_bda = _changed(lambda output: output * residual_scale)
         self.rotary_pos_emb: PackedRotary | None = None
         if rope_theta is not None:
+            # Attention multiplies angles by yarn's factor, which it finds in its config or, from 0.19 on, has kept.
+            self.self_attention.config = copy.copy(config)
+            vars(self.self_attention.config).pop("yarn_rotary_scaling_factor", None)
+            self.self_attention._yarn_concentration_factor = 1.0
             rotary = RotaryEmbedding(
                 config.kv_channels,
                 rotary_percent=1.0,
@@ -162,15 +171,15 @@ class DecoderLayer(TransformerLayer):
         return super().forward(*args, **kwargs)
 
 
-def _normed(norm: RMSNorm, bias_dropout_add: BuildBiasDropoutAdd) -> BuildBiasDropoutAdd:
-    """Return Megatron-Core's residual connection with a norm before the addition."""
+def _changed(change: Callable[[Tensor], Tensor]) -> BuildBiasDropoutAdd:
+    """Return Megatron-Core's residual connection with a change of the output before the addition."""
 
     def build(training: bool, fused: bool) -> BiasDropoutAdd:
-        add = bias_dropout_add(training, fused)
+        add = get_bias_dropout_add(training, fused)
 
         def apply(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             output, bias = output_with_bias
-            return add((norm(output if bias is None else output + bias), None), residual, dropout)
+            return add((change(output if bias is None else output + bias), None), residual, dropout)
 
         return apply
 

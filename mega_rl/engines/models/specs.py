@@ -139,8 +139,10 @@ def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
         what
         for what, there in {
             "norms on the outputs of attention and MLP": hf.post_norms,
-            "a separate RoPE base in sliding-window layers": hf.rope.local_theta is not None,
+            "a factor on the outputs of attention and MLP": hf.residual_scale != 1.0,
+            "a separate rotation in sliding-window layers": hf.rope.local_theta is not None,
             "query and key norms over all heads together": hf.qk_norm_joint,
+            "queries that grow with the position": hf.rope.yarn is not None and hf.rope.yarn.query_growth > 0,
             "a separate norm epsilon in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
             "sliding windows over context parallelism": cp_size > 1 and hf.window is not None,
             "attention sinks in packed sequences": hf.sinks,
@@ -224,16 +226,21 @@ def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection
     """Return a layer of Megatron-Core's local modules with our core attention and norms."""
     moe = is_moe(hf, layer)
     local_rope = hf.rope.local_theta is not None and hf.window is not None and hf.window.layers[layer]
-    special = hf.post_norms or local_rope
-    params = {"post_norms": hf.post_norms, "rope_theta": hf.rope.local_theta if local_rope else None}
+    special = hf.post_norms or local_rope or hf.residual_scale != 1.0
+    norm = RMSNorm if hf.pre_norms else IdentityOp
+    params = {
+        "post_norms": hf.post_norms,
+        "residual_scale": hf.residual_scale,
+        "rope_theta": hf.rope.local_theta if local_rope else None,
+    }
     return ModuleSpec(
         module=DecoderLayer if special else TransformerLayer,
         params=params if special else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=_attention(hf, pg_collection) if hf.mla is None else _latent_attention(hf.mla),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=_experts() if moe else _mlp(),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=_te_names(hf, moe=moe),

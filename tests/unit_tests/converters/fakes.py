@@ -105,6 +105,10 @@ def attention_params(hf: HFConfig, hf_layer: State) -> State:
         names |= {"q_a_layernorm": "q_layernorm", "kv_a_layernorm": "kv_layernorm"}
     else:
         names = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+        if "self_attn.qkv_proj.weight" in hf_layer:  # Phi-3
+            q, kv = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+            parts = hf_layer["self_attn.qkv_proj.weight"].split([q, kv, kv])
+            out["self_attention.linear_qkv.weight"] = interleave(hf, *parts)
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in hf_layer:
                 q, k, v = (hf_layer[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
@@ -172,7 +176,7 @@ def layer_params(hf: HFConfig, state: State, layer: int) -> State:
     hf_layer = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     norms = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
     norms |= {name: name for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
-    if hf.zero_centered_norm:  # Gemma 3
+    if "post_feedforward_layernorm.weight" in hf_layer:  # Gemma 3, OLMo 2
         norms |= {"post_attention_layernorm": "post_self_attn_layernorm"}
         norms |= {"pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
     out = {f"{to}.weight": hf_layer[f"{name}.weight"] for name, to in norms.items() if f"{name}.weight" in hf_layer}

@@ -13,9 +13,10 @@ from packaging.version import Version
 from torch import Tensor
 
 from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.hf.rope import GROWTH
 from mega_rl.verify.twin import hf_logits
 from tests.helpers.distributed import run_ranks
-from tests.helpers.models import GROUPS, write_tiny_checkpoint
+from tests.helpers.models import GROUPS, TINY, write_tiny_checkpoint
 from tests.helpers.selection import FULL, covering, without
 
 LENGTH, ROWS = 64, 2
@@ -48,6 +49,7 @@ SHORT = {"low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
+GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -161,6 +163,20 @@ CASES: dict[str, Case] = {
     "gpt_oss-square": experts("gpt_oss", etp=False, intermediate_size=32),
     "gpt_oss-no-window": experts("gpt_oss", etp=False, unlike="gpt_oss", vocab_size=ODD,
                                  layer_types=["full_attention"] * 4),
+    "olmo3": dense("olmo3", vocab_size=ODD),
+    "olmo3-no-window": dense("olmo3", unlike="olmo3", vocab_size=ODD, layer_types=["full_attention"] * 4),
+    "olmo3-yarn": dataclasses.replace(dense("olmo3", rope_parameters=YARN), right_since="5.13.0"),
+    "exaone4": dense("exaone4"),
+    "exaone4-rotated": dense("exaone4", unlike="exaone4", sliding_window=None, layer_types=["full_attention"] * 4),
+    "smollm3": dense("smollm3"),
+    "smollm3-rotated": dense("smollm3", unlike="smollm3", no_rope_layers=[1] * 4),
+    "phi3": dense("phi3", vocab_size=ODD),
+    "phi3-window": dense("phi3", unlike="phi3", vocab_size=ODD, sliding_window=8),
+    "granite": dense("granite"),
+    "ministral3": dense("ministral3"),
+    "ministral3-not-grown": dense("ministral3", unlike="ministral3",
+                                  rope_parameters=TINY["ministral3"]["rope_parameters"] | {GROWTH: 0.0}),
+    **{f"granite-{name}": dense("granite", unlike="granite", **{name: 1.0}) for name in GRANITE},
 }  # fmt: skip
 # A family without a case above has the one of its tiny checkpoint.
 CASES |= {
@@ -262,12 +278,21 @@ def measure(
 
 
 def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, Any]:
-    """Differences to logits of a softmax scale without yarn's factor: as it should be, and with the same fault here."""
+    """Differences to logits of a known bug of transformers: as it should be, and with the same fault here.
+
+    Its faults are a softmax scale without yarn's factor, and scaled angles in layers that have their own.
+    """
     tokens = tokens_of(case)
     right = model.forward(tokens)
     config = model.chunks[0].config
     for layer in model.chunks[0].decoder.layers:
-        layer.self_attention.core_attention.softmax_scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
+        attention = layer.self_attention
+        if hasattr(config, "qk_head_dim"):
+            attention.core_attention.softmax_scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
+        elif layer.rotary_pos_emb is not None:
+            layer.rotary_pos_emb, attention.config = None, config
+            kept = "_yarn_concentration_factor"  # by Megatron-Core from 0.19 on
+            vars(attention)[kept] = vars(model.chunks[0].decoder.layers[-1].self_attention).get(kept)
     spoilt = model.forward(tokens)
     return {"right": float((right - wrong).abs().max()), "spoilt": float((spoilt - wrong).abs().max())}
 

@@ -22,6 +22,7 @@ FP32_BYTES = 4
 LIKE_OTHERS = (
     *("deepseek_v2", "glm4_moe", "llama", "mistral", "olmoe", "qwen2", "qwen3_moe"),
     *("dots1", "ernie4_5", "glm4_moe_lite", "minimax_m2", "seed_oss"),
+    *("granite", "ministral3", "olmo2", "phi3", "smollm3"),
 )
 FAMILIES = tuple(without(dict.fromkeys(TRAINED), *LIKE_OTHERS))
 

@@ -30,6 +30,7 @@ SOME_WINDOWS = {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": WINDOW,
     "mixtral": WINDOW,
+    "phi3": WINDOW,
     "qwen2": SOME_WINDOWS,
     "qwen2_moe": SOME_WINDOWS,
     "qwen3": SOME_WINDOWS,

@@ -39,9 +39,10 @@ EXPERT_LAYOUTS = (
     ParallelLayout(world_size=4, ep=2, etp=2),
     ParallelLayout(world_size=8, tp=2, pp=2, ep=2),
 )
-# What one parameter of SGLang's is made of: stacked_params_mapping of srt/models/{llama,qwen2,qwen3,glm4,gemma3_causal,
-# mixtral,olmoe,qwen2_moe,qwen3_moe,glm4_moe}.py, and srt/models/deepseek_common/deepseek_weight_loader.py, which keeps
-# one of the last pair only until the end of a request.
+# What one parameter of SGLang's is made of: stacked_params_mapping of srt/models/{llama, qwen2, qwen3, glm4,
+# gemma3_causal, mixtral, olmoe, qwen2_moe, qwen3_moe, glm4_moe, olmo2, exaone4, granite, ministral3}.py, and
+# srt/models/deepseek_common/deepseek_weight_loader.py, which keeps one of the last pair only until the end of a
+# request.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
 
@@ -88,8 +89,8 @@ def test_buckets_keep_order_bounds_and_what_sglang_fuses(family: str, data: st.D
                 together = f"{actual[1]}{other}{actual[2]}"
                 fused += together in place
                 assert place.get(together, number) == number, f"{name} and {together} are in different buckets"
-    # glm4's gate and up are one tensor, mixtral's experts have other names: attention is left.
-    assert fused >= 4
+    # glm4's gate and up are one tensor, mixtral's experts have other names: attention is left. phi3's are whole.
+    assert fused >= 4 or family == "phi3"
 
 
 @pytest.mark.parametrize("family", TRAINED)
