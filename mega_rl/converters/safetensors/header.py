@@ -63,7 +63,7 @@ def tensor_names(folder: Path) -> Collection[str]:
 
 def name_prefixes(names: Collection[str]) -> tuple[str, str]:
     """Return how the names of the language model among a checkpoint's tensors begin."""
-    return next((found for found in WRAPPED_NAMES if f"{found[0]}embed_tokens.weight" in names), PLAIN_NAMES)
+    return next((pair for pair in WRAPPED_NAMES if f"{pair[0]}embed_tokens.weight" in names), PLAIN_NAMES)
 
 
 def renamed(name: str, old: tuple[str, str], new: tuple[str, str]) -> str:

@@ -46,10 +46,10 @@ def write_wrapped(folder: Path, model_type: str = "gemma3", *, tied: bool = True
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors by their names on disk, as safetensors reads them."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
