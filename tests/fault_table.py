@@ -652,8 +652,8 @@ TABLE: Table = {
         ),
         (
             "float32 logits of FSDP rounded to bfloat16",
-            "head.forward = lambda hidden: fp32_linear(hidden, head.weight)",
-            "head.forward = lambda hidden: fp32_linear(hidden, head.weight).bfloat16()",
+            "logits = fp32_linear(hidden, head.weight)",
+            "logits = fp32_linear(hidden, head.weight).bfloat16()",
         ),
     ],
     ("gpu", "parallel/test_vocab.py"): [

@@ -41,8 +41,9 @@ def open_weights(folder: Path, *, role: str, reference: Path) -> WeightFiles:
         raise UserError(f"{folder}: has no {role}; its models: {roles}")
     stored.verify(piece for of_one in pieces.values() for piece in of_one)
     shapes = {name: manifest.tensors[prefix + name].shape for name in pieces}
-    hf = read_hf_config(reference)
-    open_engine = _open_fsdp if manifest.identity.get("engine") == "fsdp" else _open_megatron
+    is_fsdp = manifest.identity.get("engine") == "fsdp"
+    hf = read_hf_config(reference, any_model=is_fsdp)
+    open_engine = _open_fsdp if is_fsdp else _open_megatron
     return open_engine(folder, Sharding(hf, head=HEADS[role]), pieces, shapes)
 
 
@@ -80,7 +81,7 @@ def _open_fsdp(
             infos[stored] = TensorInfo(
                 stored, piece.dtype, piece.spec.shape, piece.file, piece.offset, piece.spec.nbytes
             )
-        for disk in disk_tensors(hf.family, name, shapes[name]):
+        for disk in disk_tensors(hf.family, name, shapes[name], hf.own):
             on_disk = hf.value_head if disk.name == _FSDP_HEAD and sharding.head == "value" else disk.name
             wholes[on_disk] = ShapeAndDtype(disk.shape, of_one[0].dtype)
             homes[on_disk] = list(_homes(on_disk, disk.row, disk.shape, name, of_one, shapes[name]))

@@ -83,7 +83,7 @@ def _inputs(recipe: Path, overrides: Sequence[str]) -> tuple[Config, Tokens, int
         raise UserErrors(problems)
     skips = config.reward.skip_special_tokens
     tokens = read_tokens(folder, config.data.chat, config.rollout, skip_special_tokens=skips)
-    return config, tokens, read_hf_config(folder).vocab_size
+    return config, tokens, read_hf_config(folder, any_model=True).vocab_size
 
 
 def _in_memory(data: DataConfig, trainer: TrainerConfig, train: Sequence[Prompt]) -> Sets:

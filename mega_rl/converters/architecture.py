@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 from mega_rl.converters.safetensors.header import PLAIN_NAMES
 
@@ -99,6 +100,35 @@ class Moe:
     router_bias: bool = False  # the router's linear has a bias
 
 
+class DiskTensor(NamedTuple):
+    """A tensor on disk as whole rows of a model's tensor, both seen as matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: int  # its first one in the model's tensor
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows; a vector is one column."""
+        return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
+
+
+@dataclass(frozen=True)
+class OwnTable:
+    """Tensors of a model that no family describes, as its class in transformers has them."""
+
+    tensors: tuple[tuple[str, tuple[DiskTensor, ...]], ...]  # in memory -> on disk
+    body: str  # prefix of the names, except of the output head
+    tied: tuple[str, ...]  # names that a checkpoint may repeat
+    unread: tuple[str, ...]  # patterns of names that its checkpoints hold and it does not read
+    float32: tuple[str, ...]  # tensors in memory that stay so in a model of any dtype
+
+    @cached_property
+    def on_disk(self) -> Mapping[str, tuple[DiskTensor, ...]]:
+        """Return the tensors on disk by the tensor in memory that they make."""
+        return dict(self.tensors)
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """The architecture of a decoder-only model, and how its checkpoint on disk spells it."""
@@ -143,6 +173,7 @@ class HFConfig:
     fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
     value_head: str = "score.weight"  # name of a critic's head
     prefixes: tuple[str, str] = PLAIN_NAMES  # how names begin, layers' and the head's
+    own: OwnTable | None = None  # in the place of a family's table; most fields above then say nothing
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     # config.json of the model of images and text whose language model this is; `raw` is the language model's part.
     wrapper: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
@@ -186,6 +217,8 @@ class HFConfig:
                 "two_expert_ffn": 2 * self.moe.ffn_hidden_size,
                 "shared_ffn": self.moe.shared_ffn_hidden_size,
             }
+        if self.own is not None:
+            dims |= {str(size): size for _, disk in self.own.tensors for one in disk for size in one.shape}
         return dims
 
     @cached_property

@@ -57,6 +57,7 @@ class ModelRequest:
     trainable: bool  # has gradients and an optimizer
     impl: Spec  # layers of Megatron-Core or of Transformer Engine
     attention: Attention
+    packs: bool = True  # its sequences do not meet in a packed micro-batch
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.config.schema import MoeConfig
-from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.hf.config import needs_proof, read_hf_config
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
@@ -24,6 +24,7 @@ from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.fsdp import FSDPEngine, build_adam
 from mega_rl.engines.fsdp_model import shard, sharded_parameters, skeleton, use_fp32_head
+from mega_rl.engines.fsdp_proof import prove_rows
 from mega_rl.engines.fsdp_weights import load_rows
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.engines.microbatches import Batching
@@ -55,7 +56,10 @@ def resolve_model(
 
     Raises UserError: the settings ask for what cannot run here.
     """
-    hf = read_hf_config(path)
+    hf = read_hf_config(path, any_model=settings.engine.backend == "fsdp")
+    if settings.engine.backend == "fsdp" and needs_proof(hf.raw):
+        proven = prove_rows(name, path, attention, packing=settings.microbatch.packing, device_type=device_type)
+        return ModelRequest(name, path, hf, head, trainable, impl="hf", attention=proven[0], packs=proven[1])
     impl: Spec = "hf"
     if settings.engine.backend == "megatron":
         impl = choose_transformer_impl(settings.engine.megatron.transformer_impl, device_type=device_type)
@@ -85,7 +89,7 @@ def build_engine(
         "sharding": Sharding(model.hf, layout, spec=model.impl, head=model.head),
         "groups": groups,
         "batching": Batching(
-            packing=microbatch.packing,
+            packing=microbatch.packing and model.packs,
             max_tokens=microbatch.max_tokens,
             micro_batch_size=microbatch.size,
             # Tensor and context parallelism cut sequences.

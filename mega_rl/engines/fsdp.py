@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from mega_rl.config.schema import OptimConfig
+from mega_rl.converters.hf.untabled import accepted
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import ModelEngine
@@ -208,15 +209,17 @@ def _head_output(
     `there` is the micro-batch on the device.
     """
     device = there.tokens.device
-    arguments = attention_arguments(attention, micro.cu_seqlens, micro.max_seqlen, device=device)
+    bounds, lengths = micro.cu_seqlens, micro.lengths
+    arguments = attention_arguments(attention, bounds, micro.max_seqlen, device=device, lengths=lengths)
     arguments |= {"position_ids": there.position_ids, "use_cache": False}
     if isinstance(model, TokenClassifier):
-        return model(there.tokens, **arguments).flatten(0, 1), None
+        body = model.get_submodule(model.body)
+        return model(there.tokens, **accepted(body, arguments)).flatten(0, 1), None
     # In a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
     kept = send(_predicting(micro), device) if micro.packed else None
-    if kept is not None:
-        arguments["logits_to_keep"] = kept
-    return model(there.tokens, **arguments).logits.flatten(0, 1), kept
+    arguments = accepted(model, {**arguments, "logits_to_keep": kept} if micro.packed else arguments)
+    logits = model(there.tokens, **arguments).logits.flatten(0, 1)
+    return (logits, kept) if kept is None or len(logits) == len(kept) else (logits[kept], kept)
 
 
 def _expect_backward(model: nn.Module, *, sends: bool, frees: bool) -> None:

@@ -8,7 +8,8 @@ ones are right-padded, where causality is enough to keep padding out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,19 +25,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
-    AutoModel,
-    AutoModelForCausalLM,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
 
 from mega_rl.config.schema import FsdpConfig
+from mega_rl.converters.hf.untabled import build_empty
 from mega_rl.converters.live.load import model_config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shards, reduce_scatter_fp32
 from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
 from mega_rl.engines.models.attention_kernels import KERNELS
-from mega_rl.errors import RunError
+from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.accelerator.base import send
 from mega_rl.parallel.vocab import fp32_linear
 
@@ -113,12 +113,13 @@ class TokenClassifier(nn.Module):
 
     def __init__(self, model: PreTrainedModel, hidden_size: int) -> None:
         super().__init__()
-        self.model = model
+        self.body = model.base_model_prefix  # names on disk begin with it: "model"
+        self.add_module(self.body, model)
         self.score = nn.Linear(hidden_size, 1, bias=False)
 
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """Return [b, S, 1] float32 of tokens [b, S] int64."""
-        return self.score(self.model(tokens, **arguments).last_hidden_state)
+        return self.score(self.get_submodule(self.body)(tokens, **arguments).last_hidden_state)
 
 
 def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreTrainedModel]:
@@ -127,17 +128,10 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
     Raises UserError: transformers does not know the model.
     """
     config = model_config(path)
-    make = partial(
-        (AutoModelForCausalLM if head == "lm" else AutoModel).from_config,
-        config,
-        dtype=torch.float32,
-        attn_implementation=attention_name(attention),
-        trust_remote_code=False,
-    )
+    causal = build_empty(config, attention=attention_name(attention))
+    model: PreTrainedModel = causal if head == "lm" else cast(PreTrainedModel, causal.base_model)
     with no_init_weights(), torch.device("meta"):
-        model: PreTrainedModel = make()
         whole = TokenClassifier(model, config.hidden_size) if head == "value" else model
-    model.tie_weights()
     # It would keep the row of the padding token from training, in rows where that token is one like any other.
     cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
     return whole.eval(), model
@@ -194,8 +188,12 @@ def use_fp32_head(hf: PreTrainedModel) -> None:
     Inside FSDP's hooks, which give it the whole weight in bf16.
     """
     head = hf.get_output_embeddings()
-    assert head.bias is None, "heads have no bias"
-    head.forward = lambda hidden: fp32_linear(hidden, head.weight)
+
+    def forward(hidden: Tensor) -> Tensor:
+        logits = fp32_linear(hidden, head.weight)
+        return logits if head.bias is None else logits + head.bias
+
+    head.forward = forward
 
 
 @contextmanager
@@ -216,18 +214,31 @@ def hidden_outputs(hf: PreTrainedModel) -> Iterator[None]:
 def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that are gathered one at a time: layers, and untied embedding and head."""
     decoder = layers(hf)
+    owners = Counter(id(parameter) for layer in decoder for parameter in layer.parameters())
+    if owners and max(owners.values()) > 1:
+        raise UserError(f"model_type={hf.config.model_type}: its layers share weights, which FSDP2 cannot cut")
     if isinstance(model, TokenClassifier):
         return [*decoder, hf.get_input_embeddings(), model.score]
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    if head is None:
+        return decoder
     # Both ends read the root's parameters, which stay gathered from the forward to the end of the backward.
     return decoder if head.weight is embedding.weight else [*decoder, embedding, head]
 
 
 def layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers."""
-    decoder = hf.get_decoder().layers if hasattr(hf, "lm_head") else hf.layers
-    assert isinstance(decoder, nn.ModuleList), f"{type(hf).__name__} has no list of layers"
-    return list(decoder)
+    """Return the blocks that the model's class keeps whole, else its longest list."""
+    named = list(_outermost(hf, set(hf._no_split_modules or ())))
+    lists = [list(module) for module in hf.modules() if isinstance(module, nn.ModuleList)]
+    return named or max(lists, key=len, default=[])
+
+
+def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).__name__ in classes:
+            yield child
+        else:
+            yield from _outermost(child, classes)
 
 
 def _materialise(unit: nn.Module, hf: PreTrainedModel, device: torch.device) -> None:
@@ -267,22 +278,32 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
 _WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")
 
 
+# transformers' own functions, for models that ours do not compute: they see sequences by positions and masks.
+TRANSFORMERS = {"transformers: sdpa": "sdpa", "transformers: eager": "eager"}
+
+
 def attention_name(choice: str) -> str:
     """Return the `attn_implementation` that a model needs to run `choice`, as "eager".
 
     Raises KeyError: not one that Hugging Face's models run.
     """
-    return {**{kernel: f"mega_rl_{kernel}" for kernel in KERNELS}, "flash_attention_2": "flash_attention_2"}[choice]
+    own = {kernel: f"mega_rl_{kernel}" for kernel in KERNELS}
+    return {**own, "flash_attention_2": "flash_attention_2", **TRANSFORMERS}[choice]
 
 
 def attention_arguments(
-    choice: str, cu_seqlens: Tensor | None, max_seqlen: int, *, device: torch.device
+    choice: str, cu_seqlens: Tensor | None, max_seqlen: int, *, device: torch.device, lengths: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return the arguments that a model with attention `choice` needs in each forward besides its tokens.
 
     cu_seqlens: [n+1] int32 on the host, where packed sequences begin, from 0 to T; None if padded.
-    max_seqlen: tokens of the longest sequence. device: of the model.
+    max_seqlen: tokens of the longest sequence. device: of the model. lengths: of padded rows.
     """
+    if choice in TRANSFORMERS:
+        if cu_seqlens is not None:
+            return {}  # positions begin at 0 in each sequence
+        ends = torch.tensor(lengths or [max_seqlen])
+        return {"attention_mask": send((torch.arange(max_seqlen) < ends[:, None]).long(), device)}
     if choice != "flash_attention_2":
         packed = None if cu_seqlens is None else packed_sequences(cu_seqlens, max_seqlen, device=device)
         return {"sequences": packed}

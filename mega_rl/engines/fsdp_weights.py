@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from mega_rl.converters.architecture import DiskTensor
 from mega_rl.converters.live.copying import fill_all
 from mega_rl.converters.live.load import LoadReport, check_tensors
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.parameters import DiskTensor, as_on_disk, disk_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
@@ -61,7 +62,6 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
     Raises UserErrors: the same on every rank and before any weight is read, with every tensor that is missing,
     unexpected or of another shape.
     """
-    family = sharding.hf.family
     start = perf_counter()
     kept: list[str] = []
     with CheckpointReader(path) as reader:
@@ -71,14 +71,15 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
         jobs: list[tuple[Tensor, list[Copy]]] = []
         for name, parameter in sharded_parameters(model).items():
             local = parameter.to_local()
-            disk = [t._replace(name=renamed.get(t.name, t.name)) for t in disk_tensors(family, name, parameter.shape)]
+            own = disk_tensors(hf.family, name, parameter.shape, hf.own)
+            disk = [tensor._replace(name=renamed.get(tensor.name, tensor.name)) for tensor in own]
             if any(tensor.name in absent for tensor in disk):
                 local.zero_()
                 kept.append(name)
             elif local.numel():
                 jobs.append((local, list(_copies(disk, rows_here(parameter), parameter.shape))))
         for name, buffer in disk_buffers(model).items():
-            disk = list(disk_tensors(family, name, tuple(buffer.shape)))
+            disk = list(disk_tensors(hf.family, name, tuple(buffer.shape), hf.own))
             jobs.append((buffer, list(_copies(disk, Box((0,) * buffer.dim(), tuple(buffer.shape)), buffer.shape))))
         written = fill_all(jobs, reader)
         expected = sum(target.numel() for target, _ in jobs)
@@ -111,14 +112,15 @@ class WholeModel(nn.Module):
     def __init__(self, model: nn.Module, *, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
         """dtype: of the tensors that are not float32 in every model."""
         super().__init__()
-        family = sharding.hf.family
+        hf = sharding.hf
+        in_fp32 = hf.own.float32 if hf.own is not None else ()
         self._tensors: dict[str, Whole] = {}
         gatherer = _Gatherer()
         sources: Mapping[str, Tensor] = {**sharded_parameters(model), **disk_buffers(model)}
         for name, source in sources.items():
-            kind = torch.float32 if name.endswith(FLOAT32) else dtype
-            for disk in disk_tensors(family, name, tuple(source.shape)):
-                on_disk = sharding.hf.value_head if disk.name == TokenClassifier.HEAD else disk.name
+            kind = torch.float32 if name.endswith(FLOAT32) or name in in_fp32 else dtype
+            for disk in disk_tensors(hf.family, name, tuple(source.shape), hf.own):
+                on_disk = hf.value_head if disk.name == TokenClassifier.HEAD else disk.name
                 read = gatherer.reader(name, source, disk, dtype=kind, device=device)
                 self._tensors[on_disk] = Whole(disk.shape, kind, device, read)
 

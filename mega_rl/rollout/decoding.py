@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mega_rl.converters.hf.config import needs_proof
+from mega_rl.converters.hf.small import random_model, random_rows, shrink
+from mega_rl.converters.hf.untabled import FOREIGN, accepted
+from mega_rl.errors import UserError
 from mega_rl.parallel.vocab import hide
 from mega_rl.rollout.sampling import Sampler, uniform_at
 from mega_rl.tracking import progress
@@ -90,7 +97,7 @@ class DecodingLoop:
                 if not len(keep):
                     break
                 if len(keep) <= (1.0 - _SHRINK_SHARE) * len(rows):
-                    self._cache.batch_select_indices(keep)
+                    select_rows(self._cache, keep)
                     rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
             logits = self._forward(model, drawn[:, None], mask[:, : input_ids.shape[1] + step + 1], positions + step)
         return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
@@ -99,25 +106,26 @@ class DecodingLoop:
         """Return the prompt's logits [R, V], mask [R, L + N] and next position [R, 1]."""
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(model, input_ids, mask, positions)
-        self._cache.batch_select_indices(self._prompt_of_row)
+        select_rows(self._cache, self._prompt_of_row)
         room = mask.new_ones(mask.shape[0], self._max_new_tokens)
         of_row = self._prompt_of_row
         return logits[of_row], torch.cat([mask, room], dim=1)[of_row], positions[of_row, -1:] + 1
 
     def _forward(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """[rows, V] logits of the last token."""
-        output = model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            past_key_values=self._cache,
-        )
+        arguments = {
+            "attention_mask": mask,
+            "position_ids": positions,
+            "use_cache": True,
+            "logits_to_keep": 1,
+            _cache_argument(model): self._cache,
+        }
+        output = model(input_ids, **accepted(model, arguments))
         return hide(output.logits[:, -1], self._hidden)
 
 
 ATTENTION = "mega_rl_grouped_sdpa"
+DECODING_TOLERANCE = 1e-3  # log-probs in float32; padding or another row gives 0.1 and more
 _FIRST_RESERVE = 64  # tokens
 
 
@@ -180,9 +188,81 @@ def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
     Models with other layers than full attention get transformers' own.
     """
     layer_types = config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers
-    if all(layer_type == "full_attention" for layer_type in layer_types):
+    if not needs_proof(config.to_dict()) and all(layer_type == "full_attention" for layer_type in layer_types):
         return Cache(layers=[GrowingLayer(max_tokens) for _ in layer_types])
     return DynamicCache(config=config)
+
+
+def _cache_argument(model: PreTrainedModel) -> str:
+    """Return the name by which a model's forward takes its cache; state-space models have their own."""
+    names = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"
+
+
+def select_rows(cache: Cache, indices: Tensor) -> None:
+    """Keep the rows `indices` [R] int64 of a cache, in that order and repeated as named."""
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        cache.reorder_cache(cast(torch.LongTensor, indices))
+    else:
+        cache.batch_select_indices(indices)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Attention and padding of decoding."""
+
+    attention: str
+    left_padded: bool  # a batch has prompts of several lengths
+
+
+def prove_decoding(config: PreTrainedConfig, device: torch.device) -> Way:
+    """Return how cached decoding equals the uncached forward of single rows, on a small model.
+
+    Raises UserError: it does not, or the model has no cache.
+    """
+    why = "it cannot be built small"
+    for way in (Way(name, padded) for padded in (True, False) for name in (ATTENTION, "sdpa", "eager")):
+        try:
+            small = shrink(config)
+            far = _decoding_error(small, way, device)
+        except FOREIGN as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            continue
+        if far <= DECODING_TOLERANCE:
+            return way
+        why = f"log-probs differ by {far:.1e}"
+    raise UserError(
+        f"rollout.backend=hf: model_type={config.model_type}: decoding with transformers' cache is not its forward "
+        f"({why}); set rollout.backend=sglang, or take another model"
+    )
+
+
+@torch.inference_mode()
+def _decoding_error(small: PreTrainedConfig, way: Way, device: torch.device) -> float:
+    """Return the largest difference of decoded log-probs from those of the uncached forward."""
+    lengths = (9, 6) if way.left_padded else (9, 9)
+    prompts, new_tokens, of_row = random_rows(lengths, device=device), 6, torch.tensor([0, 1, 1], device=device)
+    sampler = Sampler(temperature=1.0, top_p=1.0, top_k=0)
+    loop = DecodingLoop(
+        prompt_of_row=of_row,
+        keys=torch.arange(3, device=device),
+        sampler=sampler,
+        greedy=False,
+        max_new_tokens=new_tokens,
+        stop_token_ids=torch.tensor([], dtype=torch.int64, device=device),
+        cache=make_cache(small, max_tokens=max(lengths) + new_tokens),
+    )
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    mask = padded([torch.ones_like(prompt) for prompt in prompts])
+    decoded = loop.run(random_model(small, attention=way.attention, device=device), padded(prompts), mask)
+    judge, worst = random_model(small, attention="eager", device=device), 0.0
+    for row, prompt in enumerate(of_row.tolist()):
+        tokens = torch.cat([prompts[prompt], decoded.tokens[row]])
+        logits = judge(tokens[None], **accepted(judge, {"use_cache": False})).logits[0]
+        expected = logits[lengths[prompt] - 1 : -1].float().log_softmax(-1)
+        expected = expected.gather(1, decoded.tokens[row][:, None])[:, 0]
+        worst = max(worst, float((expected - decoded.logprobs[row]).abs().nan_to_num(nan=float("inf")).max()))
+    return worst
 
 
 def grouped_attention(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -16,9 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from mega_rl.converters.hf.config import needs_proof
+from mega_rl.converters.hf.untabled import UNLIMITED_POSITIONS
 from mega_rl.converters.live.load import model_config, weights_on_disk
 from mega_rl.errors import RunError
-from mega_rl.rollout.decoding import ATTENTION, Decoded, DecodingLoop, make_cache
+from mega_rl.rollout.decoding import ATTENTION, Decoded, DecodingLoop, Way, make_cache, prove_decoding
 from mega_rl.rollout.sampling import Sampler, is_greedy, response_limits, stream_keys
 from mega_rl.rollout.tokens import with_end_of_sequence
 from mega_rl.tracking import progress
@@ -60,13 +63,21 @@ class HFRolloutEngine:
         self._max_new_tokens, self._batch_size, self._hidden_tokens = max_new_tokens, batch_size, hidden_tokens
         config = model_config(Path(model_path))
         # Weights stay unset; buffers are true, since rotary frequencies are computed from the config.
+        way = Way(ATTENTION, True)
+        if needs_proof(config.to_dict()):
+            way = prove_decoding(config, self._device)
+            if not way.left_padded:
+                logger.info(
+                    "padding would enter model_type=%s: prompts of one length decode together", config.model_type
+                )
+        self._left_padded = way.left_padded
         with no_init_weights(), self._device:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=way.attention, trust_remote_code=False
             )
         model.tie_weights()
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
-        self._max_positions: int = config.max_position_embeddings
+        self._max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
         self._weights = weights_on_disk(self._model)
@@ -109,14 +120,18 @@ class HFRolloutEngine:
         ]
         # Neighbours of like length share a batch: little is padded.
         rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
-        batches = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
+        runs = [rows]
+        if not self._left_padded:
+            runs = [list(run) for _, run in groupby(rows, key=lambda row: len(prompts[row.prompt].token_ids))]
+        size = self._batch_size
+        batches = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
         decoded = []
         sampler = self._sampler
         greedy = is_greedy(greedy, draws)
         if draws is not None and not greedy:
             sampler = Sampler(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
         for number, batch in enumerate(batches):
-            progress.report(number * self._batch_size, len(rows), unit="rows")
+            progress.report(min(number * size, len(rows)), len(rows), unit="rows")
             decoded.append(
                 self._generate_batch(batch, prompts, prompt_index, seed=seed, sampler=None if greedy else sampler)
             )

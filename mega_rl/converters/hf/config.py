@@ -15,7 +15,7 @@ from typing import Any
 
 from mega_rl.config.values import ModelFacts
 from mega_rl.converters.architecture import HFConfig, Quantization
-from mega_rl.converters.families import FAMILIES, REFUSED, Family
+from mega_rl.converters.families import FAMILIES, REFUSED, TRAINED, Family
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.hf.rope import read_rope
@@ -57,6 +57,7 @@ keys_to_ignore_at_inference trust_remote_code revision commit_hash attention_pro
 model_name trained_with sft_config chat_template transformers.js_config
 """
 
+PROVED_LAYERS = {"full_attention", "sliding_attention"}
 READ, HARMLESS = frozenset(_READ.split()), frozenset(_HARMLESS.split())
 
 # Keys of other families, with the values at which they change nothing.
@@ -73,9 +74,10 @@ OFF = {
 }
 
 
-def read_hf_config(path: str | Path) -> HFConfig:
+def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
     """Return the architecture that `path`/config.json describes.
 
+    any_model: without a table that trains, the model is what transformers builds; only `engine.backend=fsdp` takes it.
     Raises UserError when the directory or file is missing or is not JSON, UserErrors listing every field that is
     missing, malformed, unknown or not supported.
     """
@@ -87,8 +89,21 @@ def read_hf_config(path: str | Path) -> HFConfig:
         )
     raw = _read_json(directory / "config.json", required=True)
     generation = _read_json(directory / "generation_config.json", required=False)
-    hf = parse_hf_config(raw, generation=generation, where=str(directory / "config.json"))
+    where = str(directory / "config.json")
+    if any_model and raw.get("model_type") not in TRAINED and text_config(raw) is raw:
+        from mega_rl.converters.hf.untabled import read_untabled  # takes seconds
+
+        return read_untabled(raw, generation=generation, where=where)
+    hf = parse_hf_config(raw, generation=generation, where=where)
     return hf if hf.wrapper is None else replace(hf, prefixes=name_prefixes(tensor_names(directory)))
+
+
+def needs_proof(raw: Mapping[str, Any]) -> bool:
+    """Return whether a run proves first that packed rows and cached decoding of a config.json's model are right.
+
+    Models of softmax attention only, of a family with a table, are proved by tests.
+    """
+    return raw.get("model_type") not in TRAINED or bool(set(raw.get("layer_types") or ()) - PROVED_LAYERS)
 
 
 def parse_hf_config(
@@ -201,7 +216,11 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
         fields.refuse(field, reason)
         raise UserError(f"{fields.problems[0]} (model_type={json.dumps(model_type)})")
     hint = "; code that comes with a checkpoint (auto_map) is never run" if raw.get("auto_map") else ""
-    fields.refuse("model_type", f"not supported; supported are {', '.join(sorted(FAMILIES))}{hint}")
+    fields.refuse(
+        "model_type",
+        f"no Megatron table; it trains with engine.backend=fsdp if transformers has its class; tables are "
+        f"{', '.join(sorted(FAMILIES))}{hint}",
+    )
     raise UserError(fields.problems[0])
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.families import FAMILIES, TRAINED
 from mega_rl.converters.families.deepseek import MTP_REPEATED
 from mega_rl.converters.hf.config import text_config
+from mega_rl.converters.hf.untabled import table_of
 from mega_rl.converters.live.copying import BlockReader, blocks_of, fill_all
-from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, hf_tensors, ignored_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, hf_tensors, ignored_tensors, is_unread
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
@@ -159,10 +160,10 @@ def check_tensors(
             problems.append(f"{reader.tensors[bias].file}: {bias} is not zero, and {fix}")
         present.discard(bias)
     # A wrapper's other tensors are not judged: all that the language model needs is looked for by name.
-    outside = set() if hf.wrapper is None else set(reader.others)
-    unexpected = present - set(expected) - ignorable - outside
+    present -= set() if hf.wrapper is None else set(reader.others) - expected.keys()
+    unexpected = {name for name in present - set(expected) - ignorable if not is_unread(hf, name)}
     # Only a score head may have another shape: a reward model scores several labels, a critic has one value.
-    ignored = tuple(sorted((present & ignorable - set(expected)) | (present & absent)))
+    ignored = tuple(sorted(present - set(expected) - unexpected | (present & absent)))
     problems += [
         f"{info.file}: {info.name} {list(info.shape)} is not part of the {hf.family} model of config.json"
         for info in (reader.tensors[name] for name in sorted(unexpected))
@@ -188,7 +189,7 @@ def repeat_faults(reader: BlockReader, hf: HFConfig, head: Head) -> list[str]:
 
 def _repeats(hf: HFConfig, head: Head) -> Iterator[tuple[str, str, str]]:
     """Yield (copy, original, why the copy must be equal and what to do)."""
-    if hf.tied and head == "lm":
+    if hf.own is None and hf.tied and head == "lm":
         yield (
             _HEAD,
             _EMBEDDING,
@@ -226,9 +227,10 @@ def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
     A tied head and the embedding are one storage under two names.
     """
     weights: dict[str, Tensor] = {}
+    own = None if model.config.model_type in TRAINED else table_of(model)
     for name, tensor in model.state_dict(keep_vars=False).items():
         matrix = tensor.view(matrix_shape(tuple(tensor.shape)))
-        for disk in disk_tensors(model.config.model_type, name, tuple(tensor.shape)):
+        for disk in disk_tensors(model.config.model_type, name, tuple(tensor.shape), own):
             weights[disk.name] = matrix[disk.row : disk.row + disk.rows].view(disk.shape)
     return weights
 

@@ -5,16 +5,16 @@ Derived from the family's rules and the architecture.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from mega_rl.converters.architecture import HFConfig, is_moe
+from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import Rule, Source
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
-from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.parallel.layout import ParallelLayout
 
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -86,6 +86,8 @@ def ignored_tensors(hf: HFConfig, *, head: Head) -> frozenset[str]:
     They are buffers of old versions, the head that is not used, multi-token prediction layers that are not loaded, and
     the copies of embedding and head that some checkpoints repeat in such layers.
     """
+    if hf.own is not None:
+        return frozenset(hf.own.tied) | {name for name, _ in _own_heads(hf) if head == "value"}
     family = FAMILIES[hf.family]
     names = {name.format(layer=layer) for name in family.ignored for layer in range(hf.num_layers)}
     if head == "value" or hf.tied:
@@ -110,6 +112,8 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
 
     An export takes them over from the model's source.
     """
+    if hf.own is not None:
+        return {name: False for name in sorted(names) if is_unread(hf, name)}
     if hf.mtp == "load" or not hf.mtp_layers or head != "lm":
         return {}
     known = mtp_tensors(hf)
@@ -117,15 +121,47 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
     return {name: name in known and known[name].float32 for name in sorted(layers.intersection(names))}
 
 
+def is_unread(hf: HFConfig, name: str) -> bool:
+    """Return whether the class of a model without a table says that it ignores a tensor."""
+    return hf.own is not None and any(re.search(pattern, name) for pattern in hf.own.unread)
+
+
+def _own_heads(hf: HFConfig) -> Iterator[tuple[str, DiskTensor]]:
+    """Yield (name on disk, tensor) of the output head of a model without a table."""
+    assert hf.own is not None
+    for name, disk in hf.own.tensors:
+        if not name.startswith(f"{hf.own.body}."):
+            yield from ((tensor.name, tensor) for tensor in disk)
+
+
+def _own_rules(hf: HFConfig, head: Head) -> list[Rule]:
+    """Return a rule per tensor on disk of a model without a table."""
+    assert hf.own is not None
+    heads = dict(_own_heads(hf)) if head == "value" else {}
+    rules = [
+        Rule(disk.name, "copy", (Source(disk.name, tuple(map(str, disk.shape))),), float32=name in hf.own.float32)
+        for name, tensors in hf.own.tensors
+        for disk in tensors
+        if disk.name not in heads
+    ]
+    return [*rules, _value_head(hf)] if head == "value" else rules
+
+
+def _value_head(hf: HFConfig) -> Rule:
+    return Rule(OUTPUT, "copy", (Source(hf.value_head, ("one", "hidden")),), optional=True, float32=True)
+
+
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
     """Return the rules in force, with the model's output head; a tied one has no tensor."""
+    if hf.own is not None:
+        return _own_rules(hf, head)
     rules = []
     for rule in FAMILIES[hf.family].rules:
         if not all(name in hf.switches for name in rule.when if name not in ("dense", "moe")):
             continue
         if rule.param == OUTPUT:
             if head == "value":
-                rule = Rule(OUTPUT, "copy", (Source(hf.value_head, ("one", "hidden")),), optional=True, float32=True)
+                rule = _value_head(hf)
             elif hf.tied:
                 rule = replace(rule, sources=())
         rules.append(rule)
@@ -145,7 +181,7 @@ def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: It
 def in_model_order(hf: HFConfig, head: Head) -> Iterator[Part]:
     """Yield all parameters: before the layers, layer by layer, after the layers, multi-token prediction layers last."""
     rules = rules_of(hf, head)
-    first = next(i for i, rule in enumerate(rules) if rule.scope != "model")
+    first = next((i for i, rule in enumerate(rules) if rule.scope != "model"), len(rules))
     everyone = range(hf.moe.num_experts) if hf.moe is not None else range(0)
     decoder, ahead = ([rule for rule in rules if rule.scope == scope] for scope in ("layer", "mtp"))
     layers = [(decoder, layer) for layer in range(hf.num_layers)]
@@ -199,21 +235,16 @@ def _is_last(layout: ParallelLayout, pp_rank: int, vp_stage: int) -> bool:
     return (pp_rank, vp_stage) == (layout.pp - 1, layout.vpp - 1)
 
 
-class DiskTensor(NamedTuple):
-    """A tensor on disk as whole rows of a model's tensor, both seen as matrices."""
+def disk_tensors(
+    model_type: str, name: str, shape: tuple[int, ...], own: OwnTable | None = None
+) -> Iterator[DiskTensor]:
+    """Yield the tensors on disk that make tensor `name` of a transformers model.
 
-    name: str
-    shape: tuple[int, ...]
-    row: int  # its first one in the model's tensor
-
-    @property
-    def rows(self) -> int:
-        """Return the number of rows."""
-        return matrix_shape(self.shape)[0]
-
-
-def disk_tensors(model_type: str, name: str, shape: tuple[int, ...]) -> Iterator[DiskTensor]:
-    """Yield the tensors on disk that make tensor `name` of a transformers model."""
+    own: table of a model that no family describes.
+    """
+    if own is not None:
+        yield from own.on_disk.get(name, (DiskTensor(name, shape, 0),))  # a head of our own
+        return
     names = FAMILIES[model_type].expert_names
     prefix = name.rpartition(".")[0].replace(".mlp.", f".{names.block}.")
     if name.endswith(FUSED_GATE_UP):

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.blocks import Copy, global_param, param_name, shard
-from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT, Part, stage_experts, stage_parts
+from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT, Part, rules_of, stage_experts, stage_parts
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
@@ -79,7 +78,7 @@ def _cut(
     each rule is cut once; for the other layers and experts only names change.
     """
     hf = sharding.hf
-    embedding = next(rule for rule in FAMILIES[hf.family].rules if rule.param == EMBEDDING).sources
+    embedding = next((rule.sources for rule in rules_of(hf, sharding.head) if rule.param == EMBEDDING), ())
     # (parameter, when, expert or -1) -> (whether it is whole, names on disk of the first one cut, shape, copies)
     cuts: dict[tuple[Any, ...], tuple[bool, list[str], tuple[int, ...], tuple[Copy, ...]]] = {}
     for part in parts:

@@ -49,7 +49,10 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.megatron_core import mtp_layer_field, submodules_of
 
 # Names in the start-up table; Transformer Engine's are its backends.
-Attention = Literal["eager", "sdpa", "flash_attention_2", "te: auto", "te: flash", "te: fused", "te: unfused"]
+Attention = Literal[
+    "eager", "sdpa", "flash_attention_2", "transformers: eager", "transformers: sdpa",
+    "te: auto", "te: flash", "te: fused", "te: unfused",
+]  # fmt: skip
 TE = "te: "
 
 # Layers' origin -> attention asked for -> attention that runs.

@@ -35,7 +35,7 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
         problems.append("model.path is empty: name a Hugging Face checkpoint directory")
     for key, path in checkpoint_paths(config).items():
         try:
-            checkpoints[key] = read_hf_config(path)
+            checkpoints[key] = read_hf_config(path, any_model=config.engine.backend == "fsdp")
         except UserError as error:
             problems += [f"{key}: {line}" for line in str(error).splitlines()]
             continue
@@ -51,6 +51,8 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
 
 def untrained(hf: HFConfig) -> Iterator[str]:
     """Yield why a model cannot be trained: its family, or a known bug."""
+    if hf.own is not None:
+        return
     reason = FAMILIES[hf.family].not_trained
     if reason:
         yield (
@@ -131,6 +133,11 @@ def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iter
             f"algorithm.kl.reference_interval={config.algorithm.kl.reference_interval}: the reference takes in the "
             f"actor's weights, but model.path and model.ref_path differ in {', '.join(different[:3])}; name a "
             "reference of the actor's architecture, or set it to 0"
+        )
+    if LOSS.needs(config, "needs_teacher") and any(checkpoints[key].own is not None for key in (ACTOR, REFERENCE)):
+        yield (
+            f"algorithm.loss={config.algorithm.loss}: reads logits off the last hidden states: proved for families "
+            "with a table; take a model of such a family, or another loss"
         )
     if LOSS.needs(config, "needs_teacher") and "vocab_size" in different:
         yield (

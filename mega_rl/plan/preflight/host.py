@@ -74,7 +74,8 @@ def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> I
     """
     if "model.path" not in checkpoints:
         return
-    memory = None if config.trainer.device == "cpu" else smallest_gpu()
+    untabled = any(checkpoint.own is not None for checkpoint in checkpoints.values())  # its memory is not modelled
+    memory = None if config.trainer.device == "cpu" or untabled else smallest_gpu()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # without a launcher hosts have eight GPUs
     machine = Machine(world_size, ranks, memory, not is_missing("transformer_engine"))
     setup = RunSetup(config, checkpoints, machine)
@@ -118,12 +119,12 @@ def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
     if config.rollout.backend != "sglang":
         return
     actor = checkpoints.get("model.path")
-    if actor is not None and actor.tied and FAMILIES[actor.family].untied_in_sglang:
+    if actor is not None and actor.own is None and actor.tied and FAMILIES[actor.family].untied_in_sglang:
         yield (
             f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.21 gives its output "
             "layer separate weights, which the checkpoint lacks; use an untied checkpoint or rollout.backend=hf"
         )
-    needed = FAMILIES[actor.family].needed_by_sglang if actor is not None else ()
+    needed = FAMILIES[actor.family].needed_by_sglang if actor is not None and actor.own is None else ()
     if actor is not None and (lacking := [key for key in needed if actor.raw.get(key) is None]):
         yield (
             f"model.path: model_type={actor.family}: without {', '.join(lacking)} in config.json SGLang 0.5.21 "
