@@ -324,8 +324,8 @@ def _quantization(fields: Fields) -> Quantization | None:
     if method == "compressed-tensors" and given.get("format") == "pack-quantized" and _is_int4(given):
         return "int4"
     reason = (
-        "of quantised weights are read: fp8 in blocks (weight_block_size) or with one scale per matrix, mxfp4, and "
-        "compressed-tensors' pack-quantized with symmetric groups of 4 bits; use another or the unquantised checkpoint"
+        "quantised weights may be fp8 (weight_block_size of two sizes, or null), mxfp4, or compressed-tensors' "
+        "pack-quantized with symmetric groups of 4 bits; else use the unquantised checkpoint"
     )
     fields.refuse("quantization_config", reason, value={key: given.get(key) for key in ("quant_method", "format")})
     return None
