@@ -417,7 +417,15 @@ TABLE: Table = {
             "finalize_model_grads(model[-1:], None, **kwargs)",
         ),
     ],
+    ("engines", "distributed/test_family_parity.py"): [
+        (
+            "corrections of a softmax enter the weights",
+            "values = scores.gather(1, experts)",
+            "values = corrected.gather(1, experts)",
+        ),
+    ],
     ("engines", "engines/test_fsdp.py"): [
+        ("weights of experts' biases decay", 'or name.endswith("bias")}', "}"),
         (
             "clipping by the local norm",
             "return math.sqrt(float(ranks.sum(squares.cpu())))",

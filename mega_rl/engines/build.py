@@ -205,7 +205,7 @@ def _build_fsdp(
     log.info("%s: read %s", request.name, report)
     return FSDPEngine(
         model=model,
-        optimizer=build_adam(sharded_parameters(model).values(), settings.optim) if request.trainable else None,
+        optimizer=build_adam(sharded_parameters(model), settings.optim) if request.trainable else None,
         dtype=dtype,
         scratch=scratch,
         clip_grad=settings.optim.clip_grad,

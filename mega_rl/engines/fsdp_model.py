@@ -175,6 +175,13 @@ def shard(
         # Without the explicit sum, a factor of 1 would be sent as an operation that only NCCL knows.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
+    kept = hf.state_dict(keep_vars=True)
+    for name, buffer in hf.named_buffers():
+        if name not in kept and buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise UserError(
+                f"model_type={hf.config.model_type}: the buffer {name} is set from outside its module, which "
+                "engine.backend=fsdp cannot repeat; take another model"
+            )
     if recompute:
         for layer in layers(hf):
             # Inside FSDP's hooks: what the backward gathers once serves the second forward and the backward.
@@ -250,7 +257,8 @@ def _materialise(unit: nn.Module, hf: PreTrainedModel, device: torch.device) -> 
                 module._parameters[name] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
         bare = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in bare:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
+            memory = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
+            module._buffers[name] = memory.fill_(math.nan) if memory.is_floating_point() else memory
         if set(bare) & module._non_persistent_buffers_set:
             with torch.no_grad():
                 hf._init_weights(module)  # transformers' own way: its from_pretrained builds on the meta device, too
@@ -287,7 +295,8 @@ def attention_name(choice: str) -> str:
 
     Raises KeyError: not one that Hugging Face's models run.
     """
-    own = {kernel: f"mega_rl_{kernel}" for kernel in KERNELS}
+    # transformers refuses a name with "sdpa" for models with sinks.
+    own = {"eager": "mega_rl_eager", "sdpa": "mega_rl_fused"}
     return {**own, "flash_attention_2": "flash_attention_2", **TRANSFORMERS}[choice]
 
 
@@ -331,7 +340,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Return (context [b, S, heads, E], None) of query [b, heads, S, D].
 
-    key: [b, groups, S, D]. value: [b, groups, S, E].
+    key: [b, groups, S, D]. value: [b, groups, S, E]. Sinks [heads] are called `s_aux`.
 
     What transformers calls for an attention `module`. `sequences` comes from `attention_arguments` through the model's
     forward and has no default: a model that lost it on the way would let packed sequences see each other.
@@ -340,6 +349,7 @@ def _attention(
     """
     # Qwen2-MoE leaves its windows to the mask; EXAONE 4 says None in layers without one.
     window = others.pop("sliding_window", getattr(module, "sliding_window", None))
+    sinks = others.pop("s_aux", None)
     asked = {
         "attention_mask": attention_mask is not None,
         "dropout": dropout != 0.0,
@@ -354,9 +364,9 @@ def _attention(
         )
     scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
     if sequences is None:
-        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=None).transpose(1, 2), None
+        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=sinks).transpose(1, 2), None
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=None)
+    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=sinks)
     return attend(query, key, value, sequences).unsqueeze(0), None
 
 

@@ -245,6 +245,9 @@ def disk_tensors(
     if own is not None:
         yield from own.on_disk.get(name, (DiskTensor(name, shape, 0),))  # a head of our own
         return
+    if FAMILIES[model_type].fused_experts:
+        yield DiskTensor(name, shape, 0)
+        return
     names = FAMILIES[model_type].expert_names
     prefix = name.rpartition(".")[0].replace(".mlp.", f".{names.block}.")
     if name.endswith(FUSED_GATE_UP):
