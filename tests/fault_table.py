@@ -364,6 +364,26 @@ TABLE: Table = {
             "theta = 1e4",
         )
     ],
+    ("converters", "converters/test_wrapped.py"): [
+        (
+            "a tower is cast with the language model",
+            "outputs += [_copied(name, weights, None)",
+            "outputs += [_copied(name, weights, cast)",
+        ),
+        (
+            "names of an export begin as those of a language model on its own",
+            "TensorSpec(renamed(name, PLAIN_NAMES, prefixes), ",
+            "TensorSpec(name, ",
+        ),
+    ],
+    ("converters", "converters/safetensors/test_quantised.py"): [
+        (
+            "8-bit blocks are 128 x 128 whatever config.json says",
+            "return None if size is None else (max(int(size[0]), 1), max(int(size[1]), 1))",
+            "return 128, 128",
+        ),
+        ("4-bit integers without their offset", "(wanted - 8).float()", "wanted.float()"),
+    ],
     ("converters", "converters/test_plan.py", "converters/test_export.py"): [
         (
             "padding of the vocabulary exported",

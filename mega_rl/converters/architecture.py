@@ -11,7 +11,10 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from mega_rl.converters.safetensors.header import PLAIN_NAMES
+
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
+Quantization = Literal["fp8", "mxfp4", "int4"]
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class HFConfig:
     logit_scale: float = 1.0
     mtp_layers: int = 0  # multi-token prediction layers in the checkpoint
     mtp: Literal["drop", "load"] = "drop"  # whether they are part of the model that is converted
-    quantization: Literal["fp8"] | None = None  # blocks of 128 x 128 with a scale each
+    quantization: Quantization | None = None
     initializer_range: float = 0.02  # standard deviation of fresh heads
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json where it has them, else from config.json
     pad_token_id: int | None = None
@@ -183,8 +186,11 @@ class HFConfig:
     # How the tensors on disk spell it; `plan.as_on_disk` reads them off the names.
     fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
     value_head: str = "score.weight"  # name of a critic's head
+    prefixes: tuple[str, str] = PLAIN_NAMES  # how names begin, layers' and the head's
     own: OwnTable | None = None  # in the place of a family's table; most fields above then say nothing
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    # config.json of the model of images and text whose language model this is; `raw` is the language model's part.
+    wrapper: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def gated(self) -> bool:

@@ -30,6 +30,7 @@ from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.live.load import load_hf, repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.header import PLAIN_NAMES, name_prefixes, renamed
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError, UserErrors
@@ -265,7 +266,8 @@ def hf_weights(path: str | Path) -> dict[str, Tensor]:
 
     model = _load(path, torch.float32)
     weights: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
-    return weights
+    prefixes = name_prefixes(weights)
+    return {renamed(name, prefixes, PLAIN_NAMES): tensor for name, tensor in weights.items()}
 
 
 def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -70,9 +70,8 @@ class Family:
     # Further keys that the code reads, besides every family's, `defaults` and `fixed`.
     keys: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
-    # A model of images and text whose config.json holds the family's own as `text_config`: its model_type, and the
-    # transformers class that saves the language model on its own.
-    wrapper: tuple[str, str] = ("", "")
+    # Names that models of images and text have for this family, where positions of text are counted as here.
+    in_wrappers: tuple[str, ...] = ()
 
     # The architecture; fields as in HFConfig unless said otherwise.
     qkv_bias: bool | str = False

@@ -114,13 +114,13 @@ QWEN3_5 = replace(
     differs=DIFFERS,
     defaults={**DEFAULTS, "num_key_value_heads": 4},
     keys=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    wrapper=("qwen3_5", "Qwen3_5ForCausalLM"),
+    in_wrappers=("qwen3_5",),
     moe=None,
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",
-    wrapper=("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+    in_wrappers=("qwen3_5_moe",),
     rules=EMBEDDING + LAYERS + MOE + OUTPUT,
     title="Qwen3.5-MoE",
     differs=DIFFERS + SHARED,

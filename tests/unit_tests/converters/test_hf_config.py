@@ -140,13 +140,18 @@ def test_gemma3_without_a_full_layer() -> None:
     assert (hf.rope, hf.window) == (Rope("default", 1e6, local_theta=1e4), Window(6, (True, True)))
 
 
-def test_gemma3_wrapped_as_its_image_model_is() -> None:
-    wrapped = {"model_type": "gemma3", "text_config": TINY["gemma3_text"], "dtype": "bfloat16"}
-    assert parse_hf_config(wrapped) == tiny("gemma3_text")
-    with pytest.raises(UserError, match="images and text"):
-        parse_hf_config(wrapped | {"vision_config": {"hidden_size": 1}})
-    with pytest.raises(UserError, match="images and text"):
-        parse_hf_config({"model_type": "gemma3"})
+def test_gemma3_inside_a_model_of_images() -> None:
+    wrapped = {"model_type": "gemma3", "text_config": {**TINY["gemma3_text"]}, "vision_config": {}, "dtype": "bfloat16"}
+    hf = parse_hf_config(wrapped)
+    assert hf == tiny("gemma3_text")
+    assert hf.raw == TINY["gemma3_text"]
+    assert hf.wrapper == wrapped
+    del wrapped["text_config"]["model_type"]  # type: ignore[attr-defined]
+    assert parse_hf_config(wrapped).family == "gemma3_text"
+    with pytest.raises(UserError, match="is_encoder_decoder=true"):
+        parse_hf_config(wrapped | {"is_encoder_decoder": True})
+    with pytest.raises(UserError, match="vision_config"):
+        tiny("qwen3", vision_config={})
 
 
 def test_windows_of_olmo3_are_not_scaled() -> None:
@@ -229,9 +234,9 @@ def test_yarn() -> None:
         ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "latent attention"]),
         ("deepseek_v3", {"num_nextn_predict_layers": 65}, ["num_nextn_predict_layers=65", "64"]),
         ("deepseek_v3", {"auto_map": {"AutoModel": "modeling_mine.M"}}, ["auto_map", "never run"]),
-        ("deepseek_v3", {"quantization_config": {**FP8, "weight_block_size": [1, 128]}}, ["quantization_config"]),
+        ("deepseek_v3", {"quantization_config": {**FP8, "weight_block_size": [0, 128]}}, ["quantization_config"]),
         ("kimi_k2", {"quantization_config": {"quant_method": "compressed-tensors"}}, ["compressed-tensors", "fp8"]),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4", "unquantised"]),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantised"]),
         ("gpt_oss", {"attention_bias": False}, ["attention_bias=false", "experts have biases"]),
         ("gpt_oss", {"swiglu_limit": 5.0}, ["swiglu_limit=5.0", "7"]),
         ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0", "1.702"]),
@@ -380,7 +385,7 @@ def test_damaged_configs_never_raise_anything_else(seed: int) -> None:
             longest = 0
             assert hf.dims.keys() >= {"hidden", "q", "o"}
             assert 1 <= hf.num_layers <= 4096
-        assert longest < 600
+        assert longest < 800  # the list of families
     # Both happen, so the mutants are neither harmless nor all broken at the first key.
     assert min(outcomes.values()) >= 10, outcomes
 
