@@ -366,7 +366,7 @@ def test_damaged_configs_never_raise_anything_else(seed: int) -> None:
             longest = 0
             assert hf.dims.keys() >= {"hidden", "q", "o"}
             assert 1 <= hf.num_layers <= 4096
-        assert longest < 600
+        assert longest < 900
     # Both happen, so the mutants are neither harmless nor all broken at the first key.
     assert min(outcomes.values()) >= 10, outcomes
 
