@@ -25,14 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
-    AutoConfig,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
 
 from mega_rl.config.schema import FsdpConfig
 from mega_rl.converters.hf.untabled import build_empty
+from mega_rl.converters.live.load import model_config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shards, reduce_scatter_fp32
 from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
@@ -128,10 +127,7 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
 
     Raises UserError: transformers does not know the model.
     """
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: transformers cannot read its config.json: {error}") from error
+    config = model_config(path)
     causal = build_empty(config, attention=attention_name(attention))
     model: PreTrainedModel = causal if head == "lm" else cast(PreTrainedModel, causal.base_model)
     with no_init_weights(), torch.device("meta"):
