@@ -1,7 +1,11 @@
 # `make help` shows the targets of every day. The others stand next to what they run: tests/environments.mk,
 # tests/targets.mk and benchmarks/targets.mk. Every target does all its set-up.
-# PYTHON names the interpreter of a new environment (3.11 or newer).
-PYTHON ?= python3
+# PYTHON names the interpreter of a new environment (3.11 or newer). Left out: the newest that runs of those below, since
+# Megatron-Core 0.19 is for 3.12 and newer (constraints.txt). A shim of pyenv may be there and not run.
+PYTHONS := python3.13 python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13.*/bin/python3 \
+	"$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python3 python3
+RUNS := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in $(PYTHONS); do "$$python" -c '$(RUNS)' 2>/dev/null && echo "$$python" && break; done)
 # What the quickstart trains on: megatron or fsdp.
 ENGINE ?= megatron
 VENV := .venv

@@ -11,6 +11,18 @@ from tests.rl_faults import RL
 from tests.sandbox_faults import SANDBOX
 
 TABLE: Table = {
+    ("models", "parallel/accelerator/test_delta_rule.py"): [
+        (
+            "state of a linear-attention layer leaks between packed sequences",
+            "return by_sequence(lambda *tensors: chunked(*tensors)[0], [q, k, v, g, beta], cu_seqlens), None",
+            "return chunked(q, k, v, g, beta)[0], None",
+        ),
+        (
+            "the convolution before a delta net sees the sequence before",
+            "return by_sequence(silu_conv, [x], cu_seqlens), None",
+            "return silu_conv(x), None",
+        ),
+    ],
     ("algorithms", "algorithms/test_kl.py"): [
         ("k1 with the wrong sign", "return logprobs - ref_logprobs", "return ref_logprobs - logprobs"),
         (
@@ -330,6 +342,11 @@ TABLE: Table = {
     ],
     ("converters", "converters/test_plan.py"): [
         (
+            "kinds of rows that take turns in a tensor from the wrong place",
+            "group * sum(parts) + before) for group in range(groups)]",
+            "group * sum(parts)) for group in range(groups)]",
+        ),
+        (
             "k and v swapped in the fused rows",
             'parts = {"q": "q", "k": "kv", "v": "kv"}',
             'parts = {"q": "q", "v": "kv", "k": "kv"}',
@@ -346,6 +363,26 @@ TABLE: Table = {
             'theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))',
             "theta = 1e4",
         )
+    ],
+    ("converters", "converters/test_wrapped.py"): [
+        (
+            "a tower is cast with the language model",
+            "outputs += [_copied(name, weights, None)",
+            "outputs += [_copied(name, weights, cast)",
+        ),
+        (
+            "names of an export begin as those of a language model on its own",
+            "TensorSpec(renamed(name, PLAIN_NAMES, prefixes), ",
+            "TensorSpec(name, ",
+        ),
+    ],
+    ("converters", "converters/safetensors/test_quantised.py"): [
+        (
+            "8-bit blocks are 128 x 128 whatever config.json says",
+            "return None if size is None else (max(int(size[0]), 1), max(int(size[1]), 1))",
+            "return 128, 128",
+        ),
+        ("4-bit integers without their offset", "(wanted - 8).float()", "wanted.float()"),
     ],
     ("converters", "converters/test_plan.py", "converters/test_export.py"): [
         (
@@ -364,8 +401,8 @@ TABLE: Table = {
     ("converters", "converters/test_families.py", "converters/test_plan.py"): [
         (
             "gate and up swapped",
-            "blocks = [first, *(block._replace(dst_row=first.rows) for block, _ in pieces[1:])]",
-            "blocks = [first._replace(dst_row=first.rows), *(block for block, _ in pieces[1:])]",
+            "starts = accumulate(rows, initial=0)",
+            "starts = list(accumulate(rows, initial=0))[len(rows) - 1 :: -1]",
         )
     ],
     ("ddp", "ddp/test_optimizer.py"): [
@@ -397,7 +434,15 @@ TABLE: Table = {
             "finalize_model_grads(model[-1:], None, **kwargs)",
         ),
     ],
+    ("engines", "distributed/test_family_parity.py"): [
+        (
+            "corrections of a softmax enter the weights",
+            "values = scores.gather(1, experts)",
+            "values = corrected.gather(1, experts)",
+        ),
+    ],
     ("engines", "engines/test_fsdp.py"): [
+        ("weights of experts' biases decay", 'or name.endswith("bias")}', "}"),
         (
             "clipping by the local norm",
             "return math.sqrt(float(ranks.sum(squares.cpu())))",

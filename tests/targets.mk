@@ -20,8 +20,9 @@ test-ray: setup ray
 test-slurm: setup
 	@MEGA_RL_TESTS=slurm PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/slurm
 
-# Release of Megatron-Core for `make test-newest`: "newest" of those supported, or a version such as 0.18.2.
-MEGATRON ?= newest
+# Release of Megatron-Core for `make test-newest`: "other" than the one in .venv, 0.16.1 or the newest that is supported;
+# "newest", or a version such as 0.18.2.
+MEGATRON ?= other
 # What reaches Megatron-Core.
 MEGATRON_TESTS := $(addprefix tests/unit_tests/,ddp engines distributed parallel \
 	checkpoint/test_layouts.py checkpoint/test_store.py converters/test_load.py converters/test_torch_dist.py \

@@ -83,7 +83,7 @@ def inspect(
         with CheckpointReader(path) as reader:
             sharding, description = describe(reader, sharding)
     facts = {"kind": kind, "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(description)}
-    facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k != "raw"}
+    facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k not in ("raw", "wrapper")}
     show(facts, _as_yaml(facts), as_json=as_json)
     if description.problems:
         raise typer.Exit(UserError.exit_code)

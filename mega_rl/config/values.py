@@ -160,6 +160,7 @@ class ModelFacts:
     vocab_size: int
     max_position_embeddings: int
     multi_latent_attention: bool = False
+    delta_key_heads: int = 0  # of gated delta nets; 0: there are none
     num_experts: int = 0  # in a mixture-of-experts layer; 0: a dense model
     expert_ffn_hidden_size: int = 0
     expert_biases: bool = False

@@ -11,7 +11,10 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from mega_rl.converters.safetensors.header import PLAIN_NAMES
+
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
+Quantization = Literal["fp8", "mxfp4", "int4"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,18 @@ class Mla:
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6  # norms on both latents; built into the architecture's code
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets (arXiv:2412.06464): linear attention in place of attention."""
+
+    layers: tuple[bool, ...]  # layers that have one instead of attention
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int  # tokens that the convolution before it sees
 
 
 @dataclass(frozen=True)
@@ -148,12 +163,14 @@ class HFConfig:
     unrotated: tuple[bool, ...] = ()  # layers without rotary embedding; empty: all have it
     mla: Mla | None = None
     moe: Moe | None = None
+    delta: DeltaNet | None = None
     window: Window | None = None
     activation: Activation = "silu"  # the gated MLP's; a squared ReLU has no gate
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
     qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
     pre_norms: bool = True  # norms on the inputs of attention and MLP
-    post_norms: bool = False  # norms on the outputs of attention and MLP
+    post_norms: bool = False  # norms on the outputs of attention and MLP too
+    attention_gate: bool = False  # a sigmoid of a second query projection scales the output of attention
     sinks: bool = False  # a learnt logit per head that takes attention and gives nothing
     embedding_scale: float = 1.0
     softmax_scale: float | None = None  # factor on attention logits; None: 1 / sqrt of the query's head size
@@ -161,7 +178,7 @@ class HFConfig:
     logit_scale: float = 1.0
     mtp_layers: int = 0  # multi-token prediction layers in the checkpoint
     mtp: Literal["drop", "load"] = "drop"  # whether they are part of the model that is converted
-    quantization: Literal["fp8"] | None = None  # blocks of 128 x 128 with a scale each
+    quantization: Quantization | None = None
     initializer_range: float = 0.02  # standard deviation of fresh heads
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json where it has them, else from config.json
     pad_token_id: int | None = None
@@ -169,8 +186,11 @@ class HFConfig:
     # How the tensors on disk spell it; `plan.as_on_disk` reads them off the names.
     fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
     value_head: str = "score.weight"  # name of a critic's head
+    prefixes: tuple[str, str] = PLAIN_NAMES  # how names begin, layers' and the head's
     own: OwnTable | None = None  # in the place of a family's table; most fields above then say nothing
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    # config.json of the model of images and text whose language model this is; `raw` is the language model's part.
+    wrapper: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def gated(self) -> bool:
@@ -193,6 +213,7 @@ class HFConfig:
             "head_dim": self.head_dim,
             "ffn": self.ffn_hidden_size,
             "two_ffn": 2 * self.ffn_hidden_size,
+            "q_and_gate": 2 * self.num_heads * self.head_dim,
         }
         if self.mla is not None:
             query = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
@@ -211,6 +232,20 @@ class HFConfig:
                 "two_expert_ffn": 2 * self.moe.ffn_hidden_size,
                 "shared_ffn": self.moe.shared_ffn_hidden_size,
             }
+        if self.delta is not None:
+            keys = self.delta.num_key_heads * self.delta.key_head_dim
+            values = self.delta.num_value_heads * self.delta.value_head_dim
+            dims |= {
+                "delta_keys": keys,
+                "delta_values": values,
+                "delta_key_heads": self.delta.num_key_heads,
+                "delta_heads": self.delta.num_value_heads,
+                "two_delta_heads": 2 * self.delta.num_value_heads,
+                "delta_qkv": 2 * keys + values,
+                "delta_qkvz": 2 * keys + 2 * values,
+                "delta_head_dim": self.delta.value_head_dim,
+                "conv_kernel": self.delta.conv_kernel,
+            }
         if self.own is not None:
             dims |= {str(size): size for _, disk in self.own.tensors for one in disk for size in one.shape}
         return dims
@@ -226,6 +261,8 @@ class HFConfig:
             "qk_norm_joint": self.qk_norm_joint,
             "post_norms": self.post_norms,
             "sinks": self.sinks,
+            "attention_gate": self.attention_gate,
+            "plain_attention": not self.attention_gate,
             "q_rank": self.mla is not None and self.mla.q_lora_rank is not None,
             "no_q_rank": self.mla is not None and self.mla.q_lora_rank is None,
             "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
@@ -242,3 +279,8 @@ class HFConfig:
 def is_moe(hf: HFConfig, layer: int) -> bool:
     """Return whether a layer's MLP is a mixture of experts; prediction layers are like the last."""
     return hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]
+
+
+def is_delta_net(hf: HFConfig, layer: int) -> bool:
+    """Return whether a layer is a gated delta net; prediction layers have attention."""
+    return hf.delta is not None and layer < hf.num_layers and hf.delta.layers[layer]

@@ -241,16 +241,17 @@ def _predicting(micro: MicroBatch) -> Tensor:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_adam(parameters: Iterable[DTensor], optim: OptimConfig) -> torch.optim.AdamW:
+def build_adam(parameters: Mapping[str, DTensor], optim: OptimConfig) -> torch.optim.AdamW:
     """Build torch's fused AdamW with its state created as zeros.
 
-    Weight decay is decoupled and spares tensors of one dimension: norms and biases.
+    Weight decay is decoupled and spares tensors of one dimension, norms and biases, and the stacked biases of experts.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    spared = {id(p) for name, p in parameters.items() if p.dim() == 1 or name.endswith("bias")}
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay},
-            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in trained if id(p) not in spared], "weight_decay": optim.weight_decay},
+            {"params": [p for p in trained if id(p) in spared], "weight_decay": 0.0},
         ],
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),

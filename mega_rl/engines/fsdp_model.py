@@ -25,14 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
-    AutoConfig,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
 
 from mega_rl.config.schema import FsdpConfig
 from mega_rl.converters.hf.untabled import build_empty
+from mega_rl.converters.live.load import model_config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shards, reduce_scatter_fp32
 from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
@@ -128,10 +127,7 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
 
     Raises UserError: transformers does not know the model.
     """
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: transformers cannot read its config.json: {error}") from error
+    config = model_config(path)
     causal = build_empty(config, attention=attention_name(attention))
     model: PreTrainedModel = causal if head == "lm" else cast(PreTrainedModel, causal.base_model)
     with no_init_weights(), torch.device("meta"):
@@ -299,7 +295,8 @@ def attention_name(choice: str) -> str:
 
     Raises KeyError: not one that Hugging Face's models run.
     """
-    own = {kernel: f"mega_rl_{kernel}" for kernel in KERNELS}
+    # transformers refuses a name with "sdpa" for models with sinks.
+    own = {"eager": "mega_rl_eager", "sdpa": "mega_rl_fused"}
     return {**own, "flash_attention_2": "flash_attention_2", **TRANSFORMERS}[choice]
 
 
@@ -343,7 +340,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Return (context [b, S, heads, E], None) of query [b, heads, S, D].
 
-    key: [b, groups, S, D]. value: [b, groups, S, E].
+    key: [b, groups, S, D]. value: [b, groups, S, E]. Sinks [heads] are called `s_aux`.
 
     What transformers calls for an attention `module`. `sequences` comes from `attention_arguments` through the model's
     forward and has no default: a model that lost it on the way would let packed sequences see each other.
@@ -352,6 +349,7 @@ def _attention(
     """
     # Qwen2-MoE leaves its windows to the mask; EXAONE 4 says None in layers without one.
     window = others.pop("sliding_window", getattr(module, "sliding_window", None))
+    sinks = others.pop("s_aux", None)
     asked = {
         "attention_mask": attention_mask is not None,
         "dropout": dropout != 0.0,
@@ -366,9 +364,9 @@ def _attention(
         )
     scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
     if sequences is None:
-        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=None).transpose(1, 2), None
+        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=sinks).transpose(1, 2), None
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=None)
+    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=sinks)
     return attend(query, key, value, sequences).unsqueeze(0), None
 
 

@@ -15,11 +15,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.converters.hf.small import gradients, random_model, random_rows, shrink
 from mega_rl.converters.hf.untabled import FOREIGN, accepted, config_of
+from mega_rl.converters.live.load import model_config
 from mega_rl.engines.fsdp_model import attention_arguments, attention_name
 from mega_rl.engines.models.specs import Attention
 from mega_rl.errors import RunError, UserError
@@ -49,7 +50,7 @@ def prove_rows(
             f"{requested.key}={word}: a run proves the attention of a model without a table in float32, which {word} "
             "does not compute; set it to auto, sdpa or eager"
         )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    config = model_config(path)
     way, why = _proven(config.to_json_string(use_diff=False), word, packing, device_type)
     if way is None:
         raise UserError(

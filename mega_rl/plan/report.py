@@ -105,7 +105,7 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
     setup, fullest = plan.setup, plan.verdict.memory
     yield _headline(setup)
     if setup.actor.hf.quantization is not None:
-        yield f"Weights on disk are {setup.actor.hf.quantization}: a run takes a checkpoint converted to bf16"
+        yield f"Weights on disk are {setup.actor.hf.quantization}: they are decoded as they are read"
     yield f"Verdict: {plan.verdict.sentence}"
     if plan.verdict.fits is False:
         yield f"Cheapest change: {advice(setup, plan.proposal)}"

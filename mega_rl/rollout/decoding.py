@@ -124,7 +124,7 @@ class DecodingLoop:
         return hide(output.logits[:, -1], self._hidden)
 
 
-ATTENTION = "mega_rl_grouped_sdpa"
+ATTENTION = "mega_rl_grouped"  # a name with "sdpa" is refused for models with sinks
 DECODING_TOLERANCE = 1e-3  # log-probs in float32; padding or another row gives 0.1 and more
 _FIRST_RESERVE = 64  # tokens
 
@@ -273,6 +273,7 @@ def grouped_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(attention output [B, queries, heads, head size], None) of grouped-query attention.
@@ -280,8 +281,10 @@ def grouped_attention(
     With one query per row, the query heads that share a key head are passed to SDPA as queries of that head:
     nothing is copied. transformers' own function writes every key and value once per query head when there is a mask.
     query: [B, heads, queries, head size]; key, value: [B, kv heads, tokens, head size]; attention_mask: [B, 1, queries,
-    tokens] bool or additive, or None.
+    tokens] bool, or None for causality; s_aux: [heads], logits of sinks, which take attention and give nothing.
     """
+    if s_aux is not None:
+        return _attention_with_sinks(query, key, value, attention_mask, s_aux, scaling), None
     batch_size, num_heads, num_queries, head_size = query.shape
     num_kv_heads = key.shape[1]
     if num_queries > 1 or num_heads == num_kv_heads:
@@ -293,6 +296,23 @@ def grouped_attention(
         by_group, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
     return output.reshape(batch_size, 1, num_heads, head_size), None
+
+
+def _attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scaling: float | None
+) -> Tensor:
+    """Return the output of `grouped_attention`. A sink is one more key of zeros, whose logit is the mask's entry."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    shape = (len(bias), len(sinks), queries)
+    bias = torch.cat([bias.expand(*shape, -1), sinks.to(bias)[:, None, None].expand(*shape, 1)], dim=-1)
+    key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(ATTENTION, grouped_attention)

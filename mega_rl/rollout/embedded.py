@@ -14,13 +14,13 @@ import xxhash
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mega_rl.converters.hf.config import needs_proof
 from mega_rl.converters.hf.untabled import UNLIMITED_POSITIONS
-from mega_rl.converters.live.load import weights_on_disk
-from mega_rl.errors import RunError, UserError
+from mega_rl.converters.live.load import model_config, weights_on_disk
+from mega_rl.errors import RunError
 from mega_rl.rollout.decoding import ATTENTION, Decoded, DecodingLoop, Way, make_cache, prove_decoding
 from mega_rl.rollout.sampling import Sampler, is_greedy, response_limits, stream_keys
 from mega_rl.rollout.tokens import with_end_of_sequence
@@ -61,7 +61,7 @@ class HFRolloutEngine:
         """Raises UserError for a directory without a config.json that transformers knows."""
         self._sampler, self._device = sampler, torch.device(device)
         self._max_new_tokens, self._batch_size, self._hidden_tokens = max_new_tokens, batch_size, hidden_tokens
-        config = read_model_config(Path(model_path))
+        config = model_config(Path(model_path))
         # Weights stay unset; buffers are true, since rotary frequencies are computed from the config.
         way = Way(ATTENTION, True)
         if needs_proof(config.to_dict()):
@@ -253,16 +253,6 @@ class HFRolloutEngine:
             raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
         self._written.clear()
         self._weight_version = version
-
-
-def read_model_config(model_path: Path) -> PreTrainedConfig:
-    """Return the checkpoint's config, from a local directory only."""
-    if not (model_path / "config.json").is_file():
-        raise UserError(f"model.path={model_path}: no config.json there; give a Hugging Face checkpoint directory")
-    try:
-        return AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={model_path}: transformers cannot read its config.json: {error}") from error
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

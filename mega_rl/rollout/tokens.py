@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from mega_rl.converters.live.load import model_config
 from mega_rl.data.chat import TemplateRefusal, apply_template
 from mega_rl.errors import UserError
 from mega_rl.types import IdRanges
@@ -43,7 +44,7 @@ def check_stop_tokens(
     Raises:
         UserError: no token ends a response.
     """
-    model = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    model = model_config(path)
     stop_ids = with_end_of_sequence(path, model, extra)
     endings = dict(_endings(tokenizer, chat_template=chat_template))
     if not stop_ids:
@@ -116,7 +117,7 @@ def hidden_tokens(path: Path, stop_token_ids: Sequence[int] = ()) -> IdRanges:
     if not any(path.glob("*token*")):
         return ()
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    model = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    model = model_config(path)
     stops = with_end_of_sequence(path, model, stop_token_ids)
     known, pad = set(tokenizer.get_vocab().values()), tokenizer.pad_token_id
     if pad in known and pad not in stops and tokenizer.added_tokens_decoder[pad].special:

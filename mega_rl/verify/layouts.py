@@ -146,7 +146,7 @@ def parse(name: str) -> Layout:
 def resolve(name: str, hf: HFConfig, *, nproc: int | None = None) -> Layout:
     """Return a name's layout for a model; data parallelism fills `nproc` ranks."""
     layout = parse(name)
-    if layout.tp > 1 and not layout.sp and (hf.moe is not None or hf.mla is not None):
+    if layout.tp > 1 and not layout.sp and (hf.moe or hf.mla or hf.delta):
         layout = replace(layout, sp=True, implied=(*layout.implied, "sp"))
     if hf.moe is None and layout.ep == 1 and "etp" not in name:
         layout = replace(layout, etp=layout.tp)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig
-from mega_rl.converters.architecture import HFConfig, Moe, is_moe
+from mega_rl.converters.architecture import HFConfig, Moe, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.families.rules import DISK_LAYER
@@ -30,6 +30,7 @@ from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.live.load import load_hf, repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.header import PLAIN_NAMES, name_prefixes, renamed
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError, UserErrors
@@ -92,6 +93,9 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]
+    if hf.delta is not None:
+        kinds = {True: "linear_attention", False: "full_attention"}
+        raw["layer_types"] = [kinds[hf.delta.layers[layer]] for layer in layers]
     if hf.window is not None and len(set(hf.window.layers)) > 1:
         kinds = {True: "sliding_attention", False: "full_attention"}
         raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
@@ -231,9 +235,10 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
 
 
 def _kind(hf: HFConfig, layer: int) -> tuple[bool, ...]:
-    """Return whether a layer has experts, whether its attention has a window, and whether it does not rotate."""
+    """Return whether a layer has experts, has a window, does not rotate, is a delta net."""
     windowed = hf.window is not None and hf.window.layers[layer]
-    return is_moe(hf, layer), windowed, bool(hf.unrotated) and hf.unrotated[layer]
+    unrotated = bool(hf.unrotated) and hf.unrotated[layer]
+    return is_moe(hf, layer), windowed, unrotated, is_delta_net(hf, layer)
 
 
 @torch.no_grad()
@@ -261,7 +266,8 @@ def hf_weights(path: str | Path) -> dict[str, Tensor]:
 
     model = _load(path, torch.float32)
     weights: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
-    return weights
+    prefixes = name_prefixes(weights)
+    return {renamed(name, prefixes, PLAIN_NAMES): tensor for name, tensor in weights.items()}
 
 
 def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:

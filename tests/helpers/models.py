@@ -42,6 +42,14 @@ LITE = {
     "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
 }
 QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 # The test data of every family: what its tiny config has beside `SMALL`.
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -84,6 +92,9 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     },
+    "qwen3_next": {**QWEN_MOE, **DELTA, "shared_expert_intermediate_size": 40},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**QWEN_MOE, **DELTA, "shared_expert_intermediate_size": 40},
     "gpt_oss": {
         "head_dim": 16,
         "num_local_experts": 4,

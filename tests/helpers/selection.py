@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import TypeVar
 
+import pytest
+
+from mega_rl.converters.hf.config import release_problems
+
 FULL = os.environ.get("MEGA_RL_TESTS") == "full"  # set by `make test-full`
 
 Case = TypeVar("Case", bound=tuple[object, ...])
@@ -47,6 +51,12 @@ def without(cases: Mapping[str, Value], *names: str) -> dict[str, Value]:
     if missing:
         raise KeyError(f"no such case: {missing}")
     return {name: case for name, case in cases.items() if FULL or name not in names}
+
+
+def on_megatron(family: str) -> pytest.MarkDecorator:
+    """Skip a test on releases of Megatron-Core that lack the layers of a family."""
+    problems = list(release_problems(family))
+    return pytest.mark.skipif(bool(problems), reason=f"{' '.join(problems)[:90]}: make test-newest")
 
 
 def _parts(case: tuple[object, ...], strength: int) -> list[tuple[tuple[int, object], ...]]:

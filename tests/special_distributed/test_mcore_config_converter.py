@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig
-from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.hf.config import parse_hf_config, release_problems
 from mega_rl.parallel.layout import ParallelLayout
 from tests.special_distributed.program import finish, pass_on_four_ranks, world
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -189,6 +189,8 @@ def differing_fields() -> dict[str, dict[str, Any]]:
 
     actual = {}
     for name, raw in TINY.items():
+        if list(release_problems(raw["model_type"])):
+            continue
         config = transformer_config(
             parse_hf_config(raw),
             layout=LAYOUT,

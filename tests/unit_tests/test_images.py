@@ -42,7 +42,7 @@ def instructions(image: str, name: str) -> list[str]:
 
 def pins(text: str) -> dict[str, str]:
     """Versions that a constraints file names, by canonical name."""
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    lines = (re.split("[#;]", line)[0].strip() for line in text.splitlines())
     return {
         canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines) if version
     }

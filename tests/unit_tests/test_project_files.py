@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 from tests.helpers import makefile
 from tests.release.sources import ROOT
+from tests.upstream import fetch
 
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
@@ -56,3 +58,43 @@ def test_files_named_by_makefile_targets_exist() -> None:
     shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert len(shown) > 15
     assert [name for name in shown if not (ROOT / name).exists()] == []
+
+
+def test_make_takes_the_newest_python_that_runs(tmp_path: Path) -> None:
+    """A shim of pyenv that names no interpreter is passed over; PYTHON is taken as it is."""
+    own, pyenv = tmp_path / "bin", tmp_path / "pyenv" / "versions" / "3.13.2" / "bin"
+    broken, running = "#!/bin/sh\nexit 127\n", f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+
+    def put(folder: Path, name: str, text: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+    def chosen(*arguments: str) -> str:
+        command = ["make", "-s", "--eval", "shown: ; @echo $(PYTHON)", "shown", *arguments]
+        variables = {"PATH": f"{own}:/usr/bin:/bin", "HOME": str(tmp_path), "PYENV_ROOT": str(tmp_path / "pyenv")}
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    put(own, "python3", running)
+    put(own, "python3.13", broken)
+    put(own, "python3.12", broken)
+    assert chosen() == "python3"
+    put(pyenv, "python3", running)
+    assert chosen() == str(pyenv / "python3")
+    put(own, "python3.12", running)
+    assert chosen() == "python3.12"
+    put(own, "python3.13", running)
+    assert chosen() == "python3.13"
+    assert chosen("PYTHON=other") == "other"
+
+
+@pytest.mark.parametrize(
+    ("installed", "word", "version"),
+    [("0.16", "other", "0.19.2"), ("0.19", "other", "0.16.1"), ("0.19", "newest", "0.19.2")],
+)
+def test_newest_tests_the_other_release(
+    installed: str, word: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "installed_series", lambda: installed)
+    assert fetch.named(word) == version

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mega_rl.parallel.accelerator.megatron_core import RELEASES
+from mega_rl.parallel.accelerator.megatron_core import RELEASES, installed_series, series_of
 
 FOLDER = Path(__file__).parents[2] / ".megatron"
 
@@ -38,10 +38,17 @@ def fetch(version: str) -> Path:
     return folder
 
 
+def named(word: str) -> str:
+    """Return the version that "newest", "other" (than the installed one) or a version means."""
+    oldest, newest = RELEASES["0.16"][-1], list(RELEASES.values())[-1][-1]
+    other = oldest if installed_series() == series_of(newest) else newest
+    return {"newest": newest, "other": other}.get(word, word)
+
+
 def main() -> None:
-    """Print the folders of the versions given: "newest" is the newest release."""
-    for version in sys.argv[1:]:
-        print(fetch(list(RELEASES.values())[-1][-1] if version == "newest" else version))
+    """Print the folders of the versions given."""
+    for word in sys.argv[1:]:
+        print(fetch(named(word)))
 
 
 if __name__ == "__main__":

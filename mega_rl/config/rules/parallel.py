@@ -79,11 +79,14 @@ def fits_model(par: MegatronConfig, key: str, facts: ModelFacts, *, section: str
             f"{section}.pp*vpp={par.pp}*{par.vpp}={stages} does not divide the {facts.num_layers} layers of "
             f"{key}; legal products: {listed(divisors(facts.num_layers))}, or uneven stages: {section}.pipeline"
         )
-    if par.tp > 1 and not par.sequence_parallel and (facts.multi_latent_attention or facts.num_experts):
-        # Without it Megatron-Core sums the gradient of the latent norms over tp once too often, and experts that are
-        # not cut as the rest is see some tokens twice.
-        has = "multi-latent attention" if facts.multi_latent_attention else "experts"
+    latent, delta = facts.multi_latent_attention, facts.delta_key_heads
+    if par.tp > 1 and not par.sequence_parallel and (latent or delta or facts.num_experts):
+        # Without it Megatron-Core sums the gradient of the latent norms over tp once too often, that of the norms in
+        # delta nets never, and experts that are not cut as the rest is see some tokens twice.
+        has = "multi-latent attention" if latent else "gated delta nets" if delta else "experts"
         yield f"{key} has {has}: {section}.tp={par.tp} needs {section}.sequence_parallel=true"
+    if par.cp > 1 and delta:
+        yield f"{section}.cp={par.cp}: context parallelism does not cut the gated delta nets of {key} yet; set it to 1"
     yield from _fits_experts(par, key, facts, section)
 
 
@@ -116,6 +119,8 @@ def _cut_problems(tp: int, facts: ModelFacts) -> list[str]:
         problems.append(f"neither divides nor is a multiple of the {facts.num_kv_heads} key-value heads")
     if facts.ffn_hidden_size % tp:
         problems.append(f"does not divide the feed-forward size {facts.ffn_hidden_size}")
+    if facts.delta_key_heads % tp:
+        problems.append(f"does not divide the {facts.delta_key_heads} key heads of the delta nets")
     return problems
 
 

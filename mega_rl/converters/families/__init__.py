@@ -13,10 +13,11 @@ from mega_rl.converters.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from mega_rl.converters.families.gpt_oss import GPT_OSS
 from mega_rl.converters.families.moe import ERNIE4_5_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from mega_rl.converters.families.norms_after import EXAONE4, OLMO2, OLMO3
+from mega_rl.converters.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_rl.converters.families.sigmoid import DOTS1, HY_V3, MINIMAX_M2
 from mega_rl.converters.families.small_rules import GRANITE, MINISTRAL3, PHI3, SMOLLM3
 
-__all__ = ["FAMILIES", "REFUSED", "TRAINED", "Family", "KnownBug"]
+__all__ = ["FAMILIES", "TRAINED", "Family", "KnownBug"]
 
 FAMILIES = {
     family.model_type: family
@@ -44,6 +45,9 @@ FAMILIES = {
         MINIMAX_M2,
         HY_V3,
         GPT_OSS,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         OLMO2,
         OLMO3,
         EXAONE4,
@@ -55,13 +59,3 @@ FAMILIES = {
 }
 # Their gradients are tested on every layout and their rollouts against transformers.
 TRAINED = tuple(sorted(name for name, family in FAMILIES.items() if not family.not_trained))
-
-_GATED_DELTA_NET = (
-    "layer_types",
-    "layers of linear_attention are gated delta nets; Megatron-Core 0.16.1 builds those only with "
-    "flash-linear-attention installed, and norms that multiply by 1 + weight only with Transformer Engine",
-)
-# Families that are known and cannot be represented: model_type -> (field, reason).
-REFUSED = {
-    name: _GATED_DELTA_NET for name in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe, Window
+from mega_rl.converters.architecture import Activation, DeltaNet, HFConfig, Mla, Moe, Window
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.rules import Rule
 
@@ -55,6 +55,7 @@ class Family:
 
     # Engines and formats that it works with.
     not_trained: str = ""  # why training refuses it, though it converts; empty: it trains
+    megatron: str = ""  # the first release of Megatron-Core that has its layers; empty: every one that is supported
     untied_in_sglang: bool = False  # SGLang 0.5.21 never reads tie_word_embeddings: the head would have no weights
     # Keys that SGLang 0.5.21 reads and transformers does not: without them it computes another model.
     needed_by_sglang: tuple[str, ...] = ()
@@ -69,9 +70,8 @@ class Family:
     # Further keys that the code reads, besides every family's, `defaults` and `fixed`.
     keys: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
-    # A model of images and text whose config.json holds the family's own as `text_config`: its model_type, and the
-    # transformers class that saves the language model on its own.
-    wrapper: tuple[str, str] = ("", "")
+    # Names that models of images and text have for this family, where positions of text are counted as here.
+    in_wrappers: tuple[str, ...] = ()
 
     # The architecture; fields as in HFConfig unless said otherwise.
     qkv_bias: bool | str = False
@@ -93,6 +93,8 @@ class Family:
     window: Callable[[Fields, int], Window | None] | None = None
     mla: Callable[[Fields], Mla] | None = None
     moe: Callable[[Fields, int], Moe | None] | None = None
+    delta: Callable[[Fields, int], DeltaNet | None] | None = None
+    attention_gate: bool = False
     # Those fields of HFConfig that are factors: `embedding_scale`, `softmax_scale`, `residual_scale`, `logit_scale`.
     scales: Callable[[Fields], Mapping[str, Any]] = lambda fields: {}
 

@@ -57,6 +57,7 @@ QWEN2 = Family(
     defaults={"num_key_value_heads": 32, **QWEN_WINDOW},
     qkv_bias=True,
     window=windows.in_last_layers,
+    in_wrappers=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
 )
 QWEN3 = Family(
     "qwen3",
@@ -67,6 +68,7 @@ QWEN3 = Family(
     fixed={"attention_bias": NO_LINEAR_BIAS},
     qk_norm=True,
     window=windows.in_last_layers,
+    in_wrappers=("qwen3_vl", "qwen3_vl_text"),
 )
 LLAMA = Family(
     "llama",
@@ -121,4 +123,5 @@ MISTRAL = Family(
     differs="a sliding window in every layer, unless `sliding_window` is null",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     window=windows.in_all_layers,
+    in_wrappers=("mistral3",),
 )

@@ -71,5 +71,5 @@ GEMMA3_TEXT = Family(
     zero_centered_norm=True,
     post_norms=True,
     scales=scales,
-    wrapper=("gemma3", "Gemma3ForCausalLM"),
+    in_wrappers=("gemma3",),
 )

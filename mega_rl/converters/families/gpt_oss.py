@@ -57,7 +57,7 @@ GPT_OSS = Family(
         "biases everywhere; attention sinks; windows in every other layer; a clamped activation; mixtures in every "
         "layer, their experts stacked, transposed and interleaved"
     ),
-    not_trained="the embedded rollout engine has no attention sinks",
+    untied_in_sglang=True,
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 64,

@@ -116,7 +116,7 @@ def qwen_moe(fields: Fields, num_layers: int) -> Moe | None:
         fields.refuse("mlp_only_layers", "must be a list of layers, counted from 0")
         dense = []
     layers = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
-    normalised = fields.boolean("norm_topk_prob")
+    normalised = fields.boolean("norm_topk_prob", default=bool(fields.defaults.get("norm_topk_prob")))
     return softmax_moe(fields, layers, normalised=normalised, ffn="moe_intermediate_size")
 
 

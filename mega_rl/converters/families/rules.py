@@ -17,13 +17,26 @@ from functools import partial
 from typing import Literal
 
 # How tensors are stacked into a parameter and how tensor parallelism cuts it; blocks.py has the arithmetic.
-Primitive = Literal["vocab", "copy", "qkv", "col", "row", "gated"]
+Primitive = Literal["vocab", "copy", "qkv", "col", "row", "gated", "sections"]
 # Scope of a rule: once, for every layer of the decoder, for every multi-token prediction layer.
 Scope = Literal["model", "layer", "mtp"]
 Part = Literal["all", "first half", "second half", "even", "odd", "q", "k", "v"]
+LAYER_KINDS = frozenset({"dense", "moe", "attention", "delta"})  # a layer is one of the first two, and of the last two
 
 DECODER_LAYER, MTP_LAYER = "decoder.layers.{layer}.", "mtp.layers.{mtp}.transformer_layer."
 DISK_LAYER = "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of several kinds of rows that take turns in a tensor, group by group.
+
+    `parts` are each kind's rows in the whole tensor, as symbols; a group has 1 / `groups` of each, one after the other.
+    """
+
+    parts: tuple[str, ...]
+    index: int  # the kind that is meant
+    groups: str = "one"
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,8 @@ class Source:
     """A tensor on disk: its name and its shape as symbols of `HFConfig.dims`.
 
     With `stacked` its first dimension counts experts and a parameter is made of one of them. With `transposed` its last
-    two dimensions are (input, output) where Megatron-Core has (output, input). `part` says which of the outputs.
+    two dimensions are (input, output) where Megatron-Core has (output, input). `part` says which of the outputs, and so
+    does `share`.
     """
 
     name: str
@@ -39,13 +53,14 @@ class Source:
     stacked: bool = False
     transposed: bool = False
     part: Part = "all"
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
 class Rule:
     """One parameter and its sources.
 
-    `when` names switches (`HFConfig.switches`, and "dense" or "moe" for the kind of layer) that must all hold. The
+    `when` names switches (`HFConfig.switches`, and `LAYER_KINDS`) that must all hold. The
     tensor of an `optional` rule may be absent on disk; its parameter then keeps its initial value. Rules with equal
     `together` are exported in one bucket: a rollout engine fuses their tensors as they arrive. `float32` parameters
     are so in a model of any dtype.
@@ -134,6 +149,16 @@ def fused_gated(
     parts: tuple[Part, Part] = ("even", "odd") if interleaved else ("first half", "second half")
     sources = tuple(Source(name, shape, stacked, transposed, part) for part in parts)
     return Rule(param, "gated", sources, when=tuple(when))
+
+
+def sections(param: str, *sources: Source, when: Sequence[str] = ()) -> Rule:
+    """Return the rule of a parameter whose sources are each cut by rows."""
+    return Rule(param, "sections", sources, when=tuple(when))
+
+
+def shares(name: str, *shape: str, parts: Sequence[str], groups: str = "one") -> tuple[Source, ...]:
+    """Return a source for each kind of rows that take turns in a tensor."""
+    return tuple(Source(name, shape, share=Share(tuple(parts), i, groups)) for i in range(len(parts)))
 
 
 def in_layers(*rules: Rule, prefix: str = DECODER_LAYER, scope: Scope = "layer") -> tuple[Rule, ...]:

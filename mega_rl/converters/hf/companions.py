@@ -69,12 +69,21 @@ def _without_links(path: Path, source: Path) -> Path:
 def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool = False) -> dict[str, Any]:
     """Return the keys of config.json that an export changes; the value None removes one.
 
-    Exported weights have the model's dtype, so the key for 8-bit blocks goes; a `dtype` ("bfloat16") that the caller
+    Exported weights have the model's dtype, so the key for quantised ones goes; a `dtype` ("bfloat16") that the caller
     asks for replaces another in the file; prediction layers that the export drops count 0.
     """
-    raw = hf.raw
+    if hf.wrapper is None:
+        return _changes(hf.raw, dtype, mtp_dropped)
+    changes = _changes(hf.wrapper, dtype, mtp_dropped)
+    text = hf.wrapper.get("text_config")
+    if isinstance(text, dict) and (inside := _changes(text, dtype, mtp_dropped)):
+        changes["text_config"] = _changed(text, inside)
+    return changes
+
+
+def _changes(raw: Mapping[str, Any], dtype: str | None, mtp_dropped: bool) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    if hf.quantization is not None and "quantization_config" in raw:
+    if raw.get("quantization_config"):
         changes["quantization_config"] = None
     if dtype is not None:
         changes |= {key: dtype for key in _DTYPE_KEYS if key in raw and raw[key] != dtype}
@@ -83,10 +92,13 @@ def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool 
     return changes
 
 
+def _changed(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in {**raw, **changes}.items() if key not in changes or value is not None}
+
+
 def copy_companions(folder: Path, files: Mapping[str, Path], changes: Mapping[str, Any]) -> None:
     """Copy files (name -> source) into a folder, config.json with `changes`, and flush them to disk."""
     copy_files(folder, {name: path for name, path in files.items() if name != "config.json" or not changes})
     if changes:
-        config = json.loads(files["config.json"].read_bytes()) | changes
-        kept = {key: value for key, value in config.items() if key not in changes or value is not None}
+        kept = _changed(json.loads(files["config.json"].read_bytes()), changes)
         write_file(folder / "config.json", (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode())

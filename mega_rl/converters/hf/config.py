@@ -8,16 +8,21 @@ unknown key. Imports neither torch nor transformers: the command line answers th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from packaging.version import Version
 
 from mega_rl.config.values import ModelFacts
-from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.families import FAMILIES, REFUSED, TRAINED, Family
+from mega_rl.converters.architecture import HFConfig, Quantization
+from mega_rl.converters.families import FAMILIES, TRAINED, Family
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.hf.rope import read_rope
+from mega_rl.converters.safetensors.header import name_prefixes, tensor_names
+from mega_rl.environment import installed_version
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.untrusted import parse_object
 
@@ -88,11 +93,12 @@ def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
     raw = _read_json(directory / "config.json", required=True)
     generation = _read_json(directory / "generation_config.json", required=False)
     where = str(directory / "config.json")
-    if any_model and raw.get("model_type") not in TRAINED and not isinstance(raw.get("text_config"), dict):
+    if any_model and raw.get("model_type") not in TRAINED and text_config(raw) is raw:
         from mega_rl.converters.hf.untabled import read_untabled  # takes seconds
 
         return read_untabled(raw, generation=generation, where=where)
-    return parse_hf_config(raw, generation=generation, where=where)
+    hf = parse_hf_config(raw, generation=generation, where=where)
+    return hf if hf.wrapper is None else replace(hf, prefixes=name_prefixes(tensor_names(directory)))
 
 
 def needs_proof(raw: Mapping[str, Any]) -> bool:
@@ -107,7 +113,7 @@ def parse_hf_config(
     raw: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None, where: str = "config.json"
 ) -> HFConfig:
     """Return the architecture of a decoded config.json; errors as in `read_hf_config`, prefixed with `where`."""
-    described = _text_config(raw, where)
+    described = text_config(raw)
     family = _family(described, where)
     fields = Fields(described, where, defaults=family.defaults)
     _refuse_unsupported(fields, family)
@@ -137,6 +143,8 @@ def parse_hf_config(
         unrotated=family.unrotated(fields, num_layers) if family.unrotated else (),
         mla=family.mla(fields) if family.mla else None,
         moe=family.moe(fields, num_layers) if family.moe else None,
+        delta=family.delta(fields, num_layers) if family.delta else None,
+        attention_gate=family.attention_gate,
         window=family.window(fields, num_layers) if family.window else None,
         activation=family.activation,
         zero_centered_norm=family.zero_centered_norm,
@@ -152,7 +160,8 @@ def parse_hf_config(
         pad_token_id=_pad_token_id(fields),
         dtype=_dtype(fields),
         fused_experts=family.fused_experts,
-        raw=dict(raw),
+        raw=dict(described),
+        wrapper=None if described is raw else dict(raw),
     )
     if not fields.problems:
         _check_sizes(fields, config)
@@ -173,27 +182,32 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
         raise UserError(f"{path}: {error}; copy the file from the model's source again") from error
 
 
-def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the part that describes the language model, maybe inside its image model's.
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that describes the language model; all of it where there is nothing else.
 
-    Refuses a model of images.
+    Families have their own names in it. Positions of three kinds (mrope) are one for text without images.
     """
-    for family in FAMILIES.values():
-        model_type, language_model = family.wrapper
-        if model_type and model_type == raw.get("model_type"):
-            break
-    else:
-        return raw
-    text = raw.get("text_config")
-    if raw.get("vision_config") is not None or not isinstance(text, dict):
-        given = f'model_type="{model_type}" is a model of images and text, which is not supported'
-        fix = f"save its language model on its own ({language_model}) and convert that"
-        raise UserError(f"{where}: {given}; {fix}")
-    shared = ["eos_token_id", "pad_token_id"]
+    text, model_type = raw.get("text_config"), raw.get("model_type")
+    if not isinstance(text, dict):
+        if not any(model_type in family.in_wrappers for family in FAMILIES.values()):
+            return raw
+        text = {key: value for key, value in raw.items() if key != "vision_config"}  # older files of Qwen's
+    model_type = text.get("model_type", model_type)
+    shared = ["eos_token_id", "pad_token_id", "quantization_config", "is_encoder_decoder"]
     if "dtype" not in text and "torch_dtype" not in text:
         shared += ["dtype", "torch_dtype"]
-    outside = {key: raw[key] for key in shared if key in raw}
-    return {**outside, **text, "model_type": text.get("model_type", family.model_type)}
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}  # transformers asks the whole model's
+    text = {**{key: raw[key] for key in shared if key in raw}, **text, **tied}
+    for family in FAMILIES.values():
+        if model_type in family.in_wrappers:
+            model_type = family.model_type
+    for name in [name for name in text if name.startswith(("image_", "video_", "vision_")) or name == "auto_map"]:
+        del text[name]
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(name), dict):
+            rope = {key: value for key, value in text[name].items() if not key.startswith("mrope_")}
+            text[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}
+    return {**text, "model_type": model_type}
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
@@ -202,10 +216,6 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     if family is not None:
         return family
     fields = Fields(raw, where)
-    if isinstance(model_type, str) and model_type in REFUSED:
-        field, reason = REFUSED[model_type]
-        fields.refuse(field, reason)
-        raise UserError(f"{fields.problems[0]} (model_type={json.dumps(model_type)})")
     hint = "; code that comes with a checkpoint (auto_map) is never run" if raw.get("auto_map") else ""
     fields.refuse(
         "model_type",
@@ -299,16 +309,41 @@ def _check_sizes(fields: Fields, config: HFConfig) -> None:
         fields.refuse("partial_rotary_factor", reason, value=config.rope.percent)
 
 
-def _quantization(fields: Fields) -> Literal["fp8"] | None:
-    """Return the kind of quantised weights: fp8 in blocks of 128 x 128; refuse others."""
+def _quantization(fields: Fields) -> Quantization | None:
+    """Return the kind of quantised weights that the reader decodes; refuse others."""
     given = fields.object("quantization_config")
     if not given:
         return None
-    if given.get("quant_method") == "fp8" and given.get("weight_block_size") == [128, 128]:
+    method, block = given.get("quant_method"), given.get("weight_block_size")
+    if method == "mxfp4":
+        return "mxfp4"
+    sizes = block if isinstance(block, list) else []
+    if method == "fp8" and (
+        block is None or (len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes))
+    ):
         return "fp8"
-    reason = "of quantised weights only fp8 with weight_block_size [128, 128] is read; use the unquantised checkpoint"
-    fields.refuse("quantization_config", reason, value={key: given.get(key) for key in ("quant_method",)})
+    if method == "compressed-tensors" and given.get("format") == "pack-quantized" and _is_int4(given):
+        return "int4"
+    reason = (
+        "quantised weights may be fp8 (weight_block_size of two sizes, or null), mxfp4, or compressed-tensors' "
+        "pack-quantized with symmetric groups of 4 bits; else use the unquantised checkpoint"
+    )
+    fields.refuse("quantization_config", reason, value={key: given.get(key) for key in ("quant_method", "format")})
     return None
+
+
+def _is_int4(given: Mapping[str, Any]) -> bool:
+    """Return whether all packed weights are symmetric integers of 4 bits, in groups of neighbours."""
+    groups = given.get("config_groups")
+    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True}
+    return bool(schemes) and all(
+        isinstance(scheme, dict)
+        and all(scheme.get(key) == value for key, value in wanted.items())
+        and scheme.get("strategy") in ("group", "channel")
+        and not scheme.get("actorder")
+        for scheme in schemes
+    )
 
 
 def _token_ids(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -343,6 +378,17 @@ def _dtype(fields: Fields) -> str | None:
     return str(dtype)
 
 
+def release_problems(model_type: str) -> Iterator[str]:
+    """Yield why the installed Megatron-Core cannot build a model of this family."""
+    needed, installed = FAMILIES[model_type].megatron, installed_version("megatron-core")
+    if needed and (installed is None or Version(installed) < Version(needed)):
+        yield (
+            f"model_type={model_type} needs megatron-core {needed} or newer, which has its gated delta nets and wants "
+            f"Python 3.12 or newer; installed is {installed}: make the environment with a newer Python, or set "
+            "engine.backend=fsdp"
+        )
+
+
 def facts_of(checkpoint: HFConfig) -> ModelFacts:
     """Return the sizes of a checkpoint's model that the rules between settings read."""
     moe = checkpoint.moe
@@ -354,6 +400,7 @@ def facts_of(checkpoint: HFConfig) -> ModelFacts:
         vocab_size=checkpoint.vocab_size,
         max_position_embeddings=checkpoint.max_position_embeddings,
         multi_latent_attention=checkpoint.mla is not None,
+        delta_key_heads=0 if checkpoint.delta is None else checkpoint.delta.num_key_heads,
         num_experts=0 if moe is None else moe.num_experts,
         expert_ffn_hidden_size=0 if moe is None else moe.ffn_hidden_size,
         expert_biases=moe is not None and checkpoint.linear_bias,

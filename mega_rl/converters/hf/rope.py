@@ -16,7 +16,8 @@ LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_emb
 Kind = Literal["default", "linear", "llama3", "yarn"]
 # Keys of families whose queries grow with the position.
 GROWTH, GROWTH_KEYS = "llama_4_scaling_beta", ("llama_4_scaling_beta", "max_position_embeddings")
-SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# The last two divide dimensions among the axes of an image; a text has one position on all of them.
+SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 YARN_KEYS = (
     "factor",
     "original_max_position_embeddings",

@@ -11,11 +11,12 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED
 from mega_rl.converters.families.deepseek import MTP_REPEATED
+from mega_rl.converters.hf.config import text_config
 from mega_rl.converters.hf.untabled import table_of
 from mega_rl.converters.live.copying import BlockReader, blocks_of, fill_all
 from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, hf_tensors, ignored_tensors, is_unread
@@ -23,13 +24,36 @@ from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
-from mega_rl.converters.safetensors.reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, same_bits
-from mega_rl.errors import UserErrors
+from mega_rl.converters.safetensors.quantised import SCALE_SUFFIX
+from mega_rl.converters.safetensors.reader import DTYPE_NAMES, CheckpointReader, same_bits
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.accelerator.megatron_core import stable_name
 from mega_rl.parallel.layout import RankCoordinates
+from mega_rl.untrusted import parse_object
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def model_config(path: Path) -> PreTrainedConfig:
+    """Return transformers' config of a checkpoint's language model, without quantisation: weights come decoded.
+
+    Raises UserError: no config.json is there, or transformers does not know the model.
+    """
+    try:
+        raw = parse_object((path / "config.json").read_bytes())
+        described = dict(text_config(raw))
+        if described == raw:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        else:
+            model_type = described.pop("model_type")
+            family = FAMILIES.get(model_type)
+            config = AutoConfig.for_model(family.transformers_type if family else model_type, **described)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: transformers cannot read its config.json: {error}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 @dataclass(frozen=True)
@@ -124,10 +148,10 @@ def check_tensors(
             names = ", ".join(DTYPE_NAMES[dtype] for dtype in _WEIGHT_DTYPES)
             rule = f"must be one of {names}; other quantised weights cannot be loaded"
             problems.append(f"{info.file}: {name} has dtype {DTYPE_NAMES[info.dtype]}, {rule}")
-    scaled = [info for name, info in reader.tensors.items() if info.scale is not None]
-    if scaled and hf.quantization != "fp8":
-        what = f"{len(scaled)} tensors ({scaled[0].name}, ...) are in 8-bit blocks with scales"
-        problems.append(f"{reader.path}: {what}, but config.json has no fp8 quantization_config")
+    packed = [(info.name, info.packed.kind) for info in reader.tensors.values() if info.packed is not None]
+    if foreign := [kind for _, kind in packed if kind != hf.quantization]:
+        what = f"{len(foreign)} tensors ({packed[0][0]}, ...) are {foreign[0]} with scales"
+        problems.append(f"{reader.path}: {what}, but config.json has no {foreign[0]} quantization_config")
     present = set(reader.tensors)
     if head == "value":
         bias = hf.value_head.removesuffix("weight") + "bias"
@@ -135,6 +159,8 @@ def check_tensors(
             fix = "the value head has no bias; fold it into the rewards, or set it to 0"
             problems.append(f"{reader.tensors[bias].file}: {bias} is not zero, and {fix}")
         present.discard(bias)
+    # A wrapper's other tensors are not judged: all that the language model needs is looked for by name.
+    present -= set() if hf.wrapper is None else set(reader.others) - expected.keys()
     unexpected = {name for name in present - set(expected) - ignorable if not is_unread(hf, name)}
     # Only a score head may have another shape: a reward model scores several labels, a critic has one value.
     ignored = tuple(sorted(present - set(expected) - unexpected | (present & absent)))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_rl.converters.architecture import HFConfig, Mla, Moe
+from mega_rl.converters.architecture import DeltaNet, HFConfig, Mla, Moe
 
 # Constants of the code of GPT-OSS; its alpha of 1.702 is that of Megatron-Core's quick_gelu.
 SWIGLU_LIMIT, SWIGLU_OFFSET = 7.0, 1.0
@@ -70,7 +70,24 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         kwargs |= _moe_kwargs(hf.moe)
     if hf.mla is not None:
         kwargs |= _mla_kwargs(hf, hf.mla)
+    if hf.delta is not None:
+        kwargs |= _delta_kwargs(hf.delta)
+    if hf.attention_gate:
+        kwargs["attention_output_gate"] = True
     return kwargs
+
+
+def _delta_kwargs(delta: DeltaNet) -> dict[str, Any]:
+    """Return the sizes of gated delta nets, which Megatron-Core 0.16 does not know."""
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(linear) for linear in delta.layers],
+        "linear_num_key_heads": delta.num_key_heads,
+        "linear_num_value_heads": delta.num_value_heads,
+        "linear_key_head_dim": delta.key_head_dim,
+        "linear_value_head_dim": delta.value_head_dim,
+        "linear_conv_kernel_dim": delta.conv_kernel,
+    }
 
 
 def _moe_kwargs(moe: Moe) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.plan.export import ExportPiece, export_plan
 from mega_rl.converters.plan.parameters import as_on_disk, kept_tensors
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.converters.safetensors.header import INDEX_FILE, SINGLE_FILE, matrix_shape
+from mega_rl.converters.safetensors.header import INDEX_FILE, PLAIN_NAMES, SINGLE_FILE, matrix_shape, renamed
 from mega_rl.converters.safetensors.output_folder import check_target, output_folder
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import SHARD_BYTES, CheckpointWriter, TensorSpec
+from mega_rl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,10 @@ def save_hf(
     """Write a Hugging Face checkpoint folder: the weights, and config, tokenizer and templates as in `source`.
 
     Collective over the ranks that hold the first copy of all weights; the first of them writes, other ranks return at
-    once, unless data parallelism has cut the parameters (`place.is_sharded`): then it is collective over all. Experts
-    and value heads are spelled as in `source`, and its multi-token prediction layers are kept if they are not part of
-    the model. config.json is copied byte for byte except for keys that are no longer true
-    (`companions.config_changes`).
+    once, unless data parallelism has cut the parameters (`place.is_sharded`): then it is collective over all. Names,
+    experts and value heads are spelled as in `source`. Its multi-token prediction layers are kept if they are not part
+    of the model, and so are all tensors outside of the language model of a checkpoint of images and text. config.json
+    is copied byte for byte except for keys that are no longer true (`companions.config_changes`).
 
     Needs the memory of `export_hf` and 64 MiB. On a single rank, where nothing is gathered, parameters are written from
     where they lie by a thread for each core, at most 8: it needs at most one tensor per thread, and none on a CPU
@@ -75,6 +76,8 @@ def save_hf(
             reader = stack.enter_context(CheckpointReader(source))
             hf = as_on_disk(place.sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
             place = replace(place, sharding=replace(place.sharding, hf=hf))
+        elif place.sharding.hf.wrapper is not None:
+            raise UserError(f"{source}: has no weights, and a checkpoint of images and text needs those of its tower")
         stream = export_hf(chunks, place, dtype=options.dtype)
         try:
             if place.is_first:
@@ -102,27 +105,30 @@ def _write_folder(
 
     usual: dtype of weights that are not float32 in every model. reader, files: weights and companions of the source.
     """
-    kept: list[TensorSpec] = []
-    if reader is not None:
-        kept = [
-            TensorSpec(name, torch.float32 if float32 else usual, reader.tensors[name].shape)
-            for name, float32 in kept_tensors(sharding.hf, sharding.head, reader.tensors).items()
-        ]
+    prefixes = PLAIN_NAMES if reader is None else reader.prefixes
     specs = {
-        name: TensorSpec(name, torch.float32 if unit.float32 else usual, shape)
+        name: TensorSpec(renamed(name, PLAIN_NAMES, prefixes), torch.float32 if unit.float32 else usual, shape)
         for unit in export_plan(sharding)
         for name, shape, _ in unit.tensors
     }
-    name = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
+    kept: dict[str, TensorSpec] = {}
+    if reader is not None:
+        for name, float32 in kept_tensors(sharding.hf, sharding.head, reader.tensors).items():
+            info = reader.tensors[name]
+            kept[name] = TensorSpec(info.name, torch.float32 if float32 else usual, info.shape)
+        if sharding.hf.wrapper is not None:
+            outside = {name: reader.tensors[name] for name in reader.others if name not in specs}
+            kept |= {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in outside.items()}
+    cast = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
     with output_folder(directory, overwrite=options.overwrite) as work:
-        copy_companions(work, files, config_changes(sharding.hf, dtype=name))
-        with CheckpointWriter(work, [*specs.values(), *kept], shard_bytes=options.shard_bytes) as writer:
+        copy_companions(work, files, config_changes(sharding.hf, dtype=cast))
+        with CheckpointWriter(work, [*specs.values(), *kept.values()], shard_bytes=options.shard_bytes) as writer:
             if chunks is None:
-                _write_stream(writer, stream)
+                _write_stream(writer, ((specs[name].name, tensor) for name, tensor in stream))
             else:
                 _write_parameters(writer, chunks, sharding, specs)
             if reader is not None:
-                _write_stream(writer, ((s.name, reader.read(s.name).to(s.dtype)) for s in kept))
+                _write_stream(writer, ((s.name, reader.read(name).to(s.dtype)) for name, s in kept.items()))
 
 
 def _write_parameters(
@@ -134,7 +140,7 @@ def _write_parameters(
     for unit in export_plan(sharding):
         params = [live[unit.vp_stage][param.name].detach() for param in unit.params]
         for name, _, pieces in unit.tensors:
-            tasks[writer.file_of(name).path].append((specs[name], pieces, params))
+            tasks[writer.file_of(specs[name].name).path].append((specs[name], pieces, params))
     # Files take turns: threads that write one file wait for each other.
     in_turn = [task for group in zip_longest(*tasks.values()) for task in group if task is not None]
     with torch.no_grad():

@@ -111,6 +111,8 @@ def compare_checkpoints(first: Path, second: Path, *, allow_missing: Sequence[st
         allowed = list(allow_missing)
         if converted := [side for side in (a, b) if side.kind != "hf"]:
             allowed += ignored_tensors(converted[0].hf, head=converted[0].sharding.head)
+            if converted[0].hf.wrapper is not None:
+                allowed += {*a.files.others, *b.files.others}
         fused = next((side.hf.fused_experts for side in (a, b) if side.kind == "hf"), None)
         comparison = compare(a.as_hf(fused_experts=fused), b.as_hf(fused_experts=fused), allow_missing=allowed)
     if a.kind == b.kind == "hf":
@@ -269,7 +271,7 @@ class Description:
         return [*missing, *unexpected, *self.mis_shaped, *self.contradicting]
 
 
-def describe(reader: BlockReader, sharding: Sharding) -> tuple[Sharding, Description]:
+def describe(reader: CheckpointReader, sharding: Sharding) -> tuple[Sharding, Description]:
     """Return the sharding with the spellings on disk, and the description.
 
     Raises UserErrors when the model cannot be cut this way.
@@ -279,6 +281,8 @@ def describe(reader: BlockReader, sharding: Sharding) -> tuple[Sharding, Descrip
     hf, head = sharding.hf, sharding.head
     prove_complete(sharding)
     expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
+    if hf.wrapper is not None:
+        ignorable |= set(reader.others)
     sizes: Counter[int] = Counter()  # bytes by item size
     for info in reader.tensors.values():
         sizes[info.dtype.itemsize] += _nbytes(info)

@@ -38,7 +38,7 @@ from mega_rl.converters.plan.compose import ColumnRange, invert
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
-from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.header import PLAIN_NAMES, matrix_shape, renamed
 from mega_rl.converters.safetensors.output_folder import copy_files, write_file
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import SHARD_BYTES, TensorSpec, shard_name, write_index
@@ -83,6 +83,11 @@ def import_hf(
     def prepare() -> Conversion:
         cast = parse_dtype(dtype)
         hf = replace(read_hf_config(source), mtp=mtp)
+        if hf.delta is not None:
+            raise UserError(
+                f"{source}: model_type={hf.family}: Megatron-Core's checkpoints hold gated delta nets in parts, which "
+                "import does not write yet; train from the Hugging Face checkpoint"
+            )
         reader = CheckpointReader(source)
         hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = Sharding(hf, head=head)
@@ -180,6 +185,11 @@ def _to_hf(
             f"{origin.path}: config.json announces {hf.mtp_layers} multi-token prediction layers, which this "
             "checkpoint does not hold; name the reference that has their weights, or drop them (mtp=drop)"
         )
+    if hf.wrapper is not None and weights is None:
+        raise UserError(
+            f"{origin.path}: config.json describes a model of images and text, and this checkpoint holds its language "
+            "model only; name the reference that has the other weights"
+        )
     dropped = options.mtp == "drop" and hf.mtp_layers > 0
     sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
     prove_complete(sharding)
@@ -190,9 +200,18 @@ def _to_hf(
         windows = invert(whole_model(sharding))
         wholes = hf_wholes(origin, sharding, windows, cast=cast)
         outputs = [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
-    for name, float32 in kept.items():
-        assert weights is not None
-        outputs.append(_copied(name, weights, torch.float32 if cast is not None and float32 else cast))
+    if weights is not None:
+        made = {output.spec.name for output in outputs}
+        for name, float32 in kept.items():
+            outputs.append(_copied(name, weights, torch.float32 if cast is not None and float32 else cast))
+        if hf.wrapper is not None:
+            kept |= dict.fromkeys((name for name in weights.files.others if name not in made), False)
+            outputs += [_copied(name, weights, None) for name in weights.files.others if name not in made]
+            spelled = (renamed(output.spec.name, PLAIN_NAMES, weights.files.prefixes) for output in outputs)
+            outputs = [
+                replace(output, spec=output.spec._replace(name=name))
+                for output, name in zip(outputs, spelled, strict=True)
+            ]
     changes = config_changes(hf, dtype=options.dtype or origin.dtype, mtp_dropped=dropped)
     shards = group_outputs(outputs, options.shard_bytes, shard_name)
     files = companions(folder)

@@ -5,7 +5,9 @@ The only module that stacks tensors into parameters; ranks.py has the overview.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
@@ -76,8 +78,8 @@ def source_shape(source: Source, hf: HFConfig) -> tuple[int, ...]:
 
 def global_param(rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0, expert: int = 0) -> GlobalParam:
     """A rule's parameter for one layer and expert: primitive by primitive, how tensors are stacked."""
-    pieces = [_source_block(source, hf, layer, expert) for source in rule.sources]
-    rows = [block.rows for block, _ in pieces]
+    pieces = [_source_blocks(source, hf, layer, expert) for source in rule.sources]
+    rows = [sum(block.rows for block in piece) for piece, _ in pieces]
     item = pieces[0][1]
     cut: Literal["none", "rows", "cols"] = "rows"
     sections: tuple[int, ...] = (sum(rows),)
@@ -86,17 +88,18 @@ def global_param(rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0,
         # Group by group, each tensor's share of rows, as in Megatron-Core's fused query, key and value.
         blocks, at = [], 0
         for group in range(hf.num_kv_heads):
-            for block, _ in pieces:
-                share = block.rows // hf.num_kv_heads
-                blocks.append(Block(block.hf_name, at, share, block.src_row + group * share))
+            for (piece, _), whole in zip(pieces, rows, strict=True):
+                share = whole // hf.num_kv_heads
+                blocks += _window(piece, group * share, share, at)
                 at += share
-    elif rule.primitive == "gated":
-        first = pieces[0][0]
-        blocks = [first, *(block._replace(dst_row=first.rows) for block, _ in pieces[1:])]
+    elif rule.primitive in ("gated", "sections"):
+        starts = accumulate(rows, initial=0)
+        moved = zip(pieces, starts, strict=False)
+        blocks = [b._replace(dst_row=start + b.dst_row) for (piece, _), start in moved for b in piece]
         # One tensor may hold both halves already.
         sections = tuple(rows) if len(rows) > 1 else (rows[0] // 2, rows[0] // 2)
     else:
-        blocks = [pieces[0][0]]
+        blocks = pieces[0][0]
         if rule.primitive == "vocab":
             if padded_vocab > rows[0]:
                 blocks.append(Block(None, rows[0], padded_vocab - rows[0]))
@@ -112,8 +115,19 @@ def param_name(rule: Rule, hf: HFConfig, *, layer: int = 0, expert: int = 0, spe
     return rule.name(spec).format(layer=layer, expert=expert, mtp=layer - hf.num_layers)
 
 
-def _source_block(source: Source, hf: HFConfig, layer: int, expert: int) -> tuple[Block, tuple[int, ...]]:
-    """Return a tensor's rows as a block at row 0, and their shape in the parameter."""
+def _window(blocks: Sequence[Block], first: int, rows: int, at: int) -> list[Block]:
+    """Return rows [first, first + rows) of blocks that follow each other, moved to row `at`."""
+    window = []
+    for block in blocks:
+        low, high = max(first, block.dst_row), min(first + rows, block.dst_row + block.rows)
+        if low < high:
+            src_row = block.src_row + low - block.dst_row
+            window.append(block._replace(dst_row=at + low - first, rows=high - low, src_row=src_row))
+    return window
+
+
+def _source_blocks(source: Source, hf: HFConfig, layer: int, expert: int) -> tuple[list[Block], tuple[int, ...]]:
+    """Return a tensor's rows as blocks from row 0 on, and their shape in the parameter."""
     shape = source_shape(source, hf)
     item = shape[1:] if source.stacked else shape
     src_row, src_col, step = 0, 0, 1
@@ -133,7 +147,13 @@ def _source_block(source: Source, hf: HFConfig, layer: int, expert: int) -> tupl
         src_row, src_col = (src_row, src_col + offset) if transposed else (src_row + offset, src_col)
         assert transposed or step == 1, f"{source.name}: only columns are taken in turns"
     name = source.name.format(layer=layer, expert=expert)
-    return Block(name, 0, rows, src_row, src_col, transposed, step), (rows, *columns)
+    if source.share is None:
+        return [Block(name, 0, rows, src_row, src_col, transposed, step)], (rows, *columns)
+    groups = hf.dims[source.share.groups]
+    parts = [hf.dims[part] // groups for part in source.share.parts]  # rows in a group
+    before, part = sum(parts[: source.share.index]), parts[source.share.index]
+    blocks = [Block(name, group * part, part, group * sum(parts) + before) for group in range(groups)]
+    return blocks, (groups * part, *columns)
 
 
 def shard(param: GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, is_moe
+from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
-from mega_rl.converters.families.rules import Rule, Source
+from mega_rl.converters.families.rules import LAYER_KINDS, Rule, Source
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.parallel.layout import ParallelLayout
@@ -157,7 +157,7 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
         return _own_rules(hf, head)
     rules = []
     for rule in FAMILIES[hf.family].rules:
-        if not all(name in hf.switches for name in rule.when if name not in ("dense", "moe")):
+        if not hf.switches.issuperset(set(rule.when) - LAYER_KINDS):
             continue
         if rule.param == OUTPUT:
             if head == "value":
@@ -170,8 +170,8 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
 
 def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
     """Yield the parameters of one layer: the common ones (`experts` None), or these experts'."""
-    other_kind = "dense" if is_moe(hf, layer) else "moe"
-    held = [rule for rule in rules if rule.per_expert == (experts is not None) and other_kind not in rule.when]
+    others = {"dense" if is_moe(hf, layer) else "moe", "attention" if is_delta_net(hf, layer) else "delta"}
+    held = [rule for rule in rules if rule.per_expert == (experts is not None) and others.isdisjoint(rule.when)]
     if experts is None:
         yield from (Part(rule, layer) for rule in held)
     else:
@@ -244,6 +244,9 @@ def disk_tensors(
     """
     if own is not None:
         yield from own.on_disk.get(name, (DiskTensor(name, shape, 0),))  # a head of our own
+        return
+    if FAMILIES[model_type].fused_experts:
+        yield DiskTensor(name, shape, 0)
         return
     names = FAMILIES[model_type].expert_names
     prefix = name.rpartition(".")[0].replace(".mlp.", f".{names.block}.")

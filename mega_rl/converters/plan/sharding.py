@@ -52,6 +52,8 @@ def check_layout(hf: HFConfig, layout: ParallelLayout) -> list[str]:
         sizes["intermediate_size"] = hf.ffn_hidden_size
     if hf.moe is not None and hf.moe.shared_ffn_hidden_size:
         sizes["the shared experts' intermediate size"] = hf.moe.shared_ffn_hidden_size
+    if hf.delta is not None:
+        sizes["linear_num_key_heads"] = hf.delta.num_key_heads  # and so the heads of values, a multiple
     if "mtp" in hf.switches:
         sizes["hidden_size"] = hf.hidden_size  # rows of the projection of multi-token prediction
     problems += [f"tp={tp} does not divide {name}={size}" for name, size in sizes.items() if size % tp]
@@ -60,9 +62,11 @@ def check_layout(hf: HFConfig, layout: ParallelLayout) -> list[str]:
             problems.append(f"tp={tp} must divide num_key_value_heads={hf.num_kv_heads} or be a multiple of it")
         if hf.qk_norm_joint and hf.num_kv_heads % tp:
             problems.append(f"tp={tp} does not divide num_key_value_heads={hf.num_kv_heads}, normed all together")
-        qkv_rows = hf.dims["q"] + 2 * hf.dims["kv"]
+        qkv_rows = hf.dims["q_and_gate" if hf.attention_gate else "q"] + 2 * hf.dims["kv"]
         if qkv_rows % tp:
             problems.append(f"tp={tp} does not divide the {qkv_rows} rows of q, k and v")
+    if hf.delta is not None and layout.cp > 1:
+        problems.append(f"cp={layout.cp}: context parallelism does not cut gated delta nets yet; set it to 1")
     problems += _check_experts(hf, layout)
     try:
         layout.layers_of(0, hf.num_layers)

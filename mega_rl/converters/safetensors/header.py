@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,11 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's limit, also applied to an index
 METADATA = "__metadata__"
 _MAX_NAME = 1024
+
+# How names of a language model begin: its layers', and its head's. In a model of images and text the first are those
+# that transformers 5 writes, the second those of transformers 4 and of Kimi.
+PLAIN_NAMES = ("model.", "lm_head.")
+WRAPPED_NAMES = (("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head."))
 
 # Bytes of an element, by the name that a header gives the dtype.
 ITEM_BYTES = {
@@ -44,6 +49,27 @@ class HeaderEntry(NamedTuple):
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return (rows, columns) of a tensor as a matrix; a vector is one column."""
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+
+
+def tensor_names(folder: Path) -> Collection[str]:
+    """Return the names that a checkpoint's index lists, or its only file has; empty without either."""
+    if (folder / SINGLE_FILE).is_file():
+        return read_entries(folder / SINGLE_FILE)
+    if not (folder / INDEX_FILE).is_file():
+        return ()
+    names = parse_json((folder / INDEX_FILE).read_bytes(), folder / INDEX_FILE).get("weight_map")
+    return names if isinstance(names, dict) else ()
+
+
+def name_prefixes(names: Collection[str]) -> tuple[str, str]:
+    """Return how the names of the language model among a checkpoint's tensors begin."""
+    return next((pair for pair in WRAPPED_NAMES if f"{pair[0]}embed_tokens.weight" in names), PLAIN_NAMES)
+
+
+def renamed(name: str, old: tuple[str, str], new: tuple[str, str]) -> str:
+    """Return a name that begins as `old` says with the beginning of `new`; others stay."""
+    pairs = zip(old, new, strict=True)
+    return next((after + name.removeprefix(before) for before, after in pairs if name.startswith(before)), name)
 
 
 def read_entries(path: Path) -> dict[str, HeaderEntry]:

@@ -4,8 +4,8 @@ Whole rows are read with preadv straight into their targets. A cut of the column
 memory map, so that a process takes only the bytes it needs; the kernel reads the bytes between them once for all ranks
 of a node.
 
-A matrix in 8-bit blocks, `X.weight` (F8_E4M3) with one scale per block of 128 x 128 in `X.weight_scale_inv` (F32), is
-presented as one bfloat16 tensor `X.weight`.
+A quantised matrix is presented as one bfloat16 tensor (`quantised`). The language model in a checkpoint of images and
+text is presented under the names that it has on its own: `model.language_model.norm.weight` as `model.norm.weight`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from torch import Tensor
 from mega_rl.converters.safetensors.header import (
     INDEX_FILE,
     MAX_HEADER_BYTES,
+    PLAIN_NAMES,
     SINGLE_FILE,
     matrix_shape,
+    name_prefixes,
     parse_json,
     read_entries,
+    renamed,
 )
+from mega_rl.converters.safetensors.quantised import BYTES_PER_VALUE, Packed, block_size, decode, pair
 from mega_rl.disk import IOV_MAX
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.untrusted import shorten
 
-FP8_BLOCK = 128
-SCALE_SUFFIX = "_scale_inv"
-# Bytes of a map, and of decoded 8-bit blocks, that one thread holds at a time. Smaller maps cost more than they save.
+# Bytes of a map, and of decoded blocks, that one thread holds at a time. Smaller maps cost more than they save.
 _WINDOW_BYTES = 8 << 20
 
 DTYPES = {
@@ -69,16 +71,16 @@ _Bytes: TypeAlias = npt.NDArray[np.uint8]
 class TensorInfo(NamedTuple):
     """Dtype, shape and place of a tensor on disk; `offset` counts from the file's start.
 
-    With `scale` the bytes are 8-bit blocks (F8_E4M3) and `dtype` is that of the decoded tensor.
+    With `packed` the bytes are quantised; `dtype` and `shape` are those of the decoded tensor.
     """
 
-    name: str
+    name: str  # on disk
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
     offset: int
     nbytes: int  # on disk, scales excluded
-    scale: TensorInfo | None = None
+    packed: Packed | None = None
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -94,14 +96,23 @@ class CheckpointReader:
 
     A tensor is seen as a matrix: leading dimensions count as rows, so [E, F, H] has E * F rows of H columns; a vector
     is one column wide. Reads may come from several threads. Raises UserError or UserErrors from the constructor when
-    files are missing, damaged or contradict the index, or when a scale of 8-bit blocks does not fit them.
+    files are missing, damaged or contradict the index, or when scales do not fit a quantised matrix.
     """
 
     def __init__(self, path: str | Path, *, tensors: Mapping[str, TensorInfo] | None = None) -> None:
         self.path = Path(path)
         # Given tensors are read from their own files; `path` is not opened.
-        infos = _open_checkpoint(self.path) if tensors is None else dict(tensors)
-        self.tensors: dict[str, TensorInfo] = _pair_scales(infos)
+        self.prefixes = PLAIN_NAMES  # how the names of the language model begin on disk
+        self.tensors: dict[str, TensorInfo] = dict(tensors or {})
+        if tensors is None:
+            infos = pair(_open_checkpoint(self.path), block_size(self.path))
+            self.prefixes = name_prefixes(infos)
+            self.tensors = {renamed(name, self.prefixes, PLAIN_NAMES): info for name, info in infos.items()}
+            if len(self.tensors) < len(infos):
+                rule = f"begin with {self.prefixes[0]}, or none"
+                raise UserError(f"{self.path}: holds two language models; all names of one must {rule}")
+        # Names outside of the language model, as those of a tower for images.
+        self.others = sorted(name for name, info in self.tensors.items() if not info.name.startswith(self.prefixes))
         # Payload bytes that this process copied, without headers and without the rest of cut rows.
         self.bytes_read = 0
         self._fds: dict[Path, int] = {}
@@ -157,29 +168,24 @@ class CheckpointReader:
         assert 0 <= cols[0] <= cols[1] <= width, (info, cols)
         assert not rows or (row >= 0 and (row + rows) * width <= prod(info.shape)), (info, row, rows)
         assert all(t.dtype == info.dtype and t.shape[1] == cols[1] - cols[0] for t in targets), (info, cols)
-        if info.scale is not None:
-            self._decode(info, row, cols, targets)
+        if info.packed is not None:
+            self._decode(info.packed, row, cols, targets)
         else:
             self._read_bytes(info, row, cols, [as_bytes(target) for target in targets])
 
-    def _decode(self, info: TensorInfo, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
-        """Fill `targets` with 8-bit values times the scale of their block."""
-        assert info.scale is not None
-        stored = info._replace(dtype=torch.float8_e4m3fn, scale=None)
-        first_col, last_col = cols[0] // FP8_BLOCK, -(-cols[1] // FP8_BLOCK)
-        # 1 byte as stored, 4 as float32 for the value and for its scale, 2 as bfloat16.
-        step = max(1, _WINDOW_BYTES // (11 * max(1, cols[1] - cols[0])))
+    def _decode(self, packed: Packed, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Fill `targets` with the values of a quantised matrix."""
+
+        def stored(info: TensorInfo, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+            result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=info.dtype)
+            self._read_bytes(info, rows[0], cols, [as_bytes(result)])
+            return result
+
+        step = max(1, _WINDOW_BYTES // (BYTES_PER_VALUE * max(1, cols[1] - cols[0])))
         for part in targets:
             for low in range(0, len(part), step):
                 target = part[low : low + step]
-                first_row, last_row = (row + low) // FP8_BLOCK, -(-(row + low + len(target)) // FP8_BLOCK)
-                raw = torch.empty(target.shape, dtype=stored.dtype)
-                scale = torch.empty(last_row - first_row, last_col - first_col, dtype=torch.float32)
-                self._read_bytes(stored, row + low, cols, [as_bytes(raw)])
-                self._read_bytes(info.scale, first_row, (first_col, last_col), [as_bytes(scale)])
-                of_row = torch.arange(row + low, row + low + len(target)) // FP8_BLOCK - first_row
-                of_col = torch.arange(*cols) // FP8_BLOCK - first_col
-                target.copy_(raw.float() * scale[of_row][:, of_col])
+                target.copy_(decode(packed, (row + low, row + low + len(target)), cols, stored))
             row += len(part)
 
     def _read_bytes(self, info: TensorInfo, row: int, cols: tuple[int, int], views: Sequence[_Bytes]) -> None:
@@ -273,26 +279,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _shrunk(info: TensorInfo) -> UserError:
     return UserError(f"{info.file}: ends inside {info.name}; it was complete when opened, is it being rewritten?")
-
-
-def _pair_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors, each 8-bit block matrix merged with its scales into one bfloat16 tensor."""
-    problems = []
-    for name in [name for name in tensors if name.endswith(".weight" + SCALE_SUFFIX)]:
-        weight, scale = tensors.get(name.removesuffix(SCALE_SUFFIX)), tensors[name]
-        if weight is None or weight.dtype != torch.float8_e4m3fn:
-            continue  # not scales of a matrix in blocks: the check against the model's tensors reports it
-        expected = tuple(-(-size // FP8_BLOCK) for size in weight.shape)
-        if len(weight.shape) != 2 or scale.shape != expected or scale.dtype != torch.float32:
-            actual = f"{DTYPE_NAMES[scale.dtype]} {list(scale.shape)}"
-            rule = f"must be F32 {list(expected)}, one scale per block of {FP8_BLOCK} x {FP8_BLOCK}"
-            problems.append(f"{scale.file}: {name} is {actual}; for {weight.name} {list(weight.shape)} it {rule}")
-            continue
-        del tensors[name]
-        tensors[weight.name] = weight._replace(dtype=torch.bfloat16, scale=scale)
-    if problems:
-        raise UserErrors(problems)
-    return tensors
 
 
 def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig, MoeConfig
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.config import release_problems
 from mega_rl.converters.live.model_config import (
     extra_config_attributes,
     gpt_model_kwargs,
@@ -32,7 +33,7 @@ from mega_rl.engines.models.layer import LatentAttention
 from mega_rl.engines.models.moe import ExpertRowParallelLinear, use_own_dispatchers
 from mega_rl.engines.models.rope import PackedRotary, set_llama3_frequencies
 from mega_rl.engines.models.specs import TE, Attention, decoder_spec, mtp_spec
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -64,6 +65,11 @@ def transformer_config(
     biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
     """
     _check(hf, layout)
+    if hf.delta is not None and deterministic and torch.cuda.is_available():
+        raise UserError(
+            f"trainer.deterministic=true: the kernels of flash-linear-attention, which model_type={hf.family} runs on, "
+            "are not known to repeat their bits; set it to false"
+        )
     kind = DTYPES[model.dtype]
     kwargs: dict[str, Any] = {
         **transformer_config_kwargs(hf),
@@ -115,11 +121,13 @@ def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> 
 
 def _check(hf: HFConfig, layout: ParallelLayout) -> None:
     """Raise UserError for a layout in which Megatron-Core cannot build or correctly train this model."""
-    if layout.tp > 1 and not layout.sequence_parallel and (hf.moe is not None or hf.mla is not None):
+    if problems := list(release_problems(hf.family)):
+        raise UserErrors(problems)
+    if layout.tp > 1 and not layout.sequence_parallel and (hf.moe or hf.mla or hf.delta):
         # Upstream's gradients would be wrong: those of replicated norms and of experts count some tokens twice.
         raise UserError(
             f"engine.megatron.sequence_parallel=false: model_type={hf.family} with tp={layout.tp} needs it, having "
-            "experts or latent attention; set engine.megatron.sequence_parallel=true"
+            "experts, latent attention or gated delta nets; set engine.megatron.sequence_parallel=true"
         )
     if hf.moe is not None and hf.linear_bias and layout.etp > 1:
         raise UserError(

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.config.schema import ModelConfig, MoeConfig
-from mega_rl.converters.architecture import HFConfig, Mla, is_moe
+from mega_rl.converters.architecture import HFConfig, Mla, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.engines.models.attention import CoreAttention
@@ -149,6 +149,7 @@ def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
             "a separate norm epsilon in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
             "sliding windows over context parallelism": cp_size > 1 and hf.window is not None,
             "attention sinks in packed sequences": hf.sinks,
+            "gated delta nets in packed sequences": hf.delta is not None,
         }.items()
         if there
     ]
@@ -241,27 +242,38 @@ def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection
         params=params if special else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=_attention(hf, pg_collection) if hf.mla is None else _latent_attention(hf.mla),
+            self_attention=_mixer(hf, layer, pg_collection),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
             mlp=_experts() if moe else _mlp(),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_te_names(hf, moe=moe),
+            sharded_state_dict_keys_map=_te_names(hf, layer),
         ),
     )
 
 
-def _te_names(hf: HFConfig, *, moe: bool) -> dict[str, str]:
+def _te_names(hf: HFConfig, layer: int) -> dict[str, str]:
     """Return prefixes of a layer's names and their names in checkpoints, those of Transformer Engine."""
     names = {}
-    if hf.mla is None:
+    if is_delta_net(hf, layer):
+        names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    elif hf.mla is None:
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
     else:
         names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
         names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
-    if not moe:
+    if not is_moe(hf, layer):
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return names
+
+
+def _mixer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    """Return what mixes the tokens of a layer: attention, latent attention or a gated delta net."""
+    if is_delta_net(hf, layer):
+        from mega_rl.engines.models.delta_net import delta_net_spec  # Megatron-Core 0.16 lacks it
+
+        return delta_net_spec(hf.family)
+    return _attention(hf, pg_collection) if hf.mla is None else _latent_attention(hf.mla)
 
 
 def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpec:

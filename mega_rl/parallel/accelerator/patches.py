@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import conv1d, silu
 
 from mega_rl.parallel.accelerator.base import squared_norm
 from mega_rl.parallel.accelerator.megatron_core import RELEASES
@@ -165,6 +166,36 @@ def _recompute_without_fp8(module: ModuleType) -> None:
         original(self, fp8 or None)
 
     module.CheckpointWithoutOutput.__init__ = initialise
+
+
+@_patch("megatron.core.ssm.gated_delta_net.common:torch_chunk_gated_delta_rule", "0.19")
+def _delta_rule_of_torch(module: ModuleType) -> None:
+    """Upstream asks for functions of flash-linear-attention, which needs a GPU: torch's, on padded sequences."""
+
+    def by_sequence(function: Callable[..., Any], tensors: Sequence[Any], cu_seqlens: Any) -> Any:
+        """Apply a causal function of [B, S, ...] to packed [1, T, ...]."""
+        if cu_seqlens is None:
+            return function(*tensors)
+        lengths = cu_seqlens.diff()[:, None]
+        place = torch.arange(int(lengths.max()))
+        index = (cu_seqlens[:-1, None] + place).clamp(max=tensors[0].size(1) - 1)  # tokens after a sequence: any
+        return function(*(tensor[0, index] for tensor in tensors))[place < lengths][None]
+
+    def conv(x: Any, weight: Any, bias: Any, cu_seqlens: Any = None, **kwargs: Any) -> tuple[Any, None]:
+        def silu_conv(x: Any) -> Any:
+            made = conv1d(x.transpose(1, 2), weight[:, None], bias, padding=weight.size(1) - 1, groups=weight.size(0))
+            return silu(made[..., : x.size(1)]).transpose(1, 2)
+
+        return by_sequence(silu_conv, [x], cu_seqlens), None
+
+    def rule(q: Any, k: Any, v: Any, *, g: Any, beta: Any, cu_seqlens: Any = None, **kwargs: Any) -> tuple[Any, None]:
+        chunked = module.torch_chunk_gated_delta_rule
+        return by_sequence(lambda *tensors: chunked(*tensors)[0], [q, k, v, g, beta], cu_seqlens), None
+
+    def l2norm(x: Any, dim: int = -1, eps: float = 1e-6) -> Any:
+        return (x * torch.rsqrt(x.float().square().sum(dim, keepdim=True) + eps)).to(x.dtype)
+
+    vars(module).update(HAVE_FLA=True, causal_conv1d=conv, chunk_gated_delta_rule=rule, l2norm=l2norm)
 
 
 @_patch("megatron.core.utils:local_multi_tensor_l2_norm")

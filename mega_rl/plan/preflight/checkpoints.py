@@ -16,7 +16,7 @@ from mega_rl.config.schema import ChatConfig, Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
 from mega_rl.converters.hf.companions import companions
-from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config, release_problems
 from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.data.downloads import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
@@ -24,7 +24,7 @@ from mega_rl.errors import UserError
 
 ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.source.path"
 # Properties of a checkpoint that its forward does not depend on.
-_NOT_COMPUTED = ("eos_token_ids", "pad_token_id", "dtype", "initializer_range")
+_NOT_COMPUTED = ("eos_token_ids", "pad_token_id", "dtype", "initializer_range", "prefixes", "quantization")
 
 
 def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
@@ -40,11 +40,19 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
             problems += [f"{key}: {line}" for line in str(error).splitlines()]
             continue
         problems += [f"{key}: {path}: {problem}" for problem in untrained(checkpoints[key])]
+        if config.engine.backend == "megatron":
+            problems += [f"{key}: {path}: {problem}" for problem in release_problems(checkpoints[key].family)]
+        quantization = checkpoints[key].quantization
+        if key == ACTOR and quantization is not None and config.rollout.backend == "sglang":
+            problems.append(
+                f"{key}: {path}: SGLang would serve {quantization} weights, and is sent bf16; convert the checkpoint "
+                "(mega-rl convert import, then export)"
+            )
     return checkpoints, problems
 
 
 def untrained(hf: HFConfig) -> Iterator[str]:
-    """Yield why a model cannot be trained: its family, a known bug, quantized weights."""
+    """Yield why a model cannot be trained: its family, or a known bug."""
     if hf.own is not None:
         return
     reason = FAMILIES[hf.family].not_trained
@@ -59,8 +67,6 @@ def untrained(hf: HFConfig) -> Iterator[str]:
             f"model_type={hf.family} cannot be trained with the installed transformers: rollouts would come from "
             f"another model, since {bug.what}; run 'pip install \"transformers>={bug.fixed_in}\"'"
         )
-    if hf.quantization is not None:
-        yield f"quantization_config: {hf.quantization} weights can be converted but not trained yet"
 
 
 def known_bug(hf: HFConfig, *, transformers: str | None = None) -> KnownBug | None:
@@ -122,7 +128,7 @@ def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iter
     """Yield why a reference cannot take in the actor's weights, or cannot teach it."""
     if not all(key in checkpoints for key in (ACTOR, REFERENCE)):
         return
-    actor, reference = (asdict(replace(checkpoints[key], raw={})) for key in (ACTOR, REFERENCE))
+    actor, reference = (asdict(replace(checkpoints[key], raw={}, wrapper=None)) for key in (ACTOR, REFERENCE))
     different = [name for name, value in actor.items() if reference[name] != value and name not in _NOT_COMPUTED]
     if config.algorithm.kl.reference_interval and different:
         yield (

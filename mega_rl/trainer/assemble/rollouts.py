@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig
-
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.config.user_files import users_code
+from mega_rl.converters.live.load import model_config
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
@@ -160,7 +159,6 @@ def build_sglang_engine(
     """Return the servers as this rank's rollout engine."""
     actor, sglang = plan.models["actor"], rollout.sglang
     path, moe = actor.path, actor.hf.moe
-    hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     return SglangRolloutEngine(
         connection.router,
         everyone=world,
@@ -168,8 +166,8 @@ def build_sglang_engine(
         bring_back=connection.bring_back,
         settings=SglangRolloutSettings(
             sampling=replace(
-                _sampling(rollout, with_end_of_sequence(path, hf, rollout.stop_token_ids)),
-                hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, hf.vocab_size)),
+                _sampling(rollout, with_end_of_sequence(path, model_config(path), rollout.stop_token_ids)),
+                hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, actor.hf.vocab_size)),
             ),
             max_positions=actor.hf.max_position_embeddings,
             timeout_s=sglang.request_timeout_s,

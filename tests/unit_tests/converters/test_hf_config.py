@@ -12,7 +12,7 @@ import pytest
 
 from mega_rl.converters.architecture import HFConfig, Llama3Rope, Rope, Window, Yarn
 from mega_rl.converters.families import FAMILIES
-from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config, release_problems
 from mega_rl.errors import UserError, UserErrors
 from tests.unit_tests.converters.hub_configs import FP8, HUB
 from tests.unit_tests.converters.tiny_configs import TINY, YARN
@@ -140,13 +140,18 @@ def test_gemma3_without_a_full_layer() -> None:
     assert (hf.rope, hf.window) == (Rope("default", 1e6, local_theta=1e4), Window(6, (True, True)))
 
 
-def test_gemma3_wrapped_as_its_image_model_is() -> None:
-    wrapped = {"model_type": "gemma3", "text_config": TINY["gemma3_text"], "dtype": "bfloat16"}
-    assert parse_hf_config(wrapped) == tiny("gemma3_text")
-    with pytest.raises(UserError, match="images and text"):
-        parse_hf_config(wrapped | {"vision_config": {"hidden_size": 1}})
-    with pytest.raises(UserError, match="images and text"):
-        parse_hf_config({"model_type": "gemma3"})
+def test_gemma3_inside_a_model_of_images() -> None:
+    wrapped = {"model_type": "gemma3", "text_config": {**TINY["gemma3_text"]}, "vision_config": {}, "dtype": "bfloat16"}
+    hf = parse_hf_config(wrapped)
+    assert hf == tiny("gemma3_text")
+    assert hf.raw == TINY["gemma3_text"]
+    assert hf.wrapper == wrapped
+    del wrapped["text_config"]["model_type"]  # type: ignore[attr-defined]
+    assert parse_hf_config(wrapped).family == "gemma3_text"
+    with pytest.raises(UserError, match="is_encoder_decoder=true"):
+        parse_hf_config(wrapped | {"is_encoder_decoder": True})
+    with pytest.raises(UserError, match="vision_config"):
+        tiny("qwen3", vision_config={})
 
 
 def test_windows_of_olmo3_are_not_scaled() -> None:
@@ -229,9 +234,9 @@ def test_yarn() -> None:
         ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "latent attention"]),
         ("deepseek_v3", {"num_nextn_predict_layers": 65}, ["num_nextn_predict_layers=65", "64"]),
         ("deepseek_v3", {"auto_map": {"AutoModel": "modeling_mine.M"}}, ["auto_map", "never run"]),
-        ("deepseek_v3", {"quantization_config": {**FP8, "weight_block_size": [1, 128]}}, ["quantization_config"]),
+        ("deepseek_v3", {"quantization_config": {**FP8, "weight_block_size": [0, 128]}}, ["quantization_config"]),
         ("kimi_k2", {"quantization_config": {"quant_method": "compressed-tensors"}}, ["compressed-tensors", "fp8"]),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4", "unquantised"]),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantised"]),
         ("gpt_oss", {"attention_bias": False}, ["attention_bias=false", "experts have biases"]),
         ("gpt_oss", {"swiglu_limit": 5.0}, ["swiglu_limit=5.0", "7"]),
         ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0", "1.702"]),
@@ -284,13 +289,27 @@ def test_refusals_name_field_value_and_reason(base: Any, change: dict[str, Any],
     assert len(getattr(caught.value, "problems", [1])) == 1
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
-def test_gated_delta_nets_are_refused_by_field(name: str) -> None:
-    kinds = ["linear_attention"] * 3 + ["full_attention"]
-    with pytest.raises(UserError) as caught:
-        parse_hf_config(TINY["qwen3"] | {"model_type": name, "layer_types": kinds})
-    for word in ("layer_types=", "linear_attention", "flash-linear-attention", name):
-        assert word in str(caught.value)
+def test_gated_delta_nets_are_every_layer_but_each_fourth() -> None:
+    """Without `layer_types`; rotation covers a quarter of a head, and a text's positions are the same on all axes."""
+    raw = {key: value for key, value in TINY["qwen3_5_text"].items() if key not in ("layer_types", "rope_theta")}
+    raw["rope_parameters"] = {"rope_theta": 1e7, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    config = parse_hf_config(raw)
+    assert config.delta is not None
+    assert config.delta.layers == (True, True, True, False)
+    assert (config.rope.percent, config.attention_gate, config.zero_centered_norm) == (0.25, True, True)
+
+
+@pytest.mark.parametrize(
+    ("installed", "refused"), [("0.16.1", True), ("0.18.2", True), ("0.19.0", False), (None, True)]
+)
+def test_gated_delta_nets_need_a_new_megatron(
+    installed: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mega_rl.converters.hf.config.installed_version", lambda name: installed)
+    problems = list(release_problems("qwen3_next"))
+    assert len(problems) == refused
+    assert all("needs megatron-core 0.19 or newer, which has its gated delta nets" in line for line in problems)
+    assert list(release_problems("qwen3")) == []
 
 
 @pytest.mark.parametrize(
@@ -366,7 +385,7 @@ def test_damaged_configs_never_raise_anything_else(seed: int) -> None:
             longest = 0
             assert hf.dims.keys() >= {"hidden", "q", "o"}
             assert 1 <= hf.num_layers <= 4096
-        assert longest < 600
+        assert longest < 800  # the list of families
     # Both happen, so the mutants are neither harmless nor all broken at the first key.
     assert min(outcomes.values()) >= 10, outcomes
 

@@ -199,7 +199,7 @@ def test_8_bit_blocks_load_as_their_scaled_values(tmp_path: Path, tp: int) -> No
     expected = quantise(source)
     layout = ParallelLayout(world_size=tp, tp=tp, etp=tp)
     unannounced = Sharding(read_hf_config(source), layout)
-    with pytest.raises(UserErrors, match=r"8-bit blocks with scales, but config\.json has no fp8"):
+    with pytest.raises(UserErrors, match=r"are fp8 with scales, but config\.json has no fp8"):
         load_hf(planned_chunks(unannounced, FIRST), source, sharding=unannounced, coordinates=FIRST)
     fp8_config(source)
     plain = tmp_path / "plain"
@@ -221,7 +221,7 @@ def test_8_bit_values_without_their_scale_are_refused(tmp_path: Path) -> None:
     quantise(source)
     fp8_config(source)
     with CheckpointReader(source) as reader:
-        names = sorted(name for name, info in reader.tensors.items() if info.scale is not None)
+        names = sorted(name for name, info in reader.tensors.items() if info.packed is not None)
     tensors = load_file(source / "model.safetensors")
     lost, short, half = names[0], names[1], names[2]
     del tensors[lost + "_scale_inv"]
@@ -235,8 +235,8 @@ def test_8_bit_values_without_their_scale_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as caught:
         CheckpointReader(source)
     assert len(caught.value.problems) == 2
-    assert any(f"{short}_scale_inv is F32 [3, 1]" in problem for problem in caught.value.problems)
-    assert any(f"{half}_scale_inv is F16 [1, 1]" in problem for problem in caught.value.problems)
+    assert any(f"{short}_scale_inv is float32 [3, 1]" in problem for problem in caught.value.problems)
+    assert any(f"{half}_scale_inv is float16 [1, 1]" in problem for problem in caught.value.problems)
 
 
 # Our own bugs.

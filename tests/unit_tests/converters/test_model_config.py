@@ -74,10 +74,11 @@ def test_scales_of_yarn_are_those_of_transformers() -> None:
 def test_fusions_that_are_wrong_for_an_architecture_are_off() -> None:
     off = {name: set(unfused(parse_hf_config(TINY[name]))) for name in TINY}
     assert all(value is False for name in TINY for value in unfused(parse_hf_config(TINY[name])).values())
-    rope = {"apply_rope_fusion"}
+    rope, activation = {"apply_rope_fusion"}, {"bias_activation_fusion"}
     assert {name: actual for name, actual in off.items() if actual} == {
-        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight", "glm4"), rope),
-        "gemma3_text": {"bias_activation_fusion"},
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight", "glm4", "glm4_moe_lite"), rope),
+        **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "ministral3"), rope),
+        **dict.fromkeys(("arcee", "gemma3_text"), activation),
         "gpt_oss": rope,
     }
 

@@ -159,7 +159,7 @@ def heads(*sizes: int) -> list[Tensor]:
 def call(module: Any, **arguments: Any) -> Any:
     from transformers import AttentionInterface
 
-    return AttentionInterface()["mega_rl_sdpa"](module, *heads(4, 2, 2), None, **{"sequences": None, **arguments})
+    return AttentionInterface()["mega_rl_fused"](module, *heads(4, 2, 2), None, **{"sequences": None, **arguments})
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def check_server(control: Control, expected: ExpectedServer) -> list[str]:
 def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """Return the mismatches of /model_info, /server_info and their checkpoint with `expected`, in words."""
     problems = _wrong_settings(server, expected)
-    raw = expected.hf.raw
+    raw = expected.hf.raw if expected.hf.wrapper is None else expected.hf.wrapper
     for key in ("model_type", "architectures"):
         if key in raw and model.get(key) != raw[key]:
             problems.append(
@@ -110,7 +110,8 @@ def _wrong_checkpoint(path: Path, expected: ExpectedServer) -> list[str]:
         shapes: dict[str, tuple[int, ...]] = {}
         if any(path.glob("*.safetensors")):  # a server with --load-format dummy needs none
             with CheckpointReader(path) as reader:
-                shapes = {name: info.shape for name, info in reader.tensors.items()}
+                outside = set(reader.others if hf.wrapper is not None else ())
+                shapes = {name: info.shape for name, info in reader.tensors.items() if name not in outside}
                 hf = as_on_disk(hf, shapes)
     except (UserErrors, UserError, OSError, ValueError, TypeError) as error:
         return [f"its checkpoint {path} cannot be read: {error}"]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.converters.live.export import export_hf
+from mega_rl.converters.safetensors.header import PLAIN_NAMES, renamed
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import Ranks
@@ -40,12 +41,18 @@ class TrainerWeights:
     def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
         """Return the plan: see `reshard.plan_buckets`."""
         sharding, itemsize = self.engine.sharding, self.dtype.itemsize
-        return plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
+        plan = plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
+        named = (tuple(slot._replace(name=self._on_disk(slot.name)) for slot in bucket.slots) for bucket in plan)
+        return tuple(replace(bucket, slots=slots) for bucket, slots in zip(plan, named, strict=True))
 
     def export(self, *, bucket_bytes: int, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) on all ranks of a replica; see `export_hf`."""
+        """Yield (name in the checkpoint, full tensor) on all ranks of a replica; see `export_hf`."""
         place = replace(self.engine.place, bucket_bytes=bucket_bytes)
-        return export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, own_stage=own_stage)
+        tensors = export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, own_stage=own_stage)
+        return ((self._on_disk(name), tensor) for name, tensor in tensors)
+
+    def _on_disk(self, name: str) -> str:
+        return renamed(name, PLAIN_NAMES, self.engine.sharding.hf.prefixes)
 
 
 @dataclass(frozen=True)

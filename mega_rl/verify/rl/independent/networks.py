@@ -161,5 +161,6 @@ class TrainedNetwork:
             first.mul_(settings.beta1).add_((1 - settings.beta1) * gradient)
             second.mul_(settings.beta2).add_((1 - settings.beta2) * gradient**2)
             direction = (first / first_below) / ((second / second_below).sqrt() + settings.eps)
-            weight = parameter.double() * (1 - lr * self._formulas.decay(parameter, settings))
+            decayed = parameter.flatten() if name.endswith("bias") else parameter  # experts' biases are stacked
+            weight = parameter.double() * (1 - lr * self._formulas.decay(decayed, settings))
             parameter.copy_(weight - lr * direction)

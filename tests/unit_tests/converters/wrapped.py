@@ -1,0 +1,61 @@
+"""Tiny checkpoints of models of images and text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.models import SMALL, TINY
+
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+# model_type -> (family of the text, what the whole config has besides).
+WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {"vision_config": {**TOWER, "image_size": 16}, "mm_tokens_per_image": 4}),
+    "mistral3": ("mistral", {"vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 8, "image_size": 16}}),
+    "qwen2_5_vl": ("qwen2", {"vision_config": {**QWEN_TOWER, "fullatt_block_indexes": [0]}}),
+    "qwen3_vl": ("qwen3", {"vision_config": {**QWEN_TOWER, "num_position_embeddings": 16}}),
+}
+
+
+def write_wrapped(folder: Path, model_type: str = "gemma3", *, tied: bool = True) -> Path:
+    """Write a random model of images and text as transformers does, in several files."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    family, more = WRAPPED[model_type]
+    text = {**SMALL, **TINY[family], "tie_word_embeddings": tied}
+    if "qwen" in model_type:
+        text |= {"rope_parameters": MROPE, "head_dim": 8}
+    elif family == "mistral":
+        text |= {"model_type": family}
+    ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "image_token_id": 49}
+    config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **ids, **more)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors by their names on disk, as safetensors reads them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+    """Put these tensors into one file in the place of a folder's weights, and change keys of its config.json."""
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
