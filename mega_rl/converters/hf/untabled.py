@@ -15,9 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -69,7 +68,7 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
 
 def _read_config(raw: Mapping[str, Any], where: str) -> PreTrainedConfig:
     """Return transformers' config. Raises UserError: it has no causal language model for it."""
-    name, release = raw.get("model_type"), f"transformers {transformers.__version__}"
+    name, release = raw.get("model_type"), f"transformers {__version__}"
 
     def refused(why: str) -> UserError:
         return UserError(f"{where}: model_type={json.dumps(name)}: {why}; take a model that engine.backend=fsdp trains")
