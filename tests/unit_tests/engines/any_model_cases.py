@@ -85,8 +85,9 @@ def train_one(folder: Path) -> dict[str, Any]:
 
     loss = PolicyLoss(PPO(clip_low=0.2, clip_high=0.3), kl=None, kl_estimator=k3)
     judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    judge.get_input_embeddings().padding_idx = None  # a token of rows here like any other, and Helium's is 3
     on_disk = load_file(folder / "model.safetensors")
-    result: dict[str, Any] = {"gradients": []}
+    result: dict[str, Any] = {"gradients": [], "weights": []}
     with running_engine(config_of(folder)) as engine:
         result |= {"packs": engine.batching.packing, "attention": engine.attention}
         start = exported(engine)
@@ -114,7 +115,19 @@ def train_one(folder: Path) -> dict[str, Any]:
             square = sum(float((actual[name] - grad).square().sum()) for name, grad in expected.items())
             result["gradients"].append((square / sum(float(g.square().sum()) for g in expected.values())) ** 0.5)
             adam.step()
+            result["weights"].append(bring_together(judge, sharded_parameters(engine.model)))
     return result
+
+
+@torch.no_grad()
+def bring_together(judge: Any, ours: dict[str, Any]) -> float:
+    """The largest relative difference of a weight, which the judge takes over: state-space models magnify it."""
+    worst = 0.0
+    for name, theirs in judge.named_parameters():
+        own = ours[name].full_tensor()
+        worst = max(worst, float((own - theirs).norm() / theirs.norm()))
+        theirs.copy_(own)
+    return worst
 
 
 def logprobs_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:

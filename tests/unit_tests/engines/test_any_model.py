@@ -20,6 +20,8 @@ from tests.unit_tests.engines.any_model_cases import rewrite_config, small_confi
 pytestmark = pytest.mark.timeout(1200)
 
 GRADIENT_TOLERANCE = 1e-5  # relative, float32: sums of some hundred terms in another order
+STATE_TOLERANCE = 2e-5  # Jamba's: its states are sums of exponentials, padded rows and single ones in another order
+WEIGHT_TOLERANCE = 1e-6  # relative, after a step of Adam from equal weights
 FEW = ("phimoe", "olmo_hybrid", "gpt_neox", "lfm2", "gemma2")
 MANY = (
     "afmoe", "arcee", "bamba", "cohere", "cohere2", "dots1", "ernie4_5", "exaone4", "flex_olmo",
@@ -42,7 +44,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_transformers(family: str, trained: dict[str, Any]) -> None:
     assert "error" not in trained[family], trained[family]["error"]
-    assert max(trained[family]["gradients"]) <= GRADIENT_TOLERANCE
+    assert max(trained[family]["gradients"]) <= (STATE_TOLERANCE if family == "jamba" else GRADIENT_TOLERANCE)
+    assert max(trained[family]["weights"]) <= WEIGHT_TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
