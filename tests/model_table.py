@@ -1,15 +1,17 @@
 """Accepted configurations of transformers: `python -m tests.model_table` rewrites docs/workers/fsdp_workers.md.
 
-For every decoder-only config class with a language-model head, on its defaults, shrunk: the FSDP engine's proof, the
-embedded engine's, and the reader of tables.
+Every decoder-only config class with a language-model head, on its defaults, shrunk: three steps of the FSDP engine with
+transformers' own gradients, the embedded engine's proof, and the reader of Megatron-Core's tables.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -18,31 +20,70 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.hf.untabled import FOREIGN
-from mega_rl.engines.fsdp_proof import find_way
 from mega_rl.errors import UserError
 from mega_rl.rollout.decoding import prove_decoding
-from tests.unit_tests.engines.any_model_cases import FIELDS
+from tests.helpers.distributed import run_ranks
+from tests.unit_tests.engines.any_model_cases import FIELDS, small_config, train_all, write_model
 
 PAGE = Path(__file__).parents[1] / "docs/workers/fsdp_workers.md"
+FARTHEST = 2e-5  # relative difference of gradients in float32
 BEGIN, END = "<!-- models: python -m tests.model_table -->", "<!-- end of models -->"
 
 
-def row(model_type: str) -> dict[str, str]:
-    """What accepts a model, by engine; a reason where none does."""
-    config = CONFIG_MAPPING[model_type](**FIELDS.get(model_type, {}))
-    best, why = find_way(config, "auto", True, "cpu")
-    verdict = {"fsdp": "refused: " + why if best is None else "packed" if best[1] else "padded"}
+def of_training(types: list[str]) -> dict[str, str]:
+    """How the FSDP engine trains each type, or why not."""
+    verdicts, written = {}, []
+    with tempfile.TemporaryDirectory(prefix="model_table_") as folder:
+        for model_type in types:
+            try:
+                write_model(Path(folder, model_type), model_type)
+                written.append(model_type)
+            except FOREIGN as error:
+                verdicts[model_type] = f"refused: its defaults make no model ({type(error).__name__})"
+        for first in range(0, len(written), 10):
+            trained = run_ranks(1, train_all, folder, written[first : first + 10], timeout_s=1200)[0]
+            verdicts |= {model_type: _verdict(result) for model_type, result in trained.items()}
+    return verdicts
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"refused: {result['error']}"
+    far = max(result["gradients"])
+    if far > FARTHEST or not result["same file"]:
+        return f"refused: gradients are off by {far:.0e}"
+    return "packed" if result["packs"] else "padded"
+
+
+def of_decoding(model_type: str) -> str:
+    """How the embedded engine decodes."""
     try:
-        way = prove_decoding(config, torch.device("cpu"))
-        verdict["embedded"] = "batches" if way.left_padded else "prompts of one length"
-    except UserError:
-        verdict["embedded"] = "not"
+        way = prove_decoding(small_config(model_type), torch.device("cpu"))
+        return "batches" if way.left_padded else "prompts of one length"
+    except (*FOREIGN, UserError):
+        return "not"
+
+
+def of_table(model_type: str) -> str:
+    """Whether Megatron-Core has a table."""
     try:
-        parse_hf_config(config.to_dict())
-        verdict["megatron"] = "table"
-    except UserError:
-        verdict["megatron"] = "none"
-    return verdict
+        parse_hf_config(CONFIG_MAPPING[model_type](**FIELDS.get(model_type, {})).to_dict())
+        return "table"
+    except (*FOREIGN, UserError):
+        return "none"
+
+
+def decoders() -> list[str]:
+    """Types of causal language models that read text alone."""
+    types = []
+    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            config = CONFIG_MAPPING[model_type]()
+        except FOREIGN:
+            continue
+        if not config.is_encoder_decoder and config.get_text_config() is config:
+            types.append(model_type)
+    return types
 
 
 def main() -> None:
@@ -50,20 +91,13 @@ def main() -> None:
     logging.disable(logging.WARNING)
     named = sys.argv[1:]
     groups: dict[str, list[str]] = defaultdict(list)
-    for model_type in named or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        try:
-            config = CONFIG_MAPPING[model_type]()
-        except FOREIGN:
-            continue
-        if config.is_encoder_decoder or config.get_text_config() is not config:
-            continue
-        verdict = row(model_type)
-        if "a token sees later ones" in verdict["fsdp"]:  # an encoder
+    for model_type, verdict in of_training(named or decoders()).items():
+        if "a token sees later ones" in verdict:  # an encoder
             continue
         print(model_type, verdict, flush=True)
-        groups[f"FSDP, {verdict['fsdp'].partition(':')[0]} rows"].append(model_type)
-        groups[f"embedded rollouts, {verdict['embedded']}"].append(model_type)
-        groups[f"Megatron-Core, {verdict['megatron']}"].append(model_type)
+        groups[f"FSDP, {verdict.partition(':')[0]}"].append(model_type)
+        groups[f"embedded rollouts, {of_decoding(model_type)}"].append(model_type)
+        groups[f"Megatron-Core, {of_table(model_type)}"].append(model_type)
     lines = [f"- {group} ({len(types)}): {', '.join(types)}." for group, types in sorted(groups.items())]
     text = "\n".join(
         [BEGIN, f"transformers {transformers.__version__}, defaults of each class, shrunk:", "", *lines, END]

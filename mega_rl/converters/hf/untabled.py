@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
@@ -30,6 +31,7 @@ UNLIMITED_POSITIONS = 1 << 30  # positions, where a config states none
 # Errors of foreign code on a config or input that it does not expect.
 FOREIGN = (
     TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError, ArithmeticError, ImportError,
+    StrictDataclassError,
 )  # fmt: skip
 
 

@@ -114,6 +114,7 @@ def test_a_cache_of_other_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ({"model_type": "t5"}, "no class with a language-model head"),
         ({"model_type": "bart"}, "is_encoder_decoder=true"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
+        ({"hidden_size": "wide"}, "cannot read it: .*'hidden_size'"),
     ],
 )
 def test_what_cannot_train_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
