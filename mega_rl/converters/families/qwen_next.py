@@ -113,7 +113,14 @@ QWEN3_5 = replace(
     title="Qwen3.5",
     differs=DIFFERS,
     defaults={**DEFAULTS, "num_key_value_heads": 4},
-    keys=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    # The first two divide rotated dimensions among the axes of an image; a text has one position on all of them.
+    keys=(
+        "mrope_section",
+        "mrope_interleaved",
+        "mamba_ssm_dtype",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+    ),
     in_wrappers=("qwen3_5",),
     moe=None,
 )

@@ -16,8 +16,7 @@ LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_emb
 Kind = Literal["default", "linear", "llama3", "yarn"]
 # Keys of families whose queries grow with the position.
 GROWTH, GROWTH_KEYS = "llama_4_scaling_beta", ("llama_4_scaling_beta", "max_position_embeddings")
-# The last two divide dimensions among the axes of an image; a text has one position on all of them.
-SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 YARN_KEYS = (
     "factor",
     "original_max_position_embeddings",
@@ -60,6 +59,7 @@ def read_rope(fields: Fields, family: Family) -> Rope:
     # A setting of another kind may be left over and has no effect.
     known = {
         *SHARED_KEYS,
+        *family.keys,
         *(GROWTH_KEYS if family.query_growth else ()),
         *(KEYS[kind] if kind != "default" else (key for keys in KEYS.values() for key in keys)),
     }

@@ -82,7 +82,7 @@ def hf_state(hf: HFConfig, *, value_head: bool = False, dtype: torch.dtype = tor
 
 def interleave(hf: HFConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The fused rows, one head at a time: each key-value head preceded by its query heads and followed by its value."""
-    d, per_group = hf.head_dim, hf.num_heads // hf.num_kv_heads
+    d, per_group = hf.head_dim, q.shape[0] // hf.head_dim // hf.num_kv_heads  # gates count as heads
     rows: list[Tensor] = []
     for group in range(hf.num_kv_heads):
         for head in range(group * per_group, (group + 1) * per_group):
@@ -112,6 +112,9 @@ def attention_params(hf: HFConfig, hf_layer: State) -> State:
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in hf_layer:
                 q, k, v = (hf_layer[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
+                if hf.attention_gate:  # of each head the query, then the gate; of each group all queries, all gates
+                    heads = q.view(hf.num_kv_heads, -1, 2, hf.head_dim, q.shape[-1]).transpose(1, 2)
+                    q = heads.reshape(q.shape)
                 out[f"self_attention.linear_qkv.{kind}"] = interleave(hf, q, k, v)
     for source, target in (names | {"o_proj": "linear_proj"}).items():
         for kind in ("weight", "bias"):
@@ -120,6 +123,35 @@ def attention_params(hf: HFConfig, hf_layer: State) -> State:
     if "self_attn.sinks" in hf_layer:
         out["self_attention.core_attention.softmax_offset"] = hf_layer["self_attn.sinks"]
     return out
+
+
+def delta_parts(hf: HFConfig) -> list[int]:
+    """Rows of a delta net's queries, keys, values, gates, betas and alphas."""
+    assert hf.delta is not None
+    keys = hf.delta.num_key_heads * hf.delta.key_head_dim
+    values = hf.delta.num_value_heads * hf.delta.value_head_dim
+    return [keys, keys, values, values, hf.delta.num_value_heads, hf.delta.num_value_heads]
+
+
+def delta_params(hf: HFConfig, hf_layer: State) -> State:
+    """Whole parameters of a gated delta net; none of a layer with attention."""
+    own = {n.removeprefix("linear_attn."): x for n, x in hf_layer.items() if n.startswith("linear_attn.")}
+    if hf.delta is None or not own:
+        return {}
+    if "in_proj_qkvz.weight" in own:  # key head by key head
+        groups, sizes = hf.delta.num_key_heads, delta_parts(hf)
+        halves = (("in_proj_qkvz.weight", sizes[:4]), ("in_proj_ba.weight", sizes[4:]))
+        parts = [
+            part.reshape(-1, hf.hidden_size)
+            for name, rows in halves
+            for part in own[name].view(groups, -1, hf.hidden_size).split([size // groups for size in rows], dim=1)
+        ]
+    else:
+        parts = [own[f"in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")]
+    names = {"conv1d.weight": "conv1d.weight", "norm.weight": "out_norm.weight", "out_proj.weight": "out_proj.weight"}
+    names |= {"A_log": "A_log", "dt_bias": "dt_bias"}
+    out = {f"self_attention.{to}": own[name] for name, to in names.items()}
+    return out | {"self_attention.in_proj.weight": torch.cat(parts)}
 
 
 def gated_mlp(hf_layer: State, source: str, target: str, parts: tuple[str, str, str]) -> State:
@@ -181,7 +213,7 @@ def layer_params(hf: HFConfig, state: State, layer: int) -> State:
         norms |= {"pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
     out = {f"{to}.weight": hf_layer[f"{name}.weight"] for name, to in norms.items() if f"{name}.weight" in hf_layer}
     moe = hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]
-    out |= attention_params(hf, hf_layer)
+    out |= attention_params(hf, hf_layer) | delta_params(hf, hf_layer)
     out |= moe_params(hf, hf_layer) if moe else gated_mlp(hf_layer, "mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
     return out
 
@@ -189,6 +221,8 @@ def layer_params(hf: HFConfig, state: State, layer: int) -> State:
 def te_name(hf: HFConfig, name: str, layer: int) -> str:
     """A layer's parameter name under Transformer Engine's spec."""
     attention, moe = "self_attention.linear_", hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]
+    if hf.delta is not None and hf.delta.layers[layer]:
+        name = name.replace("input_layernorm.weight", "self_attention.in_proj.layer_norm_weight")
     if hf.mla is None:
         name = name.replace("input_layernorm.weight", attention + "qkv.layer_norm_weight")
     else:
@@ -204,11 +238,16 @@ def cut(hf: HFConfig, name: str, whole: Tensor, parts: int, index: int) -> Tenso
     joint = "|self_attention.[qk]_layernorm" if hf.qk_norm_joint else ""
     if re.search(r"linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.|eh_proj|softmax_offset" + joint, name):
         return whole.chunk(parts)[index].clone()
+    if "in_proj" in name or "conv1d" in name:
+        rows = delta_parts(hf)[: 6 if "in_proj" in name else 3]
+        return torch.cat([part.chunk(parts)[index] for part in whole.split(rows)])
+    if "A_log" in name or "dt_bias" in name:
+        return whole.chunk(parts)[index].clone()
     if "linear_fc1." in name and not hf.gated:
         return whole.chunk(parts)[index].clone()
     if "linear_fc1." in name:
         return torch.cat([half.chunk(parts)[index] for half in whole.chunk(2)])
-    if re.search(r"linear_(proj|fc2)\.weight", name):
+    if re.search(r"(linear_proj|linear_fc2|out_proj)\.weight", name):
         return whole.chunk(parts, 1)[index].clone()
     return whole.clone()
 
