@@ -31,7 +31,6 @@ FORMATS = {
     "weight_sync/tensor_bucket.py": "buckets of weights",
     "utils/patch_torch.py": "CUDA IPC handles",
     "sampling/sampling_params.py": "sampling parameters",
-    "utils/common.py": "names that weights may unpickle, among others",
 }
 
 

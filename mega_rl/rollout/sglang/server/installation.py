@@ -21,7 +21,7 @@ from pathlib import Path
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 
-SGLANG_VERSION = "0.5.21"  # the only release that the launcher, the client and the weight updates were tested with
+SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with
 CPU_REQUIREMENTS = Path(__file__).parents[1] / "requirements-cpu.txt"
 FOLDER = "sglang"  # below the environment's prefix
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")  # the last place where SGLang looks for nvcc
@@ -51,7 +51,7 @@ def find_sglang(prefix: Path | None = None) -> Installation | None:
 
 
 def argument_names(installation: Installation) -> frozenset[str] | None:
-    """Return the arguments in SGLang's source; None if the source is not as in 0.5.21."""
+    """Return the arguments in SGLang's source; None if the source is not as in 0.5.20."""
     spec = importlib.util.find_spec("sglang")
     own = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     package = installation.folder / "sglang" if installation.folder else own

@@ -1,6 +1,6 @@
 """Checks of a server before it gets weights (model, settings, shapes), and a probe of its log-probs afterwards.
 
-SGLang 0.5.21 crashes on a tensor of a wrong shape and ignores an unknown name silently, so the sender checks both.
+SGLang 0.5.20 crashes on a tensor of a wrong shape and ignores an unknown name silently, so the sender checks both.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ HF = parse_hf_config(CONFIG)
 EXPECTED = ExpectedServer(HF, sent_shapes(Sharding(HF)), "float32")
 INFO = {
     "model": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "is_generation": True, "model_path": "x"},
-    "server": {"version": "0.5.21", "dtype": "float32", "dp_size": 1, "pp_size": 1},
+    "server": {"version": "0.5.20", "dtype": "float32", "dp_size": 1, "pp_size": 1},
 }
 TEMPERATURE = 0.7
 UPDATE = "/update_weights_from_tensor"
