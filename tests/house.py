@@ -40,7 +40,7 @@ CEILINGS = Path(__file__).with_name("house_ceilings.json")  # measures that may 
 # Budgets in lines: area -> (most lines, folders and files of the area, before and after the moves).
 BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollout": (6400, ("rollout",)),
-    "converters": (5900, ("converters",)),
+    "converters": (7300, ("converters",)),
     "verify": (4200, ("verify",)),
     "rewards and sandbox": (3300, (
         "rewards", "sandbox", "workers/reward", "workers/scoring", "workers/code", "workers/answers.py",
@@ -52,13 +52,13 @@ BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "operations": (4200, ("operations", "launcher", "health", "tracking/health", "schedulers", "cli/launch")),
     "plan": (2400, ("plan",)),
     "engines, models, ddp, parallel, accelerator": (
-        9600, ("engines", "models", "ddp", "parallel", "accelerator"),
+        9900, ("engines", "models", "ddp", "parallel", "accelerator"),
     ),
     "cli": (2100, ("cli",)),
     "data, hub, datafiles": (2900, ("data/", "hub", "datafiles")),
     "tracking": (2900, ("tracking", "metrics", "progress", "report", "records")),
     "algorithms": (2000, ("algorithms",)),
-    "preflight": (700, ("preflight", "plan/preflight")),
+    "preflight": (750, ("preflight", "plan/preflight")),
     "quickstart and bench": (1400, ("cli/quickstart", "verify/learn")),
     "single files": (1100, ("",)),
 }  # fmt: skip
@@ -475,7 +475,7 @@ def ceilings(house: House) -> dict[str, float]:
 
 # At most this much, by the name of the measure.
 LIMITS: dict[str, float] = {
-    "lines": 60_000,
+    "lines": 62_200,  # 60,000, and 2,200 for models of today
     "top-level folders": 17,
     "files per 1,000 lines": 6,
     "classes per 1,000 lines": 8,
@@ -484,8 +484,8 @@ LIMITS: dict[str, float] = {
     "modules that import more than 25 of the package": 0,
     "dataclasses that work and have more than 12 fields": 0,
     "most wrappers around one protocol": 3,
-    "lines of tests": 68_000,
-    "words of docs": 45_000,
+    "lines of tests": 70_000,
+    "words of docs": 47_000,
     **{f"area: {area}": budget for area, (budget, _) in BUDGETS.items()},
 }
 

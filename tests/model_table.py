@@ -7,6 +7,7 @@ transformers' own gradients, the embedded engine's proof, and the reader of Mega
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -48,7 +49,8 @@ def of_training(types: list[str]) -> dict[str, str]:
 
 def _verdict(result: dict[str, Any]) -> str:
     if "error" in result:
-        return f"refused: {result['error']}"
+        _, _, why = result["error"].partition(": ")
+        return "refused: " + re.sub(r"/tmp/\S*/(\w|-)+(/[\w.]+)?: ", "", why.split("; ")[0])[:120]
     far = max(result["gradients"])
     if far > FARTHEST or not result["same file"]:
         return f"refused: gradients are off by {far:.0e}"
@@ -91,16 +93,30 @@ def main() -> None:
     logging.disable(logging.WARNING)
     named = sys.argv[1:]
     groups: dict[str, list[str]] = defaultdict(list)
+    reasons: dict[str, str] = {}
     for model_type, verdict in of_training(named or decoders()).items():
         if "a token sees later ones" in verdict:  # an encoder
             continue
         print(model_type, verdict, flush=True)
+        if verdict.startswith("refused"):
+            reasons[model_type] = verdict
         groups[f"FSDP, {verdict.partition(':')[0]}"].append(model_type)
         groups[f"embedded rollouts, {of_decoding(model_type)}"].append(model_type)
         groups[f"Megatron-Core, {of_table(model_type)}"].append(model_type)
+    refused = [f"- {model_type}: {verdict.partition(': ')[2]}." for model_type, verdict in reasons.items()]
     lines = [f"- {group} ({len(types)}): {', '.join(types)}." for group, types in sorted(groups.items())]
     text = "\n".join(
-        [BEGIN, f"transformers {transformers.__version__}, defaults of each class, shrunk:", "", *lines, END]
+        [
+            BEGIN,
+            f"transformers {transformers.__version__}, defaults of each class, shrunk:",
+            "",
+            *lines,
+            "",
+            "Refused by FSDP:",
+            "",
+            *refused,
+            END,
+        ]
     )
     if named:
         print(text)

@@ -301,7 +301,7 @@ def grouped_attention(
 def _attention_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scaling: float | None
 ) -> Tensor:
-    """Return the output of `grouped_attention`. A sink is one more key of zeros, whose logit is the mask's entry."""
+    """Return the output of `grouped_attention`; a sink is a key of zeros with a mask entry."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)

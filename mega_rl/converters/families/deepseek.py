@@ -99,7 +99,7 @@ def after_dense(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def by_mlp_types(fields: Fields, num_layers: int) -> list[bool]:
-    """Return, layer by layer, whether it is a mixture, as `mlp_layer_types` says; without it all but the first are.
+    """Return which layers `mlp_layer_types` makes mixtures; without it all but the first.
 
     SGLang reads `first_k_dense_replace` and transformers does not: if config.json has both, they must agree.
     """
@@ -132,7 +132,7 @@ def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def deepseek_v3_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of DeepSeek-V3, GLM-4-MoE and dots.llm1: all layers but the first few, with shared experts."""
+    """Return the mixture of DeepSeek-V3, GLM-4-MoE and dots.llm1: all but the first layers."""
     return sigmoid_moe(fields, after_dense(fields, num_layers), shared=shared_width(fields))
 
 

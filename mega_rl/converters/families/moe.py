@@ -101,7 +101,7 @@ def mixtral_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def olmoe_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of OLMoE: every layer is one. Refuses heads that together are not as wide as hidden_size."""
+    """Return the mixture of OLMoE: every layer. Refuses heads unlike hidden_size."""
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if fields.size("head_dim", default=hidden // heads) * heads != hidden:
         fields.refuse("head_dim", "the norm over all query heads is as wide as hidden_size")

@@ -24,7 +24,7 @@ def _scaled_beside_windows(hf: HFConfig) -> bool:
 
 
 def outside_windows(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Return the layers of EXAONE 4 that do not rotate: those without a window, if `sliding_window` gives one."""
+    """Return the layers of EXAONE 4 without rotation: those without a window, if others have one."""
     if fields.get("sliding_window") is None:
         return ()
     window = windows.but_every_nth(fields, num_layers)

@@ -125,7 +125,7 @@ def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
 
 
 def joined_qkv(param: str, name: str, *columns: str) -> Rule:
-    """Return the rule of fused qkv from one tensor: all query heads, then all key heads, then all value heads."""
+    """Return the rule of fused qkv from one tensor of queries, then keys, then values."""
     parts: tuple[Part, ...] = ("q", "k", "v")
     return Rule(param, "qkv", tuple(Source(name, ("qkv", *columns), part=part) for part in parts))
 

@@ -11,7 +11,7 @@ from mega_rl.converters.families.rules import fused_gated, in_layers, joined_qkv
 
 
 def unrotated(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Return the layers of SmolLM3 that do not rotate: those with 0 in `no_rope_layers`, else every fourth."""
+    """Return the layers of SmolLM3 without rotation: 0 in `no_rope_layers`, else every fourth."""
     given = fields.get("no_rope_layers")
     if given is None:
         every = fields.size("no_rope_layer_interval")

@@ -55,7 +55,7 @@ def but_every_fourth(fields: Fields, num_layers: int) -> Window | None:
 
 
 def but_every_nth(fields: Fields, num_layers: int) -> Window | None:
-    """Return the window of Gemma 3 and EXAONE 4: all layers but every n-th, or as `layer_types` says.
+    """Return the window of all layers but every n-th, or as `layer_types` says.
 
     n is `sliding_window_pattern`.
     """

@@ -102,7 +102,7 @@ def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
 
 
 def needs_proof(raw: Mapping[str, Any]) -> bool:
-    """Return whether a run proves first that packed rows and cached decoding of a config.json's model are right.
+    """Return whether a run first proves packed rows and cached decoding of a model.
 
     Models of softmax attention only, of a family with a table, are proved by tests.
     """
@@ -183,7 +183,7 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that describes the language model; all of it where there is nothing else.
+    """Return the part of a config.json that describes the language model.
 
     Families have their own names in it. Positions of three kinds (mrope) are one for text without images.
     """

@@ -44,7 +44,7 @@ _NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype"
 
 
 def shrink(config: PreTrainedConfig, *, widths: bool = True) -> PreTrainedConfig:
-    """Return a small config of the same class, with a layer of each kind; `widths`: small, too."""
+    """Return a small config of the class, a layer of each kind; `widths`: small, too."""
     given = config.to_dict()
     changed = {name: value for name, value in given.items() if name not in _NOT_ARGUMENTS}
     depth = config.num_hidden_layers
@@ -106,7 +106,7 @@ def _small_rope(value: Any, changed: dict[str, Any]) -> Any:
 
 
 def random_model(config: PreTrainedConfig, *, attention: str, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """Return a float32 model with weights of a seed, whose layers all have a say in its logits.
+    """Return a float32 model with weights of a seed, whose layers all count.
 
     A class's own initial weights are so small that a leak between sequences would drown in rounding.
     """

@@ -41,7 +41,7 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
     generation: of generation_config.json. Raises UserError: transformers cannot build a causal language model from it.
     """
     config = _read_config(raw, where)
-    eos = generation.get("eos_token_id", config.eos_token_id)
+    eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     heads = _number(config, "num_attention_heads", 1)
     return HFConfig(
         family=config.model_type,
@@ -61,7 +61,7 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
         rope=Rope("default", 1e4),
         initializer_range=getattr(config, "initializer_range", None) or 0.02,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        pad_token_id=config.pad_token_id,
+        pad_token_id=getattr(config, "pad_token_id", None),
         dtype=None if config.dtype is None else str(config.dtype).removeprefix("torch."),
         own=_table_of_text(json.dumps(raw, sort_keys=True), where),
         raw=dict(raw),

@@ -45,7 +45,7 @@ class Packed(NamedTuple):
 
 
 def block_size(root: Path) -> tuple[int, int] | None:
-    """Return the block of 8-bit matrices by config.json, 128 x 128 if it is silent; None: one scale per matrix."""
+    """Return the block of 8-bit matrices by config.json; None: one scale per matrix."""
     try:
         config = json.loads((root / "config.json").read_bytes())
         text = config.get("text_config") or {}

@@ -237,7 +237,7 @@ class CoreAttention(CutOverTensors, MegatronModule):
         return context.unsqueeze(1)
 
     def _grown(self, query: Tensor, positions: Tensor | None) -> Tensor:
-        """Return `query` [T, ...] multiplied by its growth with the position (see `Yarn`); None: of padded rows."""
+        """Return `query` [T, ...] grown with its position (see `Yarn`); None: of padded rows."""
         if self.query_growth is None:
             return query
         factor, length = self.query_growth

@@ -259,7 +259,7 @@ def _scale(factor: float) -> Callable[[torch.nn.Module, Any, Tensor], Tensor]:
 
 
 def _scale_input(factor: float) -> Callable[[torch.nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a hook that multiplies the first argument of a module, so that logits of its product have the factor."""
+    """Return a hook that multiplies a module's first argument, and so its logits."""
     return lambda module, inputs: (inputs[0] * factor, *inputs[1:])
 
 

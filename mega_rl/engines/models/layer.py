@@ -120,7 +120,7 @@ BuildBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]
 
 
 class DecoderLayer(TransformerLayer):
-    """Transformer layer with norms or a factor on the outputs of attention and MLP, or its own rotary embedding.
+    """Transformer layer with norms or a factor on outputs, or its own rotary embedding.
 
     `post_norms`: `post_self_attn_layernorm` and `post_mlp_layernorm` act before the residual is added.
     `residual_scale`: factor on outputs before the residual is added; not together with norms.

@@ -43,13 +43,15 @@ def test_every_kind_of_layer_is_kept(family: str, tmp_path: Path) -> None:
     assert len(twin.layers) <= MAX_LAYERS + 1
 
     def kinds(hf, layers):  # type: ignore[no-untyped-def]
-        return {(is_moe(hf, i), hf.window is not None and hf.window.layers[i]) for i in layers}
+        has_window = [hf.window is not None and hf.window.layers[i] for i in range(hf.num_layers)]
+        return {(is_moe(hf, i), has_window[i], hf.delta is not None and hf.delta.layers[i]) for i in layers}
 
     everything = kinds(original, range(original.num_layers))
     assert kinds(original, twin.layers) == kinds(twin.hf, range(twin.hf.num_layers)) == everything
     with CheckpointReader(tmp_path / "model") as model, CheckpointReader(tmp_path / "twin") as small:
         for i, layer in enumerate(twin.layers):
-            name = "self_attn.o_proj.weight"
+            is_delta = original.delta is not None and original.delta.layers[layer]
+            name = "linear_attn.out_proj.weight" if is_delta else "self_attn.o_proj.weight"
             assert torch.equal(small.read(f"model.layers.{i}.{name}"), model.read(f"model.layers.{layer}.{name}"))
 
 

@@ -71,6 +71,8 @@ def test_megatron_core_s_own_setting_is_for_transformer_engine(results: dict[str
     assert results["attention"]["backends"] == {
         "eager": ("auto", "eager"),
         "sdpa": ("auto", "sdpa"),
+        "transformers: sdpa": ("auto", "transformers: sdpa"),  # of engine.backend=fsdp alone
+        "transformers: eager": ("auto", "transformers: eager"),
         "te: auto": ("auto", None),
         "te: flash": ("flash", None),
         "te: fused": ("fused", None),
