@@ -26,7 +26,7 @@ STEPS, VOCAB = 3, 128
 # Fields where a class's defaults leave out what makes the family.
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
-    "dots1": {"n_routed_experts": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -94,11 +94,11 @@ def train_one(folder: Path) -> dict[str, Any]:
         result["same file"] = start.keys() == on_disk.keys() and all(
             torch.equal(tensor, on_disk[name]) for name, tensor in start.items()
         )
+        named = list(judge.named_parameters())
+        decays = [p for name, p in named if p.dim() > 1 and not name.endswith("bias")]  # GPT-OSS stacks biases
+        others = [p for name, p in named if p.dim() == 1 or name.endswith("bias")]
         adam = torch.optim.AdamW(
-            [
-                {"params": [p for p in judge.parameters() if p.dim() > 1], "weight_decay": 0.1},
-                {"params": [p for p in judge.parameters() if p.dim() == 1], "weight_decay": 0.0},
-            ],
+            [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
             lr=1e-3, betas=(0.9, 0.95), eps=1e-3,
         )  # fmt: skip
         for group in adam.param_groups:
