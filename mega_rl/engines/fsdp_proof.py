@@ -29,8 +29,8 @@ from mega_rl.parallel.accelerator.base import squared_norm
 
 log = logging.getLogger(__name__)
 
-# Tokens: longer than windows and convolutions of small models; three chunks and two, since NemotronH without its CUDA
-# kernels computes a row otherwise beside one with more chunks.
+# Tokens, more than windows and convolutions of small models see. They make three chunks and two: without its CUDA
+# kernels NemotronH computes a row differently in a batch whose longest row has more chunks.
 LENGTHS = (21, 13)
 TOLERANCE = 2e-5  # relative, float32: rounding gives 1e-6, a softcap of 50 left out 2e-4, a leak 1e-2 and more
 Found = tuple[tuple[Attention, bool] | None, str]  # (attention, whether rows are packed) or None; a reason
