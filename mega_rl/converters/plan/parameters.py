@@ -13,6 +13,7 @@ from typing import NamedTuple
 from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import LAYER_KINDS, Rule, Source
+from mega_rl.converters.plan.adapters import with_adapters
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.parallel.layout import ParallelLayout
@@ -154,7 +155,7 @@ def _value_head(hf: HFConfig) -> Rule:
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
     """Return the rules in force, with the model's output head; a tied one has no tensor."""
     if hf.own is not None:
-        return _own_rules(hf, head)
+        return list(with_adapters(_own_rules(hf, head), hf.adapter))
     rules = []
     for rule in FAMILIES[hf.family].rules:
         if not hf.switches.issuperset(set(rule.when) - LAYER_KINDS):
@@ -165,7 +166,7 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
             elif hf.tied:
                 rule = replace(rule, sources=())
         rules.append(rule)
-    return rules
+    return list(with_adapters(rules, hf.adapter))
 
 
 def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
