@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.config.schema import MoeConfig
+from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.hf.config import needs_proof, read_hf_config
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
@@ -28,6 +30,7 @@ from mega_rl.engines.fsdp_proof import prove_rows
 from mega_rl.engines.fsdp_weights import load_rows
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.engines.microbatches import Batching
+from mega_rl.engines.models.adapters import freeze_base
 from mega_rl.engines.models.build import DTYPES, build_chunks, fuse_weight_gradients, transformer_config
 from mega_rl.engines.models.heads import use_fp32_logits
 from mega_rl.engines.models.routing import Routing
@@ -57,6 +60,8 @@ def resolve_model(
     Raises UserError: the settings ask for what cannot run here.
     """
     hf = read_hf_config(path, any_model=settings.engine.backend == "fsdp")
+    if (adapter := settings.model.adapter).rank and trainable:
+        hf = replace(hf, adapter=Adapter(adapter.rank, adapter.alpha, tuple(adapter.targets), adapter.rs))
     if settings.engine.backend == "fsdp" and needs_proof(hf.raw):
         proven = prove_rows(name, path, attention, packing=settings.microbatch.packing, device_type=device_type)
         return ModelRequest(name, path, hf, head, trainable, impl="hf", attention=proven[0], packs=proven[1])
@@ -160,6 +165,8 @@ def _trainable(
 ) -> tuple[list[Any], MegatronOptimizer]:
     """Freeze what the config names, wrap the chunks, and return them with their optimizer."""
     megatron = settings.engine.megatron
+    if settings.model.adapter.rank:
+        freeze_base(chunks)
     freeze(named_parameters(chunks), settings.model.frozen, everyone=ranks_of(groups.world))
     for chunk in chunks:
         let_gradients_through(chunk)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
-from mega_rl.converters.plan.adapters import A, B, PART
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.plan.adapters import PART, A, B
 from mega_rl.converters.plan.parameters import HFTensor, hf_tensors
 from mega_rl.converters.plan.ranks import ParamPlan
-from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.plan.sharding import Head
+from mega_rl.engines.models.heads import ValueHead
 from mega_rl.parallel.groups import Groups
 
 Cut = Literal["rows", "columns", "none"]  # of the layer's weight, over tensor parallelism
@@ -122,25 +124,32 @@ def first_a(plan: ParamPlan, shape: tuple[int, ...]) -> Tensor:
     return part * shape[1] ** -0.5
 
 
-def attach(chunk: GPTModel, plan: Sequence[ParamPlan], sharding: Sharding, groups: Groups) -> None:
+def attach(chunk: GPTModel, plan: Sequence[ParamPlan], *, hf: HFConfig, head: Head, groups: Groups) -> None:
     """Give the linear layers of a chunk the adapters that its plan has."""
-    adapter = sharding.hf.adapter
-    assert adapter is not None
-    shapes, weights = hf_tensors(sharding.hf, head=sharding.head), {param.name: param for param in plan}
+    assert hf.adapter is not None
+    kind, layout = chunk.config.params_dtype, groups.layout
+    shapes, weights = hf_tensors(hf, head=head), {param.name: param for param in plan}
     parts: dict[str, dict[str, ParamPlan]] = defaultdict(dict)
     for param in plan:
-        layer, found, part = param.name.partition(PART)
+        name, found, part = param.name.partition(PART)
         if found:
-            parts[layer][part] = param
+            parts[name][part] = param
     for name, of_layer in parts.items():
-        layer = chunk.get_submodule(name)
-        layer.adapter = LowRank(weights[f"{name}.weight"], of_layer, shapes, scale=adapter.scale)
-        expert = weights[f"{name}.weight"].of_expert
-        layer.adapter.join(
-            groups.collection.expt_tp if expert else groups.tp,
-            sequence_parallel=False if expert else groups.layout.sequence_parallel,
-        )
+        layer, weight = chunk.get_submodule(name), weights[f"{name}.weight"]
+        adapter = LowRank(weight, of_layer, shapes, scale=hf.adapter.scale).to(kind)
+        if not weight.of_expert:  # each expert's tensor-parallel ranks are one
+            adapter.join(groups.tp, sequence_parallel=layout.sequence_parallel)
+        layer.adapter = adapter
         layer.register_forward_hook(_add)
+
+
+def freeze_base(chunks: Iterable[nn.Module]) -> None:
+    """Take all weights out of training but adapters and value heads."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(
+                PART in name or isinstance(chunk.get_submodule(name.rpartition(".")[0]), ValueHead)
+            )
 
 
 def _add(layer: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
