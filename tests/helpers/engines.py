@@ -102,7 +102,8 @@ def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
     for chunk in engine.models:
         for parameter in chunk.parameters():
             kept.append((parameter, parameter.data))
-            parameter.data = parameter.main_grad.to(parameter.dtype).clone()
+            gradient = getattr(parameter, "main_grad", torch.zeros_like(parameter))  # zero: frozen
+            parameter.data = gradient.to(parameter.dtype).clone()
     gradients = exported(engine)
     for parameter, data in kept:
         parameter.data = data

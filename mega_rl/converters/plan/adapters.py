@@ -55,6 +55,9 @@ def _rules_of_adapter(rule: Rule, adapter: Adapter) -> Iterator[Rule]:
 
 
 def _derived(rule: Rule, param: str, primitive: Primitive, source: Source) -> Rule:
-    """Return the rule of a part of an adapter; a checkpoint without it leaves the part as it begins."""
+    """Return the rule of a part of an adapter; a checkpoint without it leaves the part as it begins.
+
+    One tensor on disk may make several parts, so all of a layer are exported together.
+    """
     te = rule.te and param.replace(rule.param.removesuffix(WEIGHT), rule.te.removesuffix(WEIGHT))
-    return replace(rule, param=param, te=te, primitive=primitive, sources=(source,), optional=True, together="")
+    return replace(rule, param=param, te=te, primitive=primitive, sources=(source,), optional=True, together=f"{rule.param}{PART}")

@@ -75,7 +75,7 @@ class LowRank(nn.Module):
         products = self._across(linear(x, torch.cat([*self.a.values()])))
         of_module = dict(zip(self.a, products.chunk(len(self.a), dim=-1), strict=True))
         parts = [
-            linear(of_module[self._a_of[n]], self.b[n]) if n in self.b else products.new_zeros(*x.shape[:-1], rows)
+            linear(of_module[self._a_of[n]], self.b[n]) if n in self.b else products.new_zeros(*products.shape[:-1], rows)
             for n, rows in self._rows.items()
         ]
         turns = torch.cat([part.unflatten(-1, (self._turns, -1)) for part in parts], dim=-1)
