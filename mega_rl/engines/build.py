@@ -25,7 +25,7 @@ from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.fsdp import FSDPEngine, build_adam
-from mega_rl.engines.fsdp_model import shard, sharded_parameters, skeleton, use_fp32_head
+from mega_rl.engines.fsdp_model import add_adapters, shard, sharded_parameters, skeleton, use_fp32_head
 from mega_rl.engines.fsdp_proof import prove_rows
 from mega_rl.engines.fsdp_weights import load_rows
 from mega_rl.engines.megatron import MegatronEngine
@@ -196,6 +196,8 @@ def _build_fsdp(
     """Return this rank's share of the model; common: fields of every engine."""
     fsdp, device, dtype = settings.engine.fsdp, accelerator.device, DTYPES[settings.model.dtype]
     model, transformers_model = skeleton(request.path, head=request.head, attention=request.attention)
+    if request.hf.adapter is not None:
+        add_adapters(model, request.hf.adapter)
     if request.trainable:
         freeze(model.named_parameters(), settings.model.frozen, everyone=SingleRank())
     else:

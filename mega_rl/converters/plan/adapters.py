@@ -60,4 +60,6 @@ def _derived(rule: Rule, param: str, primitive: Primitive, source: Source) -> Ru
     One tensor on disk may make several parts, so all of a layer are exported together.
     """
     te = rule.te and param.replace(rule.param.removesuffix(WEIGHT), rule.te.removesuffix(WEIGHT))
-    return replace(rule, param=param, te=te, primitive=primitive, sources=(source,), optional=True, together=f"{rule.param}{PART}")
+    return replace(
+        rule, param=param, te=te, primitive=primitive, sources=(source,), optional=True, together=f"{rule.param}{PART}"
+    )

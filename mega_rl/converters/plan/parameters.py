@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import LAYER_KINDS, Rule, Source
-from mega_rl.converters.plan.adapters import with_adapters
+from mega_rl.converters.plan.adapters import PART, WEIGHT, A, B, with_adapters
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.parallel.layout import ParallelLayout
@@ -243,6 +243,11 @@ def disk_tensors(
 
     own: table of a model that no family describes.
     """
+    layer, is_adapter, part = name.partition(PART)
+    if is_adapter:
+        (weight,) = disk_tensors(model_type, f"{layer}.weight", shape, own)
+        yield DiskTensor(weight.name.removesuffix(WEIGHT) + (A if part == "a" else B), shape, 0)
+        return
     if own is not None:
         yield from own.on_disk.get(name, (DiskTensor(name, shape, 0),))  # a head of our own
         return

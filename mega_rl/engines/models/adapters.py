@@ -52,7 +52,7 @@ class LowRank(nn.Module):
         names = {number: _disk_name(plan) for number, plan in of_a.items()}
         by_module = {name.removesuffix(A): number for number, name in names.items()}
         self._a_of = {number: by_module[_disk_name(plan).removesuffix(B)] for number, plan in of_b.items()}
-        self.a = nn.ParameterDict({n: nn.Parameter(first_a(p, shapes[names[n]].shape)) for n, p in of_a.items()})
+        self.a = nn.ParameterDict({n: nn.Parameter(_part_of_a(p, shapes[names[n]].shape)) for n, p in of_a.items()})
         self.b = nn.ParameterDict({n: nn.Parameter(torch.zeros(p.shape)) for n, p in of_b.items()})
         whole_a, whole_b = (all(plan.replicated for plan in of.values()) for of in (of_a, of_b))
         self.cut: Cut = "columns" if not whole_a else "none" if whole_b else "rows"
@@ -75,7 +75,9 @@ class LowRank(nn.Module):
         products = self._across(linear(x, torch.cat([*self.a.values()])))
         of_module = dict(zip(self.a, products.chunk(len(self.a), dim=-1), strict=True))
         parts = [
-            linear(of_module[self._a_of[n]], self.b[n]) if n in self.b else products.new_zeros(*products.shape[:-1], rows)
+            linear(of_module[self._a_of[n]], self.b[n])
+            if n in self.b
+            else products.new_zeros(*products.shape[:-1], rows)
             for n, rows in self._rows.items()
         ]
         turns = torch.cat([part.unflatten(-1, (self._turns, -1)) for part in parts], dim=-1)
@@ -115,13 +117,17 @@ def _disk_name(plan: ParamPlan) -> str:
     return str(plan.copies[0].hf_name)
 
 
-def first_a(plan: ParamPlan, shape: tuple[int, ...]) -> Tensor:
-    """Return a rank's part of a new A, uniform within 1 / sqrt(in), the same numbers on every layout."""
-    seed = int.from_bytes(hashlib.sha256(_disk_name(plan).encode()).digest()[:7], "little")
-    whole = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
+def first_a(module: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a new A [rank, in] of a module on disk, uniform within 1 / sqrt(in): the same on every layout."""
+    seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:7], "little")
+    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
+    return uniform * shape[1] ** -0.5
+
+
+def _part_of_a(plan: ParamPlan, shape: tuple[int, ...]) -> Tensor:
     (copy,) = plan.copies
-    part = whole[copy.src_row : copy.src_row + copy.rows, copy.src_col : copy.src_col + copy.cols]
-    return part * shape[1] ** -0.5
+    whole = first_a(_disk_name(plan).removesuffix(A), shape)
+    return whole[copy.src_row : copy.src_row + copy.rows, copy.src_col : copy.src_col + copy.cols]
 
 
 def attach(chunk: GPTModel, plan: Sequence[ParamPlan], *, hf: HFConfig, head: Head, groups: Groups) -> None:
