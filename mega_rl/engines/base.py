@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from mega_rl.config.needs import Role
 from mega_rl.config.schema import EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.live.export import ModelPlace, export_hf
+from mega_rl.converters.live.export import ModelPlace, export_hf, merged
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.packing import MicroBatch
@@ -105,6 +105,10 @@ class ModelEngine(Engine):
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return merged(self.export_parts(), self.sharding.hf.adapter)
+
+    def export_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights and adapters apart, as `export_hf` does; collective."""
         return export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
 
     def save_hf(self, directory: Path, *, source: Path) -> None:

@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
@@ -37,6 +36,7 @@ from mega_rl.converters.live.load import model_config
 from mega_rl.converters.plan.adapters import PART
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shards, reduce_scatter_fp32
+from mega_rl.engines.models.adapters import LinearAdapter
 from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
 from mega_rl.engines.models.attention_kernels import KERNELS
 from mega_rl.errors import RunError, UserError
@@ -123,20 +123,6 @@ class TokenClassifier(nn.Module):
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """Return [b, S, 1] float32 of tokens [b, S] int64."""
         return self.score(self.get_submodule(self.body)(tokens, **arguments).last_hidden_state)
-
-
-class LinearAdapter(nn.Module):
-    """The adapter of one linear layer (see `engines.models.adapters`): adds scale B A x to its output."""
-
-    def __init__(self, layer: nn.Linear, adapter: Adapter) -> None:
-        super().__init__()
-        self.scale, self.enabled = adapter.scale, True
-        self.a = nn.Parameter(torch.empty(adapter.rank, layer.in_features))
-        self.b = nn.Parameter(torch.empty(layer.out_features, adapter.rank))
-        layer.register_forward_hook(self._add)
-
-    def _add(self, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        return output + self.scale * linear(linear(inputs[0], self.a), self.b) if self.enabled else output
 
 
 def add_adapters(model: nn.Module, adapter: Adapter) -> None:

@@ -104,7 +104,7 @@ def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
             kept.append((parameter, parameter.data))
             gradient = getattr(parameter, "main_grad", torch.zeros_like(parameter))  # zero: frozen
             parameter.data = gradient.to(parameter.dtype).clone()
-    gradients = exported(engine)
+    gradients = {name: tensor.detach().cpu().clone() for name, tensor in engine.export_parts()}
     for parameter, data in kept:
         parameter.data = data
     return gradients

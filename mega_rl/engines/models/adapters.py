@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.architecture import Adapter, HFConfig
 from mega_rl.converters.plan.adapters import PART, A, B
 from mega_rl.converters.plan.parameters import HFTensor, hf_tensors
 from mega_rl.converters.plan.ranks import ParamPlan
@@ -36,7 +36,27 @@ from mega_rl.parallel.groups import Groups
 Cut = Literal["rows", "columns", "none"]  # of the layer's weight, over tensor parallelism
 
 
-class LowRank(nn.Module):
+class LayerAdapter(nn.Module):
+    """The adapter of a layer; `enabled` says whether the layer's output has it."""
+
+    enabled = True
+
+
+class LinearAdapter(LayerAdapter):
+    """The adapter of a linear layer of transformers: adds scale B A x to its output."""
+
+    def __init__(self, layer: nn.Linear, adapter: Adapter) -> None:
+        super().__init__()
+        self.scale = adapter.scale
+        self.a = nn.Parameter(torch.empty(adapter.rank, layer.in_features))
+        self.b = nn.Parameter(torch.empty(layer.out_features, adapter.rank))
+        layer.register_forward_hook(self._add)
+
+    def _add(self, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        return output + self.scale * linear(linear(inputs[0], self.a), self.b) if self.enabled else output
+
+
+class LowRank(LayerAdapter):
     """The adapter of one linear layer: gives scale B A x.
 
     a: for each module on disk, [rank, in]. b: for each source of the weight that has one, [rows, rank].
@@ -47,7 +67,7 @@ class LowRank(nn.Module):
     ) -> None:
         """weight: of the layer. parts: by their names here. shapes: of all tensors on disk."""
         super().__init__()
-        self.scale, self.enabled = scale, True
+        self.scale = scale
         of_a, of_b = ({n[2:]: plan for n, plan in parts.items() if n.startswith(kind)} for kind in ("a.", "b."))
         names = {number: _disk_name(plan) for number, plan in of_a.items()}
         by_module = {name.removesuffix(A): number for number, name in names.items()}
@@ -168,7 +188,7 @@ def _add(layer: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) 
 @contextmanager
 def without_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Compute the model without its adapters in the block."""
-    adapters = [one for module in modules for one in module.modules() if isinstance(one, LowRank)]
+    adapters = [one for module in modules for one in module.modules() if isinstance(one, LayerAdapter)]
     for adapter in adapters:
         adapter.enabled = False
     try:

@@ -14,7 +14,17 @@ from mega_rl.config.schema import MegatronOptimizerConfig
 from mega_rl.config.schema.training import AdapterConfig
 from mega_rl.engines.fsdp_model import sharded_parameters
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import LAYOUTS, exported_gradients, make_config, own_rows, replaced, running_engine
+from tests.helpers.engines import (
+    LAYOUTS,
+    exported,
+    exported_gradients,
+    load_state,
+    make_config,
+    own_rows,
+    replaced,
+    running_engine,
+    save_state,
+)
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole
 
@@ -94,9 +104,48 @@ def test_adapters_equal_merged_weights_on_every_layout(case: str, tmp_path: Path
     for layout in ("1", "tp2-sp", "tp2", "pp2", "tp2-sp-pp2", "fsdp2"):
         if layout in ("tp2", "fsdp2") and case in ("mixture", "latent"):
             continue  # needs sequence parallelism; experts are no linear layers in transformers
-        got = run_ranks({"fsdp2": 2}.get(layout) or LAYOUTS[layout][0], compute, str(tmp_path / "adapted"), layout, targets)[0]
+        got = run_ranks(
+            {"fsdp2": 2}.get(layout) or LAYOUTS[layout][0], compute, str(tmp_path / "adapted"), layout, targets
+        )[0]
         torch.testing.assert_close(got["logprobs"], judge["logprobs"], atol=2e-5, rtol=0, msg=layout)
         for name, one in expected.items():
             far = (got["gradients"][name].double() - one).norm() / one.norm().clamp(min=1e-9)
             assert far < TOLERANCE, f"{layout}: {name} is off by {far:.1e}"
         assert got["norm"] == pytest.approx(float(norm), rel=TOLERANCE), layout
+
+
+def steps(rank: int, checkpoint: str, layout: str, folder: str, resumes: bool) -> dict[str, Any]:
+    """Return merged weights and adapters after two steps, the second resumed from a checkpoint where asked."""
+    name = "fsdp" if layout.startswith("fsdp") else "megatron"
+    config = make_config(Path(checkpoint), layout="1" if name == "fsdp" else layout, engine=name)
+    config = replaced(config, "model", adapter=AdapterConfig(RANK, ALPHA, list(ALL)))
+    with running_engine(config) as engine:
+        rows = own_rows(random_experience(), engine)
+        if resumes:
+            load_state(engine, Path(folder))
+        else:
+            engine.train_minibatch(rows, losses("lm"), lr=1e-2)
+            save_state(engine, Path(folder))
+        engine.train_minibatch(rows, losses("lm"), lr=1e-2)
+        parts = {name: tensor.detach().cpu().clone() for name, tensor in engine.export_parts()}
+        return {"parts": parts, "merged": exported(engine)}
+
+
+@pytest.mark.parametrize(("layout", "other"), [("tp2-sp", "pp2"), ("fsdp2", "fsdp1")])
+def test_adapters_resume_on_another_layout(layout: str, other: str, tmp_path: Path) -> None:
+    """The base stays as it is, byte for byte; merged weights are W + s B A."""
+    write_tiny_checkpoint(tmp_path / "base")
+    ranks = {"fsdp1": 1}
+    first = run_ranks(ranks.get(layout, 2), steps, str(tmp_path / "base"), layout, str(tmp_path / "run"), False)[0]
+    same = run_ranks(ranks.get(layout, 2), steps, str(tmp_path / "base"), layout, str(tmp_path / "run"), True)[0]
+    moved = run_ranks(ranks.get(other, 2), steps, str(tmp_path / "base"), other, str(tmp_path / "run"), True)[0]
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    for name, tensor in first["parts"].items():
+        assert torch.equal(tensor, same["parts"][name]), name
+        torch.testing.assert_close(tensor, moved["parts"][name], rtol=1e-3, atol=1e-4)
+        if "lora" not in name:
+            assert torch.equal(tensor, base[name]), name
+    module = "model.layers.1.self_attn.k_proj"
+    a, b = (first["parts"][f"{module}.lora_{end}.weight"] for end in "AB")
+    assert b.any()
+    assert torch.equal(first["merged"][f"{module}.weight"], base[f"{module}.weight"] + SCALE * (b @ a))
