@@ -27,7 +27,7 @@ from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.families.rules import DISK_LAYER
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.converters.live.load import load_hf, repeat_faults
+from mega_rl.converters.live.load import load_hf, model_config, repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, name_prefixes, renamed
@@ -272,15 +272,11 @@ def hf_weights(path: str | Path) -> dict[str, Tensor]:
 
 def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of a folder, on the CPU; no weight of it is random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    raw = json.loads((Path(path) / "config.json").read_bytes())
-    model_type = raw.pop("model_type")
-    family = FAMILIES.get(model_type)
-    config = AutoConfig.for_model(family.transformers_type if family else model_type, **raw)
     answer: Any = AutoModelForCausalLM.from_pretrained(
         path,
-        config=config,
+        config=model_config(Path(path)),
         dtype=dtype,
         attn_implementation="eager",
         trust_remote_code=False,

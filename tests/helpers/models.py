@@ -36,6 +36,15 @@ LATENT = {
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 SIGMOID = {**ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 LITE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -58,6 +67,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 16, "sliding_window": None},
     "seed_oss": {"head_dim": 16},
     "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "apertus": {},
     "arcee": {"head_dim": 16, "mlp_bias": True, "attention_bias": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": None},
     "qwen2_moe": {**QWEN_MOE, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
@@ -66,6 +76,14 @@ TINY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, **ROUTED, "n_routed_experts": 4, "n_shared_experts": 1, "routed_scaling_factor": 1.5},
     "deepseek_v3": {**LATENT, **SIGMOID, **GROUPS},
     "kimi_k2": {**LATENT, **SIGMOID, "n_group": 1, "topk_group": 1},
+    "mistral4": {
+        **LATENT,
+        **ROUTED,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": GROWING,
+    },
     "glm4": {"head_dim": 16, "attention_bias": True},
     "glm4_moe": {**SIGMOID, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
     "ernie4_5_moe": {
@@ -114,18 +132,7 @@ TINY: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 2.0,
     },
-    "ministral3": {
-        "head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "original_max_position_embeddings": 4,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
-        },
-    },
+    "ministral3": {"head_dim": 16, "rope_parameters": GROWING},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_rl.converters.architecture import Moe
@@ -67,9 +68,13 @@ def num_experts(fields: Fields) -> int:
     return max(sizes)
 
 
-def only(spelling: str, *rules: Rule) -> tuple[Rule, ...]:
-    """Return rules that hold where the experts are spelled so: "per_expert" or "fused_experts"."""
-    return tuple(replace(rule, when=(*rule.when, spelling)) for rule in rules)
+def in_both_spellings(names: ExpertNames, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return rules of a layer, named as in transformers, with names on disk too, which go with separate experts."""
+    return tuple(
+        replace(rule, when=(*rule.when, spelling), sources=tuple(replace(s, name=spell(s.name)) for s in rule.sources))
+        for spelling, spell in (("per_expert", names.on_disk), ("fused_experts", str))
+        for rule in rules
+    )
 
 
 def expert_bias(name: str, *shape: str) -> Rule:
@@ -128,12 +133,7 @@ def qwen2_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
-MIXTRAL_MOE = in_layers(
-    MOE_NORM,
-    copy("mlp.router.weight", "block_sparse_moe.gate.weight", "experts", "hidden", when=["moe", "per_expert"]),
-    copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=["moe", "fused_experts"]),
-    *experts(MIXTRAL_NAMES),
-)
+MIXTRAL_MOE = in_layers(MOE_NORM, *experts(MIXTRAL_NAMES)) + in_both_spellings(MIXTRAL_NAMES, in_layers(ROUTER))
 MOE = in_layers(MOE_NORM, ROUTER, *EXPERTS)
 # Norms over the queries and keys of all heads together are cut with the heads.
 JOINT_NORM = (
@@ -260,18 +260,15 @@ ERNIE_MTP = (
     *(f"model.mtp_block.0.{name}_layernorm.weight" for name in ("input", "post_attention")),
     *(f"model.mtp_block.0.{name}_proj.weight" for name in _LINEARS),
 )
+ERNIE_NAMES = ExpertNames(renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),))
 ERNIE4_5_MOE = Family(
     "ernie4_5_moe",
     EMBEDDING
     + ATTENTION
     + MLP
-    + in_layers(
-        MOE_NORM,
-        ROUTER,
-        *only("per_expert", expert_bias("mlp.moe_statics.e_score_correction_bias", "one", "experts")),
-        *only("fused_experts", expert_bias("mlp.gate.moe_statics.e_score_correction_bias", "one", "experts")),
-        *EXPERTS,
-        *shared_experts("mlp.shared_experts"),
+    + in_layers(MOE_NORM, ROUTER, *EXPERTS, *shared_experts("mlp.shared_experts"))
+    + in_both_spellings(
+        ERNIE_NAMES, in_layers(expert_bias("mlp.gate.moe_statics.e_score_correction_bias", "one", "experts"))
     )
     + OUTPUT,
     title="ERNIE 4.5 MoE",
@@ -279,7 +276,7 @@ ERNIE4_5_MOE = Family(
         "rotation of even with odd dimensions; mixtures behind the first layers, with shared experts and a softmax "
         "whose corrections enter the choice alone; prediction layers are left out"
     ),
-    expert_names=ExpertNames(renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)),
+    expert_names=ERNIE_NAMES,
     defaults={
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,

@@ -140,7 +140,9 @@ def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
             "beta_fast": yarn.beta_fast,
             "beta_slow": yarn.beta_slow,
         }
-        if yarn.mscale and yarn.mscale_all_dim:
+        if hf.softmax_scale is not None:
+            kwargs |= {"mscale": 0.0}  # no factor, neither on logits nor on the rotation
+        elif yarn.mscale and yarn.mscale_all_dim:
             kwargs |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     return kwargs
 
@@ -180,7 +182,7 @@ def unfused(hf: HFConfig) -> dict[str, Any]:
     off: dict[str, Any] = {}
     if hf.mla is not None or hf.rope.kind == "yarn" or hf.rope.interleaved:
         off["apply_rope_fusion"] = False
-    if hf.activation in ("gelu_tanh", "relu_squared"):
+    if hf.activation in ("gelu_tanh", "relu_squared", "xielu"):
         off["bias_activation_fusion"] = False
     return off
 

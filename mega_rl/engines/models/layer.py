@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -113,6 +114,33 @@ class JointRMSNorm(CutOverTensors):
             squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = heads * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed.to(x.dtype)).view_as(x)
+
+
+class Xielu(torch.nn.Module):
+    """xIELU (arXiv:2411.13010) with a layer's own numbers, [1] each; `beta` and `eps` do not train."""
+
+    def __init__(self, tp_group: ProcessGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        self.alpha_p, self.alpha_n = (torch.nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(2))
+        self.beta, self.eps = (torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation of `x` [..., F / tp]; gradients of its numbers are sums over tensor parallelism."""
+        alphas = copy_to_tensor_model_parallel_region(torch.cat([self.alpha_p, self.alpha_n]), group=self.tp_group)
+        positive, negative = torch.nn.functional.softplus(alphas)
+        curved = torch.where(
+            x > 0, positive * x * x, (torch.expm1(torch.min(x, self.eps)) - x) * (self.beta + negative)
+        )
+        return curved + self.beta * x
+
+
+class XieluMLP(MLP):
+    """Megatron-Core's MLP with xIELU."""
+
+    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, **kwargs: Any) -> None:
+        super().__init__(config, submodules, **kwargs)
+        self.activation_func = Xielu(self.tp_group, config.params_dtype)
 
 
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]

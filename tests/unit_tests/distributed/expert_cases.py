@@ -30,8 +30,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss",
+    "mistral4",
 )  # fmt: skip
-DENSE = ("gemma3_text", "glm4")  # other norms, windows and rotations than Llama's
+DENSE = ("gemma3_text", "glm4", "apertus")  # other norms, windows, rotations and activations than Llama's
 
 
 def write_family(root: Path, family: str, *, layers: int = 2) -> Path:
