@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, __version__
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -28,6 +36,7 @@ from mega_rl.converters.hf.config import text_config
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.errors import UserError
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # missing in transformers' list
 UNLIMITED_POSITIONS = 1 << 30  # positions, where a config states none
 # Errors of foreign code on a config or input that it does not expect.
 FOREIGN = (
