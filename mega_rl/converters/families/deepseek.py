@@ -287,7 +287,7 @@ KIMI_K2 = replace(
     DEEPSEEK_V3,
     model_type="kimi_k2",
     title="Kimi K2",
-    differs="what DeepSeek-V3 does; only the name in config.json is another. Its tokenizer is code: add a tokenizer.json",
+    differs="what DeepSeek-V3 does under another name; its tokenizer is code, so add a tokenizer.json",
     stand_in="deepseek_v3",
 )
 MISTRAL4 = Family(

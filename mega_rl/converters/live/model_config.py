@@ -52,6 +52,7 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "init_method_std": hf.initializer_range,
+        "use_te_activation_func": hf.activation == "xielu",  # a module in each layer
         "activation_func": {"gelu_tanh": gelu_tanh, "relu_squared": relu_squared}.get(hf.activation, F.silu),
     }
     if hf.activation == "swiglu_clamped":

@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -119,9 +118,9 @@ class JointRMSNorm(CutOverTensors):
 class Xielu(torch.nn.Module):
     """xIELU (arXiv:2411.13010) with a layer's own numbers, [1] each; `beta` and `eps` do not train."""
 
-    def __init__(self, tp_group: ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, config: TransformerConfig, *, tp_group: ProcessGroup) -> None:
         super().__init__()
-        self.tp_group = tp_group
+        self.tp_group, dtype = tp_group, config.params_dtype
         self.alpha_p, self.alpha_n = (torch.nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(2))
         self.beta, self.eps = (torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False) for _ in range(2))
 
@@ -133,14 +132,6 @@ class Xielu(torch.nn.Module):
             x > 0, positive * x * x, (torch.expm1(torch.min(x, self.eps)) - x) * (self.beta + negative)
         )
         return curved + self.beta * x
-
-
-class XieluMLP(MLP):
-    """Megatron-Core's MLP with xIELU."""
-
-    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, **kwargs: Any) -> None:
-        super().__init__(config, submodules, **kwargs)
-        self.activation_func = Xielu(self.tp_group, config.params_dtype)
 
 
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]

@@ -43,7 +43,7 @@ from mega_rl.engines.models.layer import (
     LatentAttention,
     LatentRMSNorm,
     RMSNorm,
-    XieluMLP,
+    Xielu,
 )
 from mega_rl.engines.models.moe import ExpertRowParallelLinear, Router
 from mega_rl.errors import UserError
@@ -247,7 +247,7 @@ def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection
             self_attention=_mixer(hf, layer, pg_collection),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_experts() if moe else _mlp(hf),
+            mlp=_experts() if moe else _mlp(hf, pg_collection),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=_te_names(hf, layer),
         ),
@@ -316,11 +316,10 @@ def _latent_attention(mla: Mla) -> ModuleSpec:
     )
 
 
-def _mlp(hf: HFConfig) -> ModuleSpec:
-    return ModuleSpec(
-        module=XieluMLP if hf.activation == "xielu" else MLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-    )
+def _mlp(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    own = ModuleSpec(module=Xielu, params={"tp_group": pg_collection.tp}) if hf.activation == "xielu" else None
+    linears = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
+    return ModuleSpec(module=MLP, submodules=MLPSubmodules(**linears, activation_func=own))
 
 
 def _experts() -> ModuleSpec:
