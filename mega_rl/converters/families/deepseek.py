@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from mega_rl.converters.architecture import HFConfig, Mla, Moe
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
-from mega_rl.converters.families.dense import EMBEDDING, MISTRAL_YARN, MLP, OUTPUT
+from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT, mistral_yarn
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.moe import (
     EXPERTS,
     MOE_NORM,
     ROUTER,
     expert_bias,
-    num_experts,
+    mixture,
     shared_experts,
     softmax_moe,
 )
@@ -163,23 +163,18 @@ def sigmoid_moe(
     Sigmoid scores with a correction per expert choose among the best groups; weights are normalised and scaled.
     `shared` is the width of all shared experts, `ffn` and `scaling` name the keys of an expert's width and the factor.
     """
-    if not any(layers):
+    moe = mixture(fields, layers, ffn=ffn)
+    if moe is None:
         return None
-    total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
-    if top_k > total and not fields.problems:
-        fields.refuse("num_experts_per_tok", f"there are {total} experts")
-    if fields.boolean("norm_topk_prob", default=fields.defaults.get("norm_topk_prob") is not False) == (top_k == 1):
-        reason = f"Megatron-Core normalises sigmoid weights unless one expert is chosen, here {top_k}"
+    normalised = fields.boolean("norm_topk_prob", default=fields.defaults.get("norm_topk_prob") is not False)
+    if normalised == (moe.top_k == 1):
+        reason = f"Megatron-Core normalises sigmoid weights unless one expert is chosen, here {moe.top_k}"
         fields.refuse("norm_topk_prob", reason)
-    groups, best = _groups(fields, total, top_k)
-    return Moe(
-        tuple(layers),
-        total,
-        top_k,
-        fields.size(ffn),
+    groups, best = _groups(fields, moe.num_experts, moe.top_k)
+    return replace(
+        moe,
         shared_ffn_hidden_size=shared,
         score="sigmoid",
-        score_before_topk=True,
         expert_bias=True,
         scaling=fields.number(scaling, default=1.0),
         num_groups=groups,
@@ -301,12 +296,7 @@ MISTRAL4 = Family(
         "first_k_dense_replace": 0,
         **latent_sizes(1024, 256, 64, 64, 128),
         **routed(128, 4, 2048, 1.0),
-        "rope_parameters": {
-            **MISTRAL_YARN,
-            "rope_theta": 1e4,
-            "factor": 128.0,
-            "original_max_position_embeddings": 8192,
-        },
+        "rope_parameters": mistral_yarn(1e4, 128.0, 8192),
     },
     fixed={
         **NO_ATTENTION_BIAS,

@@ -139,8 +139,14 @@ APERTUS = Family(
     qk_norm=True,
     activation="xielu",
 )
-# YaRN without a factor on the rotation, and queries that grow with the position.
-MISTRAL_YARN = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+
+
+def mistral_yarn(theta: float, factor: float, length: int) -> dict[str, object]:
+    """Return rope_parameters of YaRN without a factor on the rotation; queries grow with the position."""
+    usual = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    return usual | {"rope_theta": theta, "factor": factor, "original_max_position_embeddings": length}
+
+
 MISTRAL = Family(
     "mistral",
     DENSE,

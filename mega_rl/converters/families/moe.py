@@ -83,21 +83,28 @@ def expert_bias(name: str, *shape: str) -> Rule:
     return replace(rule, float32=True)
 
 
-def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: str) -> Moe | None:
-    """Return the mixture of a softmax router; None where no layer is one.
+def mixture(
+    fields: Fields, layers: list[bool], *, ffn: str = "moe_intermediate_size", chosen: str = "num_experts_per_tok"
+) -> Moe | None:
+    """Return the mixture of a softmax over all experts in these layers; None without such layers.
 
-    The weights of the chosen experts add up to 1 if `normalised`, or are left as they are. `ffn` names the key with an
-    expert's width.
+    `ffn` and `chosen` name the keys of an expert's width and of the number of experts that are chosen.
     """
     if not any(layers):
         return None
-    total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
+    total, top_k = num_experts(fields), fields.size(chosen)
     if top_k > total and not fields.problems:
-        fields.refuse("num_experts_per_tok", f"there are {total} experts")
-    if normalised and top_k == 1:
+        fields.refuse(chosen, f"there are {total} experts")
+    return Moe(tuple(layers), total, top_k, fields.size(ffn), score_before_topk=True)
+
+
+def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: str) -> Moe | None:
+    """Return a `mixture` whose weights of the chosen experts add up to 1 if `normalised`, or stay as they are."""
+    moe = mixture(fields, layers, ffn=ffn)
+    if moe is not None and normalised and moe.top_k == 1:
         reason = "weights that are normalised are all 1, and Megatron-Core refuses such a router"
         fields.refuse("num_experts_per_tok", reason)
-    return Moe(tuple(layers), total, top_k, fields.size(ffn), score_before_topk=not normalised)
+    return None if moe is None else replace(moe, score_before_topk=not normalised)
 
 
 def mixtral_moe(fields: Fields, num_layers: int) -> Moe | None:
@@ -234,23 +241,12 @@ def ernie_moe(fields: Fields, num_layers: int) -> Moe | None:
     """Return the mixture of ERNIE 4.5: corrections choose among a softmax; the chosen weights are normalised."""
     first, last = fields.size("moe_layer_start_index", least=0), fields.get("moe_layer_end_index")
     last = num_layers - 1 if last == -1 else fields.size("moe_layer_end_index", least=0)
-    layers = [first <= i <= last for i in range(num_layers)]
-    if not any(layers):
+    moe = mixture(fields, [first <= i <= last for i in range(num_layers)], chosen="moe_k")
+    if moe is None:
         return None
-    total, top_k = num_experts(fields), fields.size("moe_k")
-    if top_k > total and not fields.problems:
-        fields.refuse("moe_k", f"there are {total} experts")
-    width = fields.size("moe_intermediate_size")
-    return Moe(
-        tuple(layers),
-        total,
-        top_k,
-        width,
-        shared_ffn_hidden_size=fields.size("moe_num_shared_experts", default=0, least=0) * width,
-        score_before_topk=True,
-        expert_bias=True,
-        weight_floor=fields.number("moe_norm_min", default=1e-12),
-    )
+    shared = fields.size("moe_num_shared_experts", default=0, least=0) * moe.ffn_hidden_size
+    floor = fields.number("moe_norm_min", default=1e-12)
+    return replace(moe, shared_ffn_hidden_size=shared, expert_bias=True, weight_floor=floor)
 
 
 # SGLang and transformers leave out the prediction layers of published files, and so does an export.

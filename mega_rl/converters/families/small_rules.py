@@ -11,8 +11,8 @@ from mega_rl.converters.families.dense import (
     DENSE_NORM,
     EMBEDDING,
     INPUT_NORM,
-    MISTRAL_YARN,
     OUTPUT,
+    mistral_yarn,
 )
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.rules import fused_gated, in_layers, joined_qkv, row
@@ -106,12 +106,7 @@ MINISTRAL3 = Family(
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
-        "rope_parameters": {
-            **MISTRAL_YARN,
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16384,
-        },
+        "rope_parameters": mistral_yarn(1e6, 16.0, 16384),
     },
     query_growth=True,
     window=windows.in_all_layers,
