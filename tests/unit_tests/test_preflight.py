@@ -421,6 +421,12 @@ def test_sglang_does_not_tie_every_family(tied: bool, backend: str, refused: boo
     assert any("layer separate weights" in line for line in lines) == refused
 
 
+def test_sglang_lacks_families() -> None:
+    write_checkpoint(Path("m4"), TINY["mistral4"])
+    lines = problems("model.path=m4", "rollout.backend=sglang", "trainer.run_dir=d.jsonl")
+    assert "model.path: model_type=mistral4: SGLang 0.5.20 has no such model; set rollout.backend=hf" in lines
+
+
 def test_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """12 bytes for each of Qwen3-0.6B's 596,049,920 parameters in FP32, of actor and critic; 2 for bf16 weights."""
     monkeypatch.setattr(host, "free_bytes", lambda path: 10**9)
