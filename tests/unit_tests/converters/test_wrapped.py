@@ -173,9 +173,10 @@ def test_training_changes_the_text_and_nothing_else(
     run_ranks(2, run_all, {"run": settings}, device="cpu")
     after = tensors_of(tmp_path / "run/hf/step_000001")
     (saved,) = (tmp_path / "run/checkpoints").glob("step_*")
-    opened = partial(open_weights, saved, role="actor", reference=source)
-    export_checkpoint(saved, tmp_path / "later", reference=source, opened=opened)
-    assert_bytes_equal(after, tensors_of(tmp_path / "later"))
+    if model_type == "gemma3":  # Gemma 4's text has no table
+        opened = partial(open_weights, saved, role="actor", reference=source)
+        export_checkpoint(saved, tmp_path / "later", reference=source, opened=opened)
+        assert_bytes_equal(after, tensors_of(tmp_path / "later"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name for name in changed if not name.startswith(prefix)} == set()
