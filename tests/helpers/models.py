@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,13 @@ def write_tiny_checkpoint(
     Routers are larger still: their choices are far apart. Norms, biases, sinks and the experts' corrections are none
     of them at their neutral value. `mtp_layers` adds multi-token prediction layers, which transformers does not read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    settings = {**SMALL, "tie_word_embeddings": tied, **TINY[family], **overrides}
+    from mega_rl.converters.hf.untabled import config_of
+
+    settings = copy.deepcopy({**SMALL, "tie_word_embeddings": tied, **TINY[family], **overrides})  # classes fill it up
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(FAMILIES[family].transformers_type, **settings)
+    config = config_of(settings | {"model_type": FAMILIES[family].transformers_type})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -310,4 +310,5 @@ MISTRAL4 = Family(
     mla=latent,
     moe=deepseek_v2_moe,
     scales=without_yarn,
+    fused_experts=True,
 )

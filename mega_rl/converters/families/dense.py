@@ -118,9 +118,9 @@ APERTUS = Family(
     "apertus",
     EMBEDDING
     + in_layers(
-        copy("input_layernorm.weight", "attention_layernorm.weight", "hidden"),
+        copy("input_layernorm.weight", "attention_layernorm.weight", "hidden", te=INPUT_NORM.te),
         *ATTENTION_WEIGHTS,
-        copy("pre_mlp_layernorm.weight", "feedforward_layernorm.weight", "hidden"),
+        copy("pre_mlp_layernorm.weight", "feedforward_layernorm.weight", "hidden", te=DENSE_NORM.te),
         *UNGATED,
         *(copy(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}", "one") for name in ("alpha_p", "alpha_n")),
         *(copy(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}") for name in ("beta", "eps")),
