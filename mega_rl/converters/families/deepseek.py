@@ -85,7 +85,7 @@ def latent_sizes(query: int, key_value: int, nope: int, rope: int, value: int) -
 
 
 def routed(experts: int, chosen: int, width: int, scaling: float, **more: object) -> dict[str, object]:
-    """Return defaults of a mixture with a shared expert that normalises the weights of the chosen ones."""
+    """Return defaults of a mixture with a shared expert and normalised weights."""
     names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")
     usual = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
     return dict(zip(names, (experts, chosen, width, scaling), strict=True)) | usual | more
@@ -130,7 +130,7 @@ def shared_width(fields: Fields) -> int:
 
 
 def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of DeepSeek-V2 and Mistral 4: softmax over all experts, then the best of them.
+    """Return the mixture of DeepSeek-V2 and Mistral 4: the best of a softmax over all.
 
     Refuses groups of experts, which the method of the first scores by the best expert of each.
     """

@@ -69,7 +69,7 @@ def num_experts(fields: Fields) -> int:
 
 
 def in_both_spellings(names: ExpertNames, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return rules of a layer, named as in transformers, with names on disk too, which go with separate experts."""
+    """Return a layer's rules in both spellings: as in transformers, and for separate experts as on disk."""
     return tuple(
         replace(rule, when=(*rule.when, spelling), sources=tuple(replace(s, name=spell(s.name)) for s in rule.sources))
         for spelling, spell in (("per_expert", names.on_disk), ("fused_experts", str))
@@ -86,7 +86,7 @@ def expert_bias(name: str, *shape: str) -> Rule:
 def mixture(
     fields: Fields, layers: list[bool], *, ffn: str = "moe_intermediate_size", chosen: str = "num_experts_per_tok"
 ) -> Moe | None:
-    """Return the mixture of a softmax over all experts in these layers; None without such layers.
+    """Return the mixture of a softmax over all experts; None without layers.
 
     `ffn` and `chosen` name the keys of an expert's width and of the number of experts that are chosen.
     """
@@ -99,7 +99,7 @@ def mixture(
 
 
 def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: str) -> Moe | None:
-    """Return a `mixture` whose weights of the chosen experts add up to 1 if `normalised`, or stay as they are."""
+    """Return a `mixture` whose chosen weights add up to 1 if `normalised`."""
     moe = mixture(fields, layers, ffn=ffn)
     if moe is not None and normalised and moe.top_k == 1:
         reason = "weights that are normalised are all 1, and Megatron-Core refuses such a router"

@@ -46,7 +46,7 @@ FOREIGN = (
 
 
 def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], where: str) -> HFConfig:
-    """Return the language model of a decoded config.json, with the table that its class in transformers gives.
+    """Return the language model of a decoded config.json, with its class's table.
 
     generation: of generation_config.json. Raises UserError: transformers cannot build a causal language model from it.
     """

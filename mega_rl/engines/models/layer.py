@@ -125,7 +125,7 @@ class Xielu(torch.nn.Module):
         self.beta, self.eps = (torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the activation of `x` [..., F / tp]; gradients of its numbers are sums over tensor parallelism."""
+        """Return [..., F / tp]; gradients of the numbers are sums over tensor parallelism."""
         alphas = copy_to_tensor_model_parallel_region(torch.cat([self.alpha_p, self.alpha_n]), group=self.tp_group)
         positive, negative = torch.nn.functional.softplus(alphas)
         curved = torch.where(
