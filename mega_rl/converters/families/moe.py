@@ -69,7 +69,7 @@ def num_experts(fields: Fields) -> int:
 
 
 def in_both_spellings(names: ExpertNames, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return a layer's rules in both spellings: as in transformers, and for separate experts as on disk."""
+    """Return a layer's rules as transformers spells them, and as files with separate experts do."""
     return tuple(
         replace(rule, when=(*rule.when, spelling), sources=tuple(replace(s, name=spell(s.name)) for s in rule.sources))
         for spelling, spell in (("per_expert", names.on_disk), ("fused_experts", str))

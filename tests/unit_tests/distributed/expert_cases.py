@@ -29,8 +29,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp-ep2-etp2": (4, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 2}),
 }
 FAMILIES = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss",
-    "mistral4",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "mistral4", "glm4_moe", "kimi_k2",
+    "gpt_oss",
 )  # fmt: skip
 DENSE = ("gemma3_text", "glm4", "apertus")  # other norms, windows, rotations and activations than Llama's
 
