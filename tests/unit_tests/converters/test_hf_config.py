@@ -308,7 +308,7 @@ def test_gated_delta_nets_need_a_new_megatron(
     monkeypatch.setattr("mega_rl.converters.hf.config.installed_version", lambda name: installed)
     problems = list(release_problems("qwen3_next"))
     assert len(problems) == refused
-    assert all("needs megatron-core 0.19 or newer, which has its gated delta nets" in line for line in problems)
+    assert all("needs megatron-core 0.19 or newer, which has its layers" in line for line in problems)
     assert list(release_problems("qwen3")) == []
 
 
