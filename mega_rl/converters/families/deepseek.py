@@ -112,8 +112,8 @@ def sparse_latent(fields: Fields) -> Mla:
     fields.strings("layer_types", length=layers, allowed=("deepseek_sparse_attention",))
     if "shared" in (fields.strings("indexer_types", length=layers, allowed=("full", "shared")) or ()):
         fields.refuse("indexer_types", SHARED_CHOICE)
-    sizes = (fields.size(f"index_{name}") for name in ("n_heads", "head_dim", "topk"))
-    return replace(mla, indexer=Indexer(*sizes, interleaved=bool(fields.get(INTERLEAVED))))
+    heads, size, chosen = (fields.size(f"index_{name}") for name in ("n_heads", "head_dim", "topk"))
+    return replace(mla, indexer=Indexer(heads, size, chosen, bool(fields.get(INTERLEAVED))))
 
 
 def after_dense(fields: Fields, num_layers: int) -> list[bool]:
@@ -323,9 +323,6 @@ DEEPSEEK_V32 = replace(
     defaults={
         **DEEPSEEK_V3.defaults,
         "mlp_layer_types": None,
-        "index_topk": 2048,
-        "index_head_dim": 128,
-        "index_n_heads": 64,
         "num_experts": 256,
         INTERLEAVED: False,
     },
@@ -333,7 +330,7 @@ DEEPSEEK_V32 = replace(
         **DEEPSEEK_V3.fixed,
         INTERLEAVED: ((False,), "transformers rotates the first half of the indexer's dimensions with the second"),
     },
-    keys=("qk_head_dim", "layer_types"),
+    keys=("qk_head_dim", "layer_types", "index_n_heads", "index_head_dim", "index_topk"),
     hub_code=(),
     mla=sparse_latent,
     moe=sparse_moe,

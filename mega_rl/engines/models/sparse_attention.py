@@ -54,14 +54,7 @@ class SparseAttention(DSAttention):
         """Return [S, B, heads*E], or [T, 1, heads*E] of packed tokens; rows are right-padded."""
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, PackedSequences)
-            bounds = packed_seq_params.bounds
-            packed_seq_params = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=bounds,
-                cu_seqlens_kv=bounds,
-                max_seqlen_q=packed_seq_params.max_seqlen_q,
-                max_seqlen_kv=packed_seq_params.max_seqlen_kv,
-            )
+            packed_seq_params = packed_seq_params.by_sequence
         context: Tensor = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         return context
 
