@@ -245,7 +245,6 @@ def card(
         str | None, typer.Option("--layouts", metavar="NAMES", help="Layouts of Megatron-Core, as tp2+sp,pp2.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of card.md and card.json.")] = Path("card"),
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")] = 0,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one proof may take.")] = 600.0,
     as_json: Json = False,
 ) -> None:
@@ -259,15 +258,14 @@ def card(
     with progress.importing("PyTorch and Megatron-Core"):
         from mega_rl.parallel.accelerator import prepare
 
-        prepare("cpu")
+        prepare("auto")
         from mega_rl.verify import card as cards
     refusal: UserError | None = None
     try:
-        made = cards.make_card(folder, names, seed=seed, timeout_s=timeout_s)
+        made = cards.make_card(folder, names, timeout_s=timeout_s)
     except UserError as error:
         refusal, why = error, cards.Proof("training", cards.NOT_PROVED, "refused", " ".join(str(error).split()))
-        made = {"family": "Refused", "model": str(folder), "good": False, "versions": cards.versions()}
-        made["proofs"] = [why._asdict()]
+        made = cards.describe("Refused", str(folder), [why])
     text = "\n".join(cards.page(made))
     disk.make_folder(out)
     disk.replace_text(out / "card.md", text + "\n")

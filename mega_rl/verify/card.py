@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import read_hf_config, release_problems
 from mega_rl.converters.hf.untabled import FOREIGN
 from mega_rl.converters.live.load import model_config
@@ -44,7 +43,10 @@ VERSIONS = ("mega_rl", "torch", "transformers", "megatron-core")
 GPU, MOST_GPUS = "h100", 4096
 LEAST_STATE = 6  # bytes of a parameter that no layout goes below: its weight and gradient
 # Proof -> errors of a layout that it judges.
-KINDS = {"bits": ("bits",), "logits": ("logprob", "loss"), "gradients": ("grad_norm", "gradient", "weight")}
+KINDS: Mapping[str, Sequence[str]] = {
+    **{"bits": ("bits",), "logits": ("logprob", "loss"), "gradients": ("grad_norm", "gradient", "weight")},
+    "layouts": tuple(FP32),
+}
 
 
 class Proof(NamedTuple):
@@ -56,7 +58,7 @@ class Proof(NamedTuple):
     text: str
 
 
-def make_card(source: Path, names: str | None, *, seed: int, timeout_s: float) -> dict[str, Any]:
+def make_card(source: Path, names: str | None, *, timeout_s: float) -> dict[str, Any]:
     """Return the card of the model that `source`/config.json describes, in JSON's types.
 
     names: layouts of Megatron-Core; None: those of `LAYOUTS` that the model can have. timeout_s: of each proof, and of
@@ -65,48 +67,46 @@ def make_card(source: Path, names: str | None, *, seed: int, timeout_s: float) -
     hf = read_hf_config(source, any_model=True)
     if refused := list(untrained(hf)):
         raise UserErrors([f"{source}: {problem}" for problem in refused])
-    no_megatron = f"model_type={hf.family} has no table" if hf.own else "; ".join(release_problems(hf.family))
-    if no_megatron and names is not None:
-        raise UserError(f"--layouts={names}: {no_megatron}; leave the option out")
-    no_class = "" if hf.own or not FAMILIES[hf.family].stand_in else f"transformers has no model_type={hf.family}"
-    layouts, layers, impossible = ([], 1, {}) if no_megatron else choose_layouts(hf, source, names)
-    single = [REFERENCE] * (not no_megatron) + [fsdp(1)] * (not no_class)
-    several = layouts + [fsdp(2)] * (not no_class)
+    missing = f"model_type={hf.family} has no table" if hf.own else "; ".join(release_problems(hf.family))
+    if missing and names is not None:
+        raise UserError(f"--layouts={names}: {missing}; leave the option out")
+    layouts, layers, impossible = ([], 1, {}) if missing else choose_layouts(hf, source, names)
+    measured = [*([] if missing else [REFERENCE]), fsdp(1), *layouts, fsdp(2)]
     with TemporaryDirectory(prefix="card_") as folder:
-        model, described = prepare_model(source, Path(folder), twin=True, multiple=layers, seed=seed)
-        plan = Plan(str(model), folder, (), reference=TRANSFORMERS, seed=seed)
+        model, described = prepare_model(source, Path(folder), twin=True, multiple=layers, seed=0)
+        plan = Plan(str(model), folder, (), reference=TRANSFORMERS)
         try:
-            verdicts = verify(plan, [*single, *several], tolerances=FP32, timeout_s=timeout_s, on_gpus=False)
+            verdicts = verify(plan, measured, tolerances=FP32, timeout_s=timeout_s, on_gpus=False)
             renamed = json.loads(plan.reference_facts.read_text(encoding="utf-8"))["renamed"]
             wrong = f"transformers loads {', '.join(renamed[:3])} otherwise" if renamed else ""
         except (UserError, RanksFailed) as error:
-            verdicts, wrong = [(layout, None, ["no reference"]) for layout in (*single, *several)], str(error)
+            verdicts, wrong = [(layout, None, ["no reference"]) for layout in measured], str(error)
     loaded = "transformers loads every tensor of the file by its name, bit for bit"
     proofs = [Proof("names", NOT_PROVED, "no", wrong) if wrong else Proof("names", PROVED, "yes", loaded)]
-    alone = verdicts[: len(single)]
-    proofs += [judge(name, alone if name != "bits" else verdicts, kinds) for name, kinds in KINDS.items()]
-    proofs += [judge("layouts", verdicts[len(single) :], tuple(FP32))]
+    for name, kinds in KINDS.items():
+        single = [verdict for verdict in verdicts if (verdict[0].ranks > 1) == (name == "layouts")]
+        proofs.append(judge(name, verdicts if name == "bits" else single, kinds))
     proofs += [Proof("layouts", NOT_RUN, name, reason) for name, reason in impossible.items()]
-    for name, (prove, missing) in {
-        "elements": (partial(prove_elements, hf, layouts), no_megatron),
-        "packing": (partial(prove_packing, source), no_class),
-        "sampling": (partial(prove_sampling, source), no_class),
-        "plan": (partial(prove_plan, hf, source), no_megatron),
+    for name, (prove, lacking) in {
+        "elements": (partial(prove_elements, hf, layouts), missing),
+        "packing": (partial(prove_packing, source), ""),
+        "sampling": (partial(prove_sampling, source), ""),
+        "plan": (partial(prove_plan, hf, source), missing),
     }.items():
-        proofs.append(Proof(name, NOT_RUN, "no", missing) if missing else within(timeout_s, name, prove))
-    return {
-        **{"family": hf.family, "model": described, "good": all(one.verdict != NOT_PROVED for one in proofs)},
-        **{"versions": versions(), "proofs": [one._asdict() for one in proofs]},
-        "layouts": [
-            {"name": layout.title, "ranks": layout.ranks, "problems": found, "errors": errors and asdict(errors)}
-            for layout, errors, found in verdicts
-        ],
-    }
+        proofs.append(Proof(name, NOT_RUN, "no", lacking) if lacking else within(timeout_s, name, prove))
+    card = describe(hf.family, described, proofs)
+    columns = ("name", "ranks", "problems", "errors")
+    rows = [(layout.title, layout.ranks, found, errors and asdict(errors)) for layout, errors, found in verdicts]
+    return card | {"layouts": [dict(zip(columns, row, strict=True)) for row in rows]}
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a card depends on."""
-    return {"python": platform.python_version()} | {name: installed_version(name) or "none" for name in VERSIONS}
+def describe(family: str, model: str, proofs: Sequence[Proof]) -> dict[str, Any]:
+    """Return a card in JSON's types, without the layouts."""
+    installed = {"python": platform.python_version()}
+    installed |= {name: installed_version(name) or "none" for name in VERSIONS}
+    good = all(one.verdict != NOT_PROVED for one in proofs)
+    facts = {"family": family, "model": model, "good": good, "versions": installed}
+    return facts | {"proofs": [one._asdict() for one in proofs]}
 
 
 def choose_layouts(hf: HFConfig, source: Path, names: str | None) -> tuple[list[Layout], int, Mapping[str, str]]:
@@ -146,15 +146,14 @@ def within(timeout_s: float, name: str, prove: Callable[[], tuple[str, str]]) ->
     def late(*_: object) -> None:
         raise TimeoutError(f"no answer within {timeout_s:g} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         return Proof(name, PROVED, *prove())
     except (TimeoutError, *FOREIGN) as error:
         return Proof(name, NOT_PROVED, "no", " ".join(str(error).split()))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def prove_elements(hf: HFConfig, layouts: Sequence[Layout]) -> tuple[str, str]:

@@ -12,7 +12,9 @@ from unittest.mock import patch
 
 import psutil
 
+from mega_rl.untrusted import read_record
 from mega_rl.verify.layouts import Plan
+from tests.helpers import distributed
 
 TIED_DENSE, ROUTED = "qwen3", "qwen3_moe"
 
@@ -30,6 +32,19 @@ def measure_all(rank: int, plans: list[Plan]) -> list[int]:
         gc.collect()  # the last engine of the plan, a cycle, still knew its groups when they were taken down
         threads.append(psutil.Process().num_threads())
     return threads
+
+
+def forked_ranks(fault: str = "") -> Any:
+    """`launcher.run_ranks` with ranks that need not import everything anew, measuring with a planted fault."""
+
+    def run_ranks(
+        command: list[str], *, ranks: int, logs: Path, timeout_s: float, use_gpus: bool, watch: object
+    ) -> None:
+        plan = read_record(Plan, json.loads(Path(command[-1]).read_text())["measure"])
+        function, given = (measure_broken, {fault: plan}) if fault else (measure_all, [plan])
+        distributed.run_ranks(ranks, function, given, timeout_s=timeout_s, device="cuda" if use_gpus else "cpu")
+
+    return run_ranks
 
 
 def measure_broken(rank: int, plans: dict[str, Plan]) -> None:
