@@ -184,13 +184,15 @@ def prove_sampling(source: Path) -> tuple[str, str]:
 
 def prove_plan(hf: HFConfig, source: Path) -> tuple[str, str]:
     """Return the fewest GPUs on which a layout fits a run of the default settings."""
-    capacity = HARDWARE[GPU].memory
+    capacity, half = HARDWARE[GPU].memory, min(1024, hf.max_position_embeddings // 2 - 1)
+    settings = [f"model.path={source}", "rollout.backend=sglang"]
+    settings += [f"data.max_prompt_tokens={half}", f"rollout.max_new_tokens={half}"]
     gpus = 1 << int(LEAST_STATE * weight_bytes(hf, 1) / capacity).bit_length()
     while gpus <= MOST_GPUS:
         machine = Machine(gpus, gpu_memory=round(capacity))
-        for best in search(read_setup(None, [f"model.path={source}", "rollout.backend=sglang"], machine), most=1):
+        for best in search(read_setup(None, settings, machine), most=1):
             fits = f"{best.layout}, model.recompute={best.recompute}, {in_gb(best.needed)} of a GPU"
-            return f"{gpus} {GPU}", f"{gpus} x {GPU}: {fits}"
+            return f"{gpus} {GPU}", f"{gpus} x {GPU}, sequences of {2 * half:,} tokens: {fits}"
         gpus *= 2
     raise UserError(f"no layout fits {MOST_GPUS} x {GPU}")
 

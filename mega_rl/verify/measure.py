@@ -43,6 +43,8 @@ from mega_rl.parallel.comm import GroupRanks
 from mega_rl.types import Experience, response_mask
 from mega_rl.untrusted import read_record
 from mega_rl.verify.layouts import REFERENCE, TRANSFORMERS, Layout, LayoutErrors, Plan, finite
+from mega_rl.verify.rl.independent.formulas import clipped_term, kl_term
+from mega_rl.verify.rl.independent.records import NamedSettings
 from mega_rl.verify.twin import as_saved, load_transformers
 from mega_rl.workers.models import PolicyLoss
 
@@ -63,6 +65,8 @@ TOKENS_PER_MICROBATCH = 2 * LONGEST
 # Distances of the old log-probs: well inside the clip range of the loss, and well beyond it. At its edges the gradient
 # jumps, and rounding would decide on which side a token falls.
 INSIDE, BEYOND = 0.05, 0.6
+CLIPS = NamedSettings("ppo", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})
+KL_COEF, ENTROPY_COEF = 0.1, 0.01
 
 
 def run_task(arguments: object, accelerator: Accelerator) -> None:
@@ -114,7 +118,7 @@ def by_one_rank(plan: Plan, accelerator: Accelerator) -> tuple[dict[str, Tensor]
 
 
 def by_transformers(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, facts) of transformers' own model: the formulas of `policy_loss`, and Adam's first step.
+    """Return (tensors, facts) of transformers' own model: `policy_loss` by independent formulas, Adam's first step.
 
     The fact "renamed" lists tensors that transformers loads under other names or with other bits.
     """
@@ -130,10 +134,9 @@ def by_transformers(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Any]]:
         now, entropy = token_logprobs(model, batch.tokens[row], length)
         names = ("advantages", "loss_weights", "old_logprobs", "ref_logprobs")
         advantages, weights, old, ref = (getattr(batch, name)[row] for name in names)
-        ratio, away = (now - old).exp(), ref - now
-        objective = torch.minimum(advantages * ratio, advantages * ratio.clamp(0.8, 1.3))
-        objective = torch.where(advantages < 0, torch.maximum(objective, 3 * advantages), objective)
-        total = ((0.1 * (away.exp() - away - 1) - objective - 0.01 * entropy) * weights).sum()
+        ratio = (now - old).exp()
+        clipped, away = clipped_term(ratio, advantages, CLIPS), kl_term("k3", now, ref, ratio)
+        total = ((clipped + KL_COEF * away - ENTROPY_COEF * entropy) * weights).sum()
         total.backward()
         loss += float(total.detach())
     named = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
@@ -277,8 +280,8 @@ def step_settings(facts: dict[str, Any]) -> OptimConfig:
 
 def policy_loss() -> PolicyLoss:
     """Return the clipped policy objective with all of its terms."""
-    objective = PPO(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-    return PolicyLoss(objective, kl=KLController(0.1), kl_estimator=k3, entropy_coef=0.01)
+    objective = PPO(**CLIPS.numbers)
+    return PolicyLoss(objective, kl=KLController(KL_COEF), kl_estimator=k3, entropy_coef=ENTROPY_COEF)
 
 
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
