@@ -29,8 +29,14 @@ def card_of(model: Path, *arguments: str) -> tuple[int, dict[str, Any], dict[str
     return code, card, {one["name"]: one for one in card["proofs"]}, (out / "card.md").read_text()
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "run_ranks", forked_ranks())
+
+
+@pytest.mark.usefixtures("forked")
 def test_dense_family_is_proved_on_both_engines(tmp_path: Path) -> None:
-    """On ranks of the launcher itself: every proof, with figures far below the tolerances."""
+    """Every proof, with figures far below the tolerances."""
     code, card, proofs, page = card_of(bare_config(tmp_path / "bare", TINY["qwen3"]), "--layouts", "tp2+sp,pp2")
     assert {name: one["verdict"] for name, one in proofs.items()} == dict.fromkeys(
         ("names", "bits", "logits", "gradients", "layouts", "elements", "packing", "sampling", "plan"), "proved"
@@ -45,11 +51,6 @@ def test_dense_family_is_proved_on_both_engines(tmp_path: Path) -> None:
     assert proofs["packing"]["figure"] == "packed"
     assert f"transformers {card['versions']['transformers']}" in page
     assert "| gradients | proved | 1 " in page
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "run_ranks", forked_ranks())
 
 
 @pytest.mark.usefixtures("forked")
