@@ -96,7 +96,7 @@ def make_card(source: Path, names: str | None, *, timeout_s: float) -> dict[str,
         proofs.append(Proof(name, NOT_RUN, "no", lacking) if lacking else within(timeout_s, name, prove))
     card = describe(hf.family, described, proofs)
     columns = ("name", "ranks", "problems", "errors")
-    rows = [(layout.title, layout.ranks, found, errors and asdict(errors)) for layout, errors, found in verdicts]
+    rows = [(layout.title, layout.ranks, faults, errors and asdict(errors)) for layout, errors, faults in verdicts]
     return card | {"layouts": [dict(zip(columns, row, strict=True)) for row in rows]}
 
 

@@ -106,6 +106,8 @@ def engine_faults() -> dict[str, Any]:
     from mega_rl.engines import build
     from mega_rl.engines.fsdp import FSDPEngine, local
     from mega_rl.engines.fsdp_model import fsdp_modules, sharded_parameters
+    from mega_rl.verify import measure
+    from mega_rl.verify.twin import as_saved
 
     load, skeleton, build_adam = build.load_rows, build.skeleton, build.build_adam
     apply_gradients, token_outputs = FSDPEngine._apply_gradients, FSDPEngine._token_outputs
@@ -141,7 +143,13 @@ def engine_faults() -> dict[str, Any]:
     def wide_positions(self: Any, micro: Any, there: Any, **more: Any) -> Any:
         return token_outputs(self, micro, replace(there, position_ids=2 * there.position_ids), **more)
 
+    def exchanged(model: Any, tensors: Any) -> dict[str, Any]:
+        saved = as_saved(model, tensors)
+        gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+        return saved | {gate: saved[up], up: saved[gate]}
+
     return {
+        "names": patch.object(measure, "as_saved", exchanged),
         "one weight": patch.object(build, "load_rows", one_weight),
         "one gradient": patch.object(FSDPEngine, "_apply_gradients", one_gradient),
         "averaged gradients": patch.object(build, "load_rows", averaged),
