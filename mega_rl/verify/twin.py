@@ -26,8 +26,10 @@ from mega_rl.converters.architecture import HFConfig, Moe, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.families.rules import DISK_LAYER
+from mega_rl.converters.hf import small
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.converters.live.load import load_hf, repeat_faults
+from mega_rl.converters.hf.untabled import FOREIGN
+from mega_rl.converters.live.load import load_hf, model_config, repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, name_prefixes, renamed
@@ -131,6 +133,21 @@ def write_random_twin(source: Path, target: Path, *, multiple: int = 1, narrow: 
     twin = shrink(read_hf_config(source), where=str(source / "config.json"), multiple=multiple, narrow=narrow)
     _write(twin, target, random_tensors(twin.hf, seed=seed))
     return twin
+
+
+def write_small(source: Path, target: Path, *, seed: int = 0) -> int:
+    """Write a small random model of the class of `source`/config.json; return its number of elements.
+
+    For models without a table. Raises UserError: transformers cannot build it small.
+    """
+    config = model_config(source)
+    try:
+        model = small.random_model(small.shrink(config), attention="eager", device=torch.device("cpu"), seed=seed)
+        model.save_pretrained(target)
+    except FOREIGN as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{source}: model_type={config.model_type} cannot be built small: {why}") from error
+    return model.num_parameters()
 
 
 def _write(twin: Twin, target: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -252,7 +269,7 @@ def hf_logits(
 
     dtype: "fp32" or "bf16". layer_outputs: without it the list is empty. No code of the checkpoint is run.
     """
-    model = _load(path, DTYPES[dtype])
+    model = load_transformers(path, DTYPES[dtype])
     states: list[Tensor] = []
 
     def keep(output: Any) -> None:
@@ -265,15 +282,20 @@ def hf_logits(
 
 def hf_weights(path: str | Path) -> dict[str, Tensor]:
     """Return the float32 weights by name on disk, as transformers loads them."""
+    model = load_transformers(path, torch.float32)
+    return as_saved(model, model.state_dict())
+
+
+def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a model by name on disk, as transformers would save them."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = _load(path, torch.float32)
-    weights: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
-    prefixes = name_prefixes(weights)
-    return {renamed(name, prefixes, PLAIN_NAMES): tensor for name, tensor in weights.items()}
+    saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    prefixes = name_prefixes(saved)
+    return {renamed(name, prefixes, PLAIN_NAMES): tensor for name, tensor in saved.items()}
 
 
-def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_transformers(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of a folder, on the CPU; no weight of it is random."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
