@@ -359,10 +359,15 @@ TABLE: Table = {
     ],
     ("converters", "converters/test_hf_config.py"): [
         (
+            "sparse attention sees every token, whatever its indexer chooses",
+            '"dsa_indexer_topk": indexer.top_k,',
+            '"dsa_indexer_topk": 1 << 20,',
+        ),
+        (
             "rotary base ignored",
             'theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))',
             "theta = 1e4",
-        )
+        ),
     ],
     ("converters", "converters/test_wrapped.py"): [
         (

@@ -66,6 +66,16 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Lightning indexer (DeepSeek-V3.2, arXiv:2512.02556): chooses the tokens that attention sees."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # tokens that a query sees, itself included
+    interleaved: bool  # rotates even with odd dimensions instead of the first half with the second
+
+
+@dataclass(frozen=True)
 class Mla:
     """Multi-head latent attention (arXiv:2405.04434)."""
 
@@ -75,6 +85,7 @@ class Mla:
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6  # norms on both latents; built into the architecture's code
+    indexer: Indexer | None = None  # None: attention sees every earlier token
 
 
 @dataclass(frozen=True)
@@ -193,6 +204,12 @@ class HFConfig:
     wrapper: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
+    def uncut(self) -> str:
+        """Return what needs whole sequences, so that context parallelism is refused; empty if nothing does."""
+        indexed = self.mla is not None and self.mla.indexer is not None
+        return "gated delta nets" if self.delta is not None else "top-k indexers" if indexed else ""
+
+    @property
     def gated(self) -> bool:
         """Return whether the MLP multiplies its activation by a second projection."""
         return self.activation not in ("relu_squared", "xielu")
@@ -225,6 +242,9 @@ class HFConfig:
                 "kv_up": self.num_heads * (self.mla.qk_nope_head_dim + self.mla.v_head_dim),
                 "o": self.num_heads * self.mla.v_head_dim,
             }
+            if (indexer := self.mla.indexer) is not None:
+                rows = indexer.num_heads * indexer.head_dim
+                dims |= {"index_q": rows, "index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
         if self.moe is not None:
             dims |= {
                 "experts": self.moe.num_experts,

@@ -52,6 +52,7 @@ LITE = {
     "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
 }
 QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+CHOSEN = {"num_experts": 8, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 6}
 DELTA = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
@@ -85,6 +86,8 @@ TINY: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "rope_parameters": GROWING,
     },
+    "deepseek_v32": {**LATENT, **SIGMOID, **GROUPS, **CHOSEN},
+    "glm_moe_dsa": {**LATENT, **SIGMOID, **CHOSEN, "indexer_rope_interleave": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
     "glm4_moe": {**SIGMOID, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
     "ernie4_5_moe": {

@@ -6,10 +6,10 @@ Adding one takes its entry in a module of this folder, a line here, and its line
 from __future__ import annotations
 
 from mega_rl.converters.families.base import Family, KnownBug
-from mega_rl.converters.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, MISTRAL4
+from mega_rl.converters.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K2, MISTRAL4
 from mega_rl.converters.families.dense import APERTUS, ARCEE, ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from mega_rl.converters.families.gemma import GEMMA3_TEXT
-from mega_rl.converters.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
+from mega_rl.converters.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from mega_rl.converters.families.gpt_oss import GPT_OSS
 from mega_rl.converters.families.moe import ERNIE4_5_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from mega_rl.converters.families.norms_after import EXAONE4, OLMO2, OLMO3
@@ -41,8 +41,10 @@ FAMILIES = {
         DEEPSEEK_V3,
         KIMI_K2,
         MISTRAL4,
+        DEEPSEEK_V32,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        GLM_MOE_DSA,
         DOTS1,
         MINIMAX_M2,
         HY_V3,

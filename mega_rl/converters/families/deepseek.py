@@ -1,13 +1,13 @@
-"""Latent attention and, from version 3 on, sigmoid routing with groups: DeepSeek, Moonlight, Kimi K2."""
+"""Latent attention, from version 3 on sigmoid routing with groups, in 3.2 an indexer: DeepSeek, Moonlight, Kimi K2."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mega_rl.converters.architecture import HFConfig, Mla, Moe
+from mega_rl.converters.architecture import HFConfig, Indexer, Mla, Moe
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
 from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT, mistral_yarn
-from mega_rl.converters.families.fields import Fields
+from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.families.moe import (
     EXPERTS,
     MOE_NORM,
@@ -69,12 +69,24 @@ MTP = of_mtp(
 )
 MTP_REPEATED = ("model.layers.{layer}.embed_tokens.weight", "model.layers.{layer}.shared_head.head.weight")
 
+CHOICE, ON_DISK = "self_attention.core_attention.indexer.", "self_attn.indexer."
+INDEXER = in_layers(
+    copy(f"{CHOICE}linear_wq_b.weight", f"{ON_DISK}wq_b.weight", "index_q", "q_rank"),
+    copy(f"{CHOICE}linear_wk.weight", f"{ON_DISK}wk.weight", "index_dim", "hidden"),
+    copy(f"{CHOICE}k_norm.weight", f"{ON_DISK}k_norm.weight", "index_dim"),
+    copy(f"{CHOICE}k_norm.bias", f"{ON_DISK}k_norm.bias", "index_dim"),
+    copy(f"{CHOICE}linear_weights_proj.weight", f"{ON_DISK}weights_proj.weight", "index_heads", "hidden"),
+)
+
 LAYERS = LATENT_ATTENTION + MLP + SHARED_MOE
+SPARSE_LAYERS = LAYERS + tuple(replace(rule, frozen=True) for rule in INDEXER)
 NO_ATTENTION_BIAS = {"attention_bias": NO_LINEAR_BIAS}
 SIGMOID_ROUTER = {
     "topk_method": (("noaux_tc",), "this family chooses experts with noaux_tc"),
     "scoring_func": (("sigmoid",), "this family has sigmoid scores"),
 }
+INTERLEAVED = "indexer_rope_interleave"
+SHARED_CHOICE = "layers that take the choice of another layer are not supported yet"
 ONE_FREQUENCY = ((1,), "every layer after first_k_dense_replace is a mixture")
 
 
@@ -103,6 +115,18 @@ def latent(fields: Fields) -> Mla:
         qk_rope_head_dim=fields.size("qk_rope_head_dim"),
         v_head_dim=fields.size("v_head_dim"),
     )
+
+
+def sparse_latent(fields: Fields) -> Mla:
+    """Return the sizes of latent attention and of its indexer, which reads the compressed queries."""
+    mla, layers = latent(fields), fields.size("num_hidden_layers", most=MOST_LAYERS)
+    if mla.q_lora_rank is None:
+        fields.refuse("q_lora_rank", "the indexer reads compressed queries; it must be a positive integer")
+    fields.strings("layer_types", length=layers, allowed=("deepseek_sparse_attention",))
+    if "shared" in (fields.strings("indexer_types", length=layers, allowed=("full", "shared")) or ()):
+        fields.refuse("indexer_types", SHARED_CHOICE)
+    heads, size, chosen = (fields.size(f"index_{name}") for name in ("n_heads", "head_dim", "topk"))
+    return replace(mla, indexer=Indexer(heads, size, chosen, bool(fields.get(INTERLEAVED))))
 
 
 def after_dense(fields: Fields, num_layers: int) -> list[bool]:
@@ -148,6 +172,12 @@ def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
 def deepseek_v3_moe(fields: Fields, num_layers: int) -> Moe | None:
     """Return the mixture of DeepSeek-V3, GLM-4-MoE and dots.llm1: all but the first layers."""
     return sigmoid_moe(fields, after_dense(fields, num_layers), shared=shared_width(fields))
+
+
+def sparse_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Return the mixture of DeepSeek-V3 behind the first layers, or in those that `mlp_layer_types` names."""
+    layers = after_dense if fields.get("mlp_layer_types") is None else by_mlp_types
+    return sigmoid_moe(fields, layers(fields, num_layers), shared=shared_width(fields))
 
 
 def sigmoid_moe(
@@ -311,4 +341,26 @@ MISTRAL4 = Family(
     moe=deepseek_v2_moe,
     scales=without_yarn,
     fused_experts=True,
+)
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    rules=EMBEDDING + SPARSE_LAYERS + OUTPUT + in_mtp_layers(SPARSE_LAYERS) + MTP,
+    title="DeepSeek-V3.2",
+    differs="what DeepSeek-V3 does; an indexer chooses the tokens that each token attends to",
+    megatron="0.19",
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "mlp_layer_types": None,
+        "num_experts": 256,
+        INTERLEAVED: False,
+    },
+    fixed={
+        **DEEPSEEK_V3.fixed,
+        INTERLEAVED: ((False,), "transformers rotates the first half of the indexer's dimensions with the second"),
+    },
+    keys=("qk_head_dim", "layer_types", "index_n_heads", "index_head_dim", "index_topk"),
+    hub_code=(),
+    mla=sparse_latent,
+    moe=sparse_moe,
 )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mega_rl.converters.architecture import Moe
-from mega_rl.converters.families.base import Family
+from mega_rl.converters.families.base import Family, KnownBug
 from mega_rl.converters.families.deepseek import (
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    INTERLEAVED,
     MTP,
     MTP_REPEATED,
+    SHARED_CHOICE,
     SHARED_MOE,
     SIGMOID_ROUTER,
     by_mlp_types,
@@ -101,4 +104,36 @@ GLM4_MOE_LITE = replace(
     },
     moe=lite_moe,
     hub_code=(),
+)
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    title="GLM-5",
+    defaults={
+        **{key: value for key, value in DEEPSEEK_V32.defaults.items() if key != "num_experts"},
+        "num_key_value_heads": 64,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        INTERLEAVED: True,
+    },
+    fixed={
+        **DEEPSEEK_V3.fixed,
+        "index_topk_freq": ((1,), SHARED_CHOICE),
+        "index_topk_pattern": ((), SHARED_CHOICE),
+        INTERLEAVED: ((True,), "transformers rotates even with odd dimensions of the indexer"),
+    },
+    keys=(*DEEPSEEK_V32.keys, "indexer_types", "index_skip_topk_offset", "index_share_for_mtp_iteration"),
+    needed_by_sglang=(INTERLEAVED,),
+    known_bugs=(
+        KnownBug(
+            "5.13.0",
+            lambda hf: True,
+            "transformers before 5.13 rotates the dimensions of glm_moe_dsa's indexer in halves (fixed by "
+            "huggingface/transformers#46842)",
+        ),
+    ),
 )

@@ -105,9 +105,12 @@ def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
 def needs_proof(raw: Mapping[str, Any]) -> bool:
     """Return whether a run first proves packed rows and cached decoding of a model.
 
-    Models of softmax attention only, of a family with a table, are proved by tests.
+    Models of full or windowed attention, of a family with a table, are proved by tests.
     """
-    return raw.get("model_type") not in FAMILIES or bool(set(raw.get("layer_types") or ()) - PROVED_LAYERS)
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES or FAMILIES[model_type].megatron:  # layers of new kinds
+        return True
+    return bool(set(raw.get("layer_types") or ()) - PROVED_LAYERS)
 
 
 def parse_hf_config(
@@ -384,7 +387,7 @@ def release_problems(model_type: str) -> Iterator[str]:
     needed, installed = FAMILIES[model_type].megatron, installed_version("megatron-core")
     if needed and (installed is None or Version(installed) < Version(needed)):
         yield (
-            f"model_type={model_type} needs megatron-core {needed} or newer, which has its gated delta nets and wants "
+            f"model_type={model_type} needs megatron-core {needed} or newer, which has its layers and wants "
             f"Python 3.12 or newer; installed is {installed}: make the environment with a newer Python, or set "
             "engine.backend=fsdp"
         )
@@ -402,6 +405,7 @@ def facts_of(checkpoint: HFConfig) -> ModelFacts:
         max_position_embeddings=checkpoint.max_position_embeddings,
         multi_latent_attention=checkpoint.mla is not None,
         delta_key_heads=0 if checkpoint.delta is None else checkpoint.delta.num_key_heads,
+        uncut=checkpoint.uncut,
         num_experts=0 if moe is None else moe.num_experts,
         expert_ffn_hidden_size=0 if moe is None else moe.ffn_hidden_size,
         expert_biases=moe is not None and checkpoint.linear_bias,

@@ -135,6 +135,16 @@ def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
     }
+    if (indexer := mla.indexer) is not None:
+        kwargs |= {
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_n_heads": indexer.num_heads,
+            "dsa_indexer_head_dim": indexer.head_dim,
+            "dsa_indexer_topk": indexer.top_k,
+            "dsa_indexer_rope_interleaved": indexer.interleaved,
+            # A rotation of queries and keys alike, which products of both do not see.
+            "dsa_indexer_rotate_activation": False,
+        }
     if yarn is not None:
         kwargs |= {
             "original_max_position_embeddings": yarn.original_max_position_embeddings,

@@ -152,6 +152,7 @@ def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
             "sliding windows over context parallelism": cp_size > 1 and hf.window is not None,
             "attention sinks in packed sequences": hf.sinks,
             "gated delta nets in packed sequences": hf.delta is not None,
+            "a top-k indexer": hf.mla is not None and hf.mla.indexer is not None,
         }.items()
         if there
     ]
@@ -298,6 +299,11 @@ def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpe
 
 def _latent_attention(mla: Mla) -> ModuleSpec:
     """Keep down projections whole on every rank; upstream's local spec cuts them."""
+    core: type | ModuleSpec = CoreAttention
+    if mla.indexer is not None:
+        from mega_rl.engines.models.sparse_attention import sparse_attention_spec  # Megatron-Core 0.16 lacks it
+
+        core = sparse_attention_spec()
     norm = ModuleSpec(module=LatentRMSNorm, params={"latent_eps": mla.norm_eps})
     return ModuleSpec(
         module=LatentAttention,
@@ -308,7 +314,7 @@ def _latent_attention(mla: Mla) -> ModuleSpec:
             linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=Linear,
             linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=CoreAttention,
+            core_attention=core,
             linear_proj=RowParallelLinear,
             q_layernorm=norm,
             kv_layernorm=norm,

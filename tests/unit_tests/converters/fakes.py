@@ -103,6 +103,8 @@ def attention_params(hf: HFConfig, hf_layer: State) -> State:
         }
         names |= {"q_b_proj": "linear_q_up_proj", "kv_b_proj": "linear_kv_up_proj"}
         names |= {"q_a_layernorm": "q_layernorm", "kv_a_layernorm": "kv_layernorm"}
+        inside = {"wq_b": "linear_wq_b", "wk": "linear_wk", "k_norm": "k_norm", "weights_proj": "linear_weights_proj"}
+        names |= {f"indexer.{name}": f"core_attention.indexer.{to}" for name, to in inside.items()}
     else:
         names = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
         if "self_attn.qkv_proj.weight" in hf_layer:  # Phi-3

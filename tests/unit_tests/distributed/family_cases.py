@@ -148,6 +148,10 @@ CASES: dict[str, Case] = {
     "deepseek_v3-whole-queries": experts("deepseek_v3", q_lora_rank=None),
     "deepseek_v3-mtp-dropped": experts("deepseek_v3", mtp_layers=1),
     "deepseek_v3-mtp-loaded": dataclasses.replace(experts("deepseek_v3", mtp_layers=2), mtp="load"),
+    "deepseek_v32": experts("deepseek_v32"),
+    "deepseek_v32-yarn": experts("deepseek_v32", unlike="deepseek_v32", rope_parameters={**YARN, **MSCALE}),
+    "deepseek_v32-whole": experts("deepseek_v32", unlike="deepseek_v32", index_topk=LENGTH),
+    "glm_moe_dsa": dataclasses.replace(experts("glm_moe_dsa"), right_since="5.13.0"),
     "kimi_k2": experts("kimi_k2", rope_parameters={**YARN, **MSCALE}),
     "hy_v3": experts("hy_v3", vocab_size=ODD),
     "hy_v3-mtp-loaded": dataclasses.replace(experts("hy_v3", mtp_layers=2), mtp="load"),
@@ -296,14 +300,17 @@ def measure(
 def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, Any]:
     """Differences to logits of a known bug of transformers: as it should be, and with the same fault here.
 
-    Its faults are a softmax scale without yarn's factor, and scaled angles in layers that have their own.
+    Its faults are a softmax scale without yarn's factor, halves in an indexer's rotation, and scaled angles in layers
+    that have their own.
     """
     tokens = tokens_of(case)
     right = model.forward(tokens)
     config = model.chunks[0].config
     for layer in model.chunks[0].decoder.layers:
         attention = layer.self_attention
-        if hasattr(config, "qk_head_dim"):
+        if getattr(config, "dsa_indexer_topk", None):
+            config.dsa_indexer_rope_interleaved = False
+        elif hasattr(config, "qk_head_dim"):
             attention.core_attention.softmax_scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
         elif layer.rotary_pos_emb is not None:
             layer.rotary_pos_emb, attention.config = None, config

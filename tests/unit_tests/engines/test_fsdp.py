@@ -25,7 +25,13 @@ LIKE_OTHERS = (
     *("dots1", "ernie4_5", "glm4_moe_lite", "kimi_k2", "minimax_m2", "seed_oss"),
     *("granite", "ministral3", "olmo2", "phi3", "smollm3"),
 )
-TRAINED = tuple(name for name in without(dict.fromkeys(FAMILIES), *LIKE_OTHERS) if not list(release_problems(name)))
+# transformers before 5.13 rotates its indexer otherwise.
+WRONG = ("glm_moe_dsa",)
+TRAINED = tuple(
+    name
+    for name in without(dict.fromkeys(FAMILIES), *LIKE_OTHERS)
+    if name not in WRONG and not list(release_problems(name))
+)
 
 
 @pytest.fixture(scope="module")
