@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.config.schema import MoeConfig
-from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.hf.config import needs_proof, read_hf_config
 from mega_rl.converters.live.load import load_hf
+from mega_rl.converters.plan.adapters import adapted
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
 from mega_rl.ddp.optimizer import build_optimizer
@@ -60,8 +59,7 @@ def resolve_model(
     Raises UserError: the settings ask for what cannot run here.
     """
     hf = read_hf_config(path, any_model=settings.engine.backend == "fsdp")
-    if (adapter := settings.model.adapter).rank and trainable:
-        hf = replace(hf, adapter=Adapter(adapter.rank, adapter.alpha, tuple(adapter.targets), adapter.rs))
+    hf = adapted(hf, settings.model.adapter) if trainable else hf
     if settings.engine.backend == "fsdp" and needs_proof(hf.raw):
         proven = prove_rows(name, path, attention, packing=settings.microbatch.packing, device_type=device_type)
         return ModelRequest(name, path, hf, head, trainable, impl="hf", attention=proven[0], packs=proven[1])
@@ -89,16 +87,12 @@ def build_engine(
     log.info("%s: building the model of %s", model.name, model.path)
     build = _build_fsdp if model.impl == "hf" else _build_megatron
     layout, microbatch = groups.layout, settings.microbatch
-    leaks = model.impl == "hf" and model.hf.delta is not None
-    packs = microbatch.packing and model.packs and not leaks
-    if microbatch.packing and model.packs and leaks:
-        log.warning("%s: rows are padded: transformers' delta nets pass state between packed sequences", model.name)
     common: dict[str, Any] = {
         "name": model.name,
         "sharding": Sharding(model.hf, layout, spec=model.impl, head=model.head),
         "groups": groups,
         "batching": Batching(
-            packing=packs,
+            packing=microbatch.packing and model.packs,
             max_tokens=microbatch.max_tokens,
             micro_batch_size=microbatch.size,
             # Tensor and context parallelism cut sequences.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from mega_rl.converters.architecture import Adapter
+from mega_rl.config.schema import AdapterConfig
+from mega_rl.converters.architecture import Adapter, HFConfig
 from mega_rl.converters.families.rules import Primitive, Rule, Source
 from mega_rl.errors import UserError
 
@@ -17,11 +18,18 @@ PART = ".adapter."  # between a layer and a part of its adapter
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"  # ends of names on disk, PEFT's
 
 
+def adapted(hf: HFConfig, settings: AdapterConfig) -> HFConfig:
+    """Return a model with the adapters of `model.adapter`; rank 0: as it is."""
+    made = Adapter(settings.rank, settings.alpha, tuple(settings.targets), settings.rs) if settings.rank else None
+    return replace(hf, adapter=made)
+
+
 def with_adapters(rules: Iterable[Rule], adapter: Adapter | None) -> Iterator[Rule]:
     """Yield the rules, before each that of its adapter. Raises UserError: a target cannot have one."""
     for rule in rules:
         if adapter is not None:
             yield from _rules_of_adapter(rule, adapter)
+            rule = replace(rule, frozen=not rule.optional)  # a value head trains
         yield rule
 
 

@@ -146,6 +146,8 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, step
         return RoleMeter(ModelWork(sharding.hf, head=sharding.head), work, actor.replica.size)
 
     reference, lessons, average, updates = None, None, None, reference_updates()
+    if method.reads_reference and "reference" not in engines:
+        reference = ReferenceWorker(actor.forward_base, meter("actor"))
     if "reference" in engines:
         frozen, counted, relaid = engines["reference"], meter("reference"), None
         if frozen.groups is not actor.groups:
