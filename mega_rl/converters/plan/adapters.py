@@ -58,7 +58,7 @@ def _rules_of_adapter(rule: Rule, adapter: Adapter) -> Iterator[Rule]:
         yield _derived(rule, f"{module}{PART}a.{number}", "row" if is_row else "copy", of_a)
     for source in sources:
         of_b = Source(source.name.removesuffix(WEIGHT) + B, (source.shape[0], "rank"), part=source.part)
-        cut = "copy" if is_row or rule.primitive == "copy" else "col"
+        cut: Primitive = "copy" if is_row or rule.primitive == "copy" else "col"
         yield _derived(rule, f"{module}{PART}b.{rule.sources.index(source)}", cut, of_b)
 
 

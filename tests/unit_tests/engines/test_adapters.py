@@ -53,7 +53,8 @@ def write_pair(folder: Path, family: str, targets: tuple[str, ...]) -> dict[str,
         adapters[name.removesuffix(".weight")] = a, b
         weights[name] = weights[name] + SCALE * b @ a
     save_file(weights, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
-    base = load_file(folder / "adapted" / "model.safetensors")
+    write_tiny_checkpoint(folder / "base", family=family)
+    base = load_file(folder / "base" / "model.safetensors")
     parts = {f"{m}.lora_{end}.weight": part for m, (a, b) in adapters.items() for end, part in (("A", a), ("B", b))}
     save_file(base | parts, folder / "adapted" / "model.safetensors", metadata={"format": "pt"})
     return adapters
@@ -75,9 +76,10 @@ def compute(rank: int, checkpoint: str, layout: str, targets: tuple[str, ...]) -
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
         logprobs = whole(engine.forward(rows).logprobs, engine)
+        base = whole(engine.forward_base(rows).logprobs, engine)
         metrics = engine.train_minibatch(rows, losses("lm"), lr=0.0)
         read = fsdp_gradients if engine_name == "fsdp" else exported_gradients
-        return {"logprobs": logprobs, "norm": metrics["grad_norm"], "gradients": read(engine)}
+        return {"logprobs": logprobs, "base": base, "norm": metrics["grad_norm"], "gradients": read(engine)}
 
 
 def fsdp_gradients(engine: Any) -> dict[str, torch.Tensor]:
@@ -94,7 +96,7 @@ def test_adapters_equal_merged_weights_on_every_layout(case: str, tmp_path: Path
     """With W' = W + s B A: dA = s B^T dW' and dB = s dW' A^T."""
     family, targets = CASES[case]
     adapters = write_pair(tmp_path, family, targets)
-    judge = run_ranks(1, compute, str(tmp_path / "merged"), "1", ())[0]
+    judge, base = (run_ranks(1, compute, str(tmp_path / name), "1", ())[0] for name in ("merged", "base"))
     expected = {}
     for module, (a, b) in adapters.items():
         of_weight = judge["gradients"][f"{module}.weight"].double()
@@ -107,7 +109,8 @@ def test_adapters_equal_merged_weights_on_every_layout(case: str, tmp_path: Path
         got = run_ranks(
             {"fsdp2": 2}.get(layout) or LAYOUTS[layout][0], compute, str(tmp_path / "adapted"), layout, targets
         )[0]
-        torch.testing.assert_close(got["logprobs"], judge["logprobs"], atol=2e-5, rtol=0, msg=layout)
+        for name, one in (("logprobs", judge), ("base", base)):
+            torch.testing.assert_close(got[name], one["logprobs"], atol=2e-5, rtol=0, msg=f"{layout} {name}")
         for name, one in expected.items():
             far = (got["gradients"][name].double() - one).norm() / one.norm().clamp(min=1e-9)
             assert far < TOLERANCE, f"{layout}: {name} is off by {far:.1e}"
