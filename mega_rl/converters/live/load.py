@@ -43,11 +43,11 @@ def model_config(path: Path) -> PreTrainedConfig:
     try:
         raw = parse_object((path / "config.json").read_bytes())
         described = dict(text_config(raw))
-        if described == raw:
+        family = FAMILIES.get(described["model_type"])
+        if described == raw and not (family and family.stand_in):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         else:
             model_type = described.pop("model_type")
-            family = FAMILIES.get(model_type)
             config = AutoConfig.for_model(family.transformers_type if family else model_type, **described)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: transformers cannot read its config.json: {error}") from error
