@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mega_rl.parallel.groups import Groups
 
 MAX_LAYERS, MAX_VOCAB = 4, 4096
+MAX_CHOSEN = 16  # tokens that an indexer chooses: fewer than there are, or the choice would not matter
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
 TIMEOUT_S = 600.0
 _LOAD_BYTES = 8  # bytes per element: transformers loads float32, and splits experts into copies
@@ -93,7 +94,7 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     raw |= dict.fromkeys(("bos_token_id", "eos_token_id"), None)
     if isinstance(raw.get("pad_token_id"), int):  # a row that transformers never trains
         raw["pad_token_id"] %= raw["vocab_size"]
-    for name in ("layer_types", "mlp_layer_types"):
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]
     if hf.delta is not None:
@@ -105,7 +106,9 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     if "no_rope_layers" in FAMILIES[hf.family].defaults:
         raw["no_rope_layers"] = [int(not hf.unrotated[layer]) for layer in layers]
     if hf.moe is not None:
-        _shrink_experts(raw, hf.moe, layers)
+        _shrink_experts(raw, hf.moe, layers, FAMILIES[hf.family].defaults)
+    if hf.mla is not None and hf.mla.indexer is not None:
+        raw["index_topk"] = min(hf.mla.indexer.top_k, MAX_CHOSEN)
     if narrow:
         _narrow(raw, hf)
     twin = Twin(raw, parse_hf_config(raw, where=f"{where} of the shrunk twin"), layers)
@@ -236,13 +239,13 @@ def _halved(size: int, limit: int) -> int:
     return size
 
 
-def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> None:
+def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...], defaults: Mapping[str, object]) -> None:
     """Reduce the number of experts, keep their groups, and renumber the layers that have them."""
     groups = moe.num_groups or 1
     needed = max(2 * moe.top_k, 8) if groups == 1 else groups * max(2, -(-moe.top_k // (moe.topk_groups or 1)))
     experts = min(moe.num_experts, -(-needed // groups) * groups)
     for name in EXPERT_KEYS:
-        if name in raw:
+        if name in raw or name in defaults:
             raw[name] = experts
     dense = [i for i, layer in enumerate(layers) if not moe.layers[layer]]
     if "first_k_dense_replace" in raw:
