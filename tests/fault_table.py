@@ -418,6 +418,14 @@ TABLE: Table = {
     ("ddp", "ddp/test_optimizer.py"): [
         ("weight decay on norms", 'config.weight_decay * group["wd_mult"]', "config.weight_decay")
     ],
+    ("verify", "cli/test_card.py"): [
+        (
+            "exported bits are not compared",
+            "if name in lost and torch.equal(kept(weight), reference.get_tensor(START + name)):",
+            "if name in lost:",
+        ),
+        ("a card with a failed proof is good", "one.verdict != NOT_PROVED for one in", "one.verdict for one in"),
+    ],
     ("ddp", "verify/test_matrix.py -k tp2+sp"): [
         (
             "sum of gradients over sequence parallelism left out",
