@@ -25,7 +25,7 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import failure_of, first_failure, run_on_one
+from mega_rl.parallel.agreement import broadcast_json, failure_of, first_failure, run_on_one
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.tracking import progress
@@ -290,6 +290,7 @@ class RunCheckpoints:
             raise RunError(text)
         if self._ranks.rank == 0:
             log.error("%s; training continues", text)
+        return {}
 
 
 def _publish(
@@ -328,15 +329,16 @@ class HfExports:
     ranks: Ranks  # all ranks of the run
     on_error: str  # continue or stop
 
-    def __call__(self, done: int) -> None:
-        """Write the weights after `done` steps; collective.
+    def __call__(self, done: int) -> Metrics:
+        """Write the weights after `done` steps; collective. Returns what is known of them, equal on all ranks.
 
         Raises RunError: on all ranks, when it failed and `on_error` is stop.
         """
         folder = self.root / f"step_{done:06d}"
-        message = failure_of(lambda: self.engine.save_hf(folder, source=self.source), self.ranks)
+        known: Metrics = {}
+        message = failure_of(lambda: known.update(self.engine.save_hf(folder, source=self.source)), self.ranks)
         if message is None:
-            return
+            return dict(broadcast_json(known, self.ranks))
         text = f"the Hugging Face checkpoint of step {done} failed: {message}"
         if self.on_error == "stop":
             raise RunError(text)

@@ -28,7 +28,7 @@ from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Engine
-from mega_rl.types import IdRanges, Lesson, TokenOutputs
+from mega_rl.types import IdRanges, Lesson, Metrics, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ class ModelEngine(Engine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         return export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
 
-    def save_hf(self, directory: Path, *, source: Path) -> None:
+    def save_hf(self, directory: Path, *, source: Path) -> Metrics:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
 
-        One that is there is replaced as a whole. Raises UserError: see `converters.live.save.save_hf`.
+        One that is there is replaced as a whole. Returns and raises as `converters.live.save.save_hf`.
         """
         options = SaveOptions(dtype=self.export_dtype, overwrite=True)
-        save_hf(self.whole_chunks(), directory, source=source, place=self.place, options=options)
+        return save_hf(self.whole_chunks(), directory, source=source, place=self.place, options=options)
 
     def token_outputs(
         self,

@@ -397,7 +397,7 @@ def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("sys.prefix", "/nowhere")
         patch.setattr("importlib.util.find_spec", lambda name: None if name == "sglang" else object())
         (line,) = problems(sglang)
-        assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20; it is not installed")
+        assert line.startswith("rollout.backend=sglang needs SGLang 0.5.21; it is not installed")
         (line,) = problems(*joined)
         assert line.startswith("rollout.sglang.keys_file: keys.json: cannot be read as a file of keys")
         Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
@@ -406,7 +406,7 @@ def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "others than its owner may read it (mode 644); chmod 600" in line
         Path("keys.json").chmod(0o600)
         assert problems(*joined) == []
-    monkeypatch.setattr(host, "require_sglang", lambda device: Installation("0.5.20", None))
+    monkeypatch.setattr(host, "require_sglang", lambda device: Installation("0.5.21", None))
     monkeypatch.setenv("HOME", "/nowhere")
     assert problems(sglang) == []  # without GPUs
     monkeypatch.setattr(host, "smallest_gpu", lambda: 2**36)

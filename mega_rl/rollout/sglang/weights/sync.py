@@ -196,13 +196,15 @@ def _answers(control: Control) -> None:
 
 
 def _pause(control: Control) -> None:
-    """Stop generating, then empty the prefix cache of the old weights, which needs an idle server."""
+    """Stop generating, empty the prefix cache of the old weights, which needs an idle server, and begin."""
     control.call("POST", "/pause_generation", {"mode": "abort"})  # takes about a second with requests in flight
     control.flush()
+    control.begin_update()
 
 
 def _finish(control: Control, version: int) -> None:
-    """Resume generation. Raises ServerError if the version of the last bucket has not arrived."""
+    """End the update and resume generation. Raises ServerError if the version of the last bucket has not arrived."""
+    control.end_update()
     held = control.object("GET", "/model_info").get("weight_version")
     if held != str(version):
         what = f"weight_version is {held!r} after the update to version {version}"

@@ -78,7 +78,7 @@ def lives(rank: int, folder: Path) -> dict[str, Any]:
     agreement.run_on_all.__kwdefaults__["beat_s"] = 0.2  # type: ignore[index]
     os.environ["TOGETHER"] = str(folder / "together")
     program = (sys.executable, "-c", SCRIPTED)
-    sglang = installation.Installation("0.5.20", None)
+    sglang = installation.Installation("0.5.21", None)
     with (
         mock.patch.object(server, "PROGRAM", program),
         mock.patch.object(server, "require_sglang", return_value=sglang),
