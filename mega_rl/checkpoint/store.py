@@ -290,7 +290,6 @@ class RunCheckpoints:
             raise RunError(text)
         if self._ranks.rank == 0:
             log.error("%s; training continues", text)
-        return {}
 
 
 def _publish(
@@ -344,3 +343,4 @@ class HfExports:
             raise RunError(text)
         if self.ranks.rank == 0:
             log.error("%s; training continues", text)
+        return {}

@@ -199,7 +199,7 @@ FAULTS = [
     ("/model_info", "html", 1, "stale", "no JSON"),
     ("/pause_generation", "hang", 1, "stale", "/pause_generation: waited 2 s"),
     ("/flush_cache", "refuse", 1, "stale", "waited 2 s for the server to be idle"),
-    ("/begin_weight_update", "unsuccessful", 1, "stale", "/begin_weight_update: no success"),
+    ("/begin_weight_update", "unsuccessful", 1, "stale", "/begin_weight_update: HTTP 200: no success"),
     ("/begin_weight_update", "refuse", 1, "stale", "/begin_weight_update: HTTP 400"),
     ("/end_weight_update", "error", 1, "stale", "/end_weight_update: HTTP 500"),
     (UPDATE, "die", 2, "down", UPDATE),
