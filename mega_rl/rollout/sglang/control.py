@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,28 +129,6 @@ class Control:
                 what = f"waited {deadline_s:g} s for the server to be idle, {tries} tries; last answer: {error}"
             time.sleep(min(_FLUSH_PAUSE_S * tries, 1.0, max(0.0, deadline - time.monotonic())))
         raise ServerError(self.endpoint, "/flush_cache", what)
-
-    def begin_update(self) -> None:
-        """Open a session of weight updates, in place of one that another update left open."""
-        try:
-            self._session("/begin_weight_update")
-        except ServerError as error:
-            if error.status != 400:
-                raise
-            with suppress(ServerError):
-                self.end_update()
-            self._session("/begin_weight_update")
-
-    def end_update(self) -> None:
-        """Close the session: the server packs its weights for its kernels."""
-        self._session("/end_weight_update")
-
-    def _session(self, path: str) -> None:
-        try:
-            self.succeed(path, {})
-        except ServerError as error:
-            if error.status != 404:  # 0.5.20 has no sessions and needs none
-                raise
 
     def update_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
