@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -329,15 +330,18 @@ class HfExports:
     on_error: str  # continue or stop
 
     def __call__(self, done: int) -> Metrics:
-        """Write the weights after `done` steps; collective. Returns what is known of them, equal on all ranks.
+        """Write the weights after `done` steps; collective. Returns the losses of a quantised source's format.
 
         Raises RunError: on all ranks, when it failed and `on_error` is stop.
         """
         folder = self.root / f"step_{done:06d}"
-        known: Metrics = {}
-        message = failure_of(lambda: known.update(self.engine.save_hf(folder, source=self.source)), self.ranks)
+        losses: list[float] = []
+        message = failure_of(lambda: losses.extend(self.engine.save_hf(folder, source=self.source)), self.ranks)
         if message is None:
-            return dict(broadcast_json(known, self.ranks))
+            losses = broadcast_json(losses, self.ranks)  # none: the source is not quantised
+            if not losses:
+                return {}
+            return {"checkpoint/quantisation_loss_max": max(losses), "checkpoint/quantisation_loss_mean": fmean(losses)}
         text = f"the Hugging Face checkpoint of step {done} failed: {message}"
         if self.on_error == "stop":
             raise RunError(text)

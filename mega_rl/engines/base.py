@@ -28,7 +28,7 @@ from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Engine
-from mega_rl.types import IdRanges, Lesson, Metrics, TokenOutputs
+from mega_rl.types import IdRanges, Lesson, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ModelEngine(Engine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         return export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
 
-    def save_hf(self, directory: Path, *, source: Path) -> Metrics:
+    def save_hf(self, directory: Path, *, source: Path) -> list[float]:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
 
         One that is there is replaced as a whole. Returns and raises as `converters.live.save.save_hf`.

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from mega_rl.converters.safetensors.quantised import quantisation_loss
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import SHARD_BYTES, CheckpointWriter, TensorSpec
 from mega_rl.errors import UserError
-from mega_rl.types import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ def save_hf(
     source: str | Path,
     place: ModelPlace,
     options: SaveOptions = SaveOptions(),
-) -> Metrics:
+) -> list[float]:
     """Write a Hugging Face checkpoint folder: the weights, and config, tokenizer and templates as in `source`.
 
     Collective over the ranks that hold the first copy of all weights; the first of them writes, other ranks return at
@@ -66,11 +64,11 @@ def save_hf(
     where they lie by a thread for each core, at most 8: it needs at most one tensor per thread, and none on a CPU
     without a cast.
 
-    Returns on the first rank, for a quantised source, what quantising the exported weights again would lose.
+    Returns on the first rank what quantising each tensor as in `source` would lose: see `quantisation_loss`.
     Raises UserError when `directory` is not empty, its disk is full, or `source` has no config.json.
     """
     if not place.gathers_first_copy:
-        return {}
+        return []
     # On every rank, so that all of them end with the same message.
     check_target(Path(directory), overwrite=options.overwrite)
     files = companions(Path(source))
@@ -95,9 +93,7 @@ def save_hf(
             # After an error too: the other ranks are inside the same collectives.
             if not place.needs_no_peer:
                 deque(stream, maxlen=0)
-    if not losses:
-        return {}
-    return {"checkpoint/quantisation_loss_max": max(losses), "checkpoint/quantisation_loss_mean": fmean(losses)}
+    return losses
 
 
 def _measured(
