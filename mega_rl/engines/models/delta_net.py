@@ -42,8 +42,7 @@ class PackedDeltaNet(GatedDeltaNet):
         """Return (output [S, B, H], no bias); rows are right-padded, so padding follows every real token."""
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, PackedSequences)
-            bounds = packed_seq_params.bounds
-            packed_seq_params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+            packed_seq_params = packed_seq_params.by_sequence
         made: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
         )
