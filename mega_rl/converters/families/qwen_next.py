@@ -102,6 +102,7 @@ QWEN3_NEXT = Family(
     qk_norm=True,
     zero_centered_norm=True,
     attention_gate=True,
+    unread=(r"^mtp\.",),
     partial_rotary=True,
     moe=qwen2_moe,
     delta=delta_net,
@@ -122,6 +123,7 @@ QWEN3_5 = replace(
         "mtp_use_dedicated_embeddings",
     ),
     in_wrappers=("qwen3_5",),
+    untied_in_sglang=False,
     moe=None,
 )
 QWEN3_5_MOE = replace(

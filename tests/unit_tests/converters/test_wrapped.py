@@ -24,9 +24,10 @@ from mega_rl.rollout.sglang.weights.checks import ExpectedServer, mismatches, se
 from mega_rl.rollout.sglang.weights.transport import TrainerWeights
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, running_engine
-from tests.helpers.models import write_digit_tokenizer
+from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+from tests.helpers.selection import on_megatron
 from tests.unit_tests.converters.tiny_configs import BASE
-from tests.unit_tests.converters.wrapped import WRAPPED, rewrite, tensors_of, write_wrapped
+from tests.unit_tests.converters.wrapped import AHEAD, WRAPPED, rewrite, tensors_of, train_all, write_wrapped
 from tests.unit_tests.trainer.assemble.run_cases import run_all
 
 OLD, NEW = "language_model.model.", "model.language_model."
@@ -108,6 +109,32 @@ def test_text_class_computes_what_the_whole_model_does(model_type: str, tmp_path
         torch.testing.assert_close(model(tokens).logits, whole(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Every tensor of the text in each of three policy steps on two ranks; fp32, sums in another order."""
+    folders = {name: str(write_wrapped(tmp_path / name, name, tied=name != "mistral3")) for name in WRAPPED}
+    ranks = run_ranks(2, train_all, folders, timeout_s=300)
+    assert ranks[0].keys() == WRAPPED.keys()
+    for model_type, steps in ranks[0].items():
+        assert len(steps) == 3
+        assert max(steps)[0] <= 1e-4, (model_type, max(steps))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_published_prediction_layers_keep_their_bytes(family: str, tmp_path: Path) -> None:
+    """Beside a text-only model too, where any other name is refused; the rest comes back from its stored parts."""
+    source = write_tiny_checkpoint(tmp_path / "hf", family=family, tied=False)
+    before = tensors_of(source) | AHEAD
+    rewrite(source, before)
+    import_hf(source, tmp_path / "dist")
+    assert compare_checkpoints(source, tmp_path / "dist").equal
+    report = export_checkpoint(tmp_path / "dist", tmp_path / "back", reference=source)
+    assert set(report.kept) == AHEAD.keys()
+    assert_bytes_equal(before, tensors_of(tmp_path / "back"))
+    rewrite(source, before | {"mtpx.weight": torch.ones(2)})
+    with pytest.raises(UserErrors, match=r"mtpx\.weight \[2\] is not part of the"):
+        import_hf(source, tmp_path / "more")
+
+
 def test_servers_are_sent_the_names_of_their_checkpoint(gemma: Path) -> None:
     """The server serves the whole model from its folder; only names of the text travel."""
     raw = json.loads((gemma / "config.json").read_text())
@@ -145,13 +172,19 @@ def quantise(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-@pytest.mark.parametrize(("engine", "quantised"), [("megatron", False), ("fsdp", True)])
-def test_training_changes_the_text_and_nothing_else(engine: str, quantised: bool, gemma: Path, tmp_path: Path) -> None:
-    """A GRPO step on two ranks with embedded rollouts; exports of the run and of its checkpoint."""
-    source = tmp_path / "m"
-    source.mkdir()
-    for file in gemma.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+QWEN = pytest.param("megatron", "qwen3_5", False, marks=on_megatron("qwen3_5_text"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "model_type", "quantised"), [("megatron", "gemma3", False), ("fsdp", "gemma3", True), QWEN]
+)
+def test_training_changes_the_text_and_nothing_else(
+    engine: str, model_type: str, quantised: bool, tmp_path: Path
+) -> None:
+    """GRPO on two ranks with embedded rollouts; resumed bit for bit; exports of the run and of its checkpoint."""
+    source = write_wrapped(tmp_path / "m", model_type)
+    if model_type == "qwen3_5":
+        rewrite(source, tensors_of(source) | AHEAD)
     before = quantise(source) if quantised else tensors_of(source)
     write_digit_tokenizer(source, vocab_size=50)
     reward = tmp_path / "reward.py"
@@ -161,22 +194,25 @@ def test_training_changes_the_text_and_nothing_else(engine: str, quantised: bool
     settings = [
         *("model.dtype=fp32", "data.max_prompt_tokens=8", "rollout.max_new_tokens=4", "rollout.n=2"),
         *("trainer.prompts_per_step=4", "trainer.minibatch_size=4", "optim.lr=1e-2"),
-        *("trainer.steps=1", "checkpoint.hf_final=true", "checkpoint.save_final=true"),
+        *("trainer.steps=3", "checkpoint.hf_final=true", "checkpoint.save_interval=2", "checkpoint.save_final=true"),
         *("trainer.timeout_s=90", "trainer.device=cpu", "metrics.tensorboard=false", "metrics.progress_bar=false"),
         *(f"model.path={source}", f"data.train_files=[{tmp_path / 'd.jsonl'}]", f"trainer.run_dir={tmp_path / 'run'}"),
         *(f"engine.backend={engine}", "algorithm.advantage=grpo", f"reward.functions={{score: {reward}:score}}"),
     ]
-    run_ranks(2, run_all, {"run": settings}, device="cpu")
-    after = tensors_of(tmp_path / "run/hf/step_000001")
-    (saved,) = (tmp_path / "run/checkpoints").glob("step_*")
+    if model_type == "qwen3_5":
+        settings += ["engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"]
+    later = [f"trainer.run_dir={tmp_path / 'resumed'}", f"checkpoint.resume={tmp_path}/run/checkpoints/step_000002"]
+    run_ranks(2, run_all, {"run": settings, "resumed": [*settings, *later]}, device="cpu", timeout_s=300)
+    after, saved = tensors_of(tmp_path / "run/hf/step_000003"), tmp_path / "run/checkpoints/step_000003"
+    assert_bytes_equal(after, tensors_of(tmp_path / "resumed/hf/step_000003"))
     opened = partial(open_weights, saved, role="actor", reference=source)
     export_checkpoint(saved, tmp_path / "later", reference=source, opened=opened)
     assert_bytes_equal(after, tensors_of(tmp_path / "later"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert {name for name in changed if not name.startswith(OLD)} == set()
-    assert f"{OLD}layers.0.mlp.up_proj.weight" in changed
-    assert "quantization_config" not in json.loads((tmp_path / "run/hf/step_000001/config.json").read_text())
+    prefix = NEW if model_type == "qwen3_5" else OLD
+    assert changed == {name for name in before if name.startswith(prefix)}
+    assert "quantization_config" not in json.loads((tmp_path / "run/hf/step_000003/config.json").read_text())
     if quantised:
         with pytest.raises(UserErrors, match="SGLang would serve fp8 weights"):
             preflight(None, [*settings, "rollout.backend=sglang"])

@@ -29,12 +29,15 @@ PLAN = {
     "dp2": ("qwen3_5_text", "qwen3_next"),
     "ep2": ("qwen3_next", "qwen3_5_moe_text"),
     "ep2-pp2": ("qwen3_5_moe_text",),
+    "cp2": ("qwen3_5_text",),
+    "cp2-ep2": ("qwen3_next", "qwen3_5_moe_text"),
     "tp2-sp-ep2-dp2": ("qwen3_next",),
 }
 CASES = {f"{layout} {family}": (layout, family) for layout, families in PLAN.items() for family in families}
 if not FULL:
     CASES = {name: CASES[name] for name in ("tp2-sp qwen3_next", "tp2-sp qwen3_5_text", "pp2 qwen3_next",
-                                            "dp2 qwen3_5_text", "ep2 qwen3_5_moe_text")}  # fmt: skip
+                                            "dp2 qwen3_5_text", "ep2 qwen3_5_moe_text", "cp2 qwen3_5_text",
+                                            "cp2-ep2 qwen3_next")}  # fmt: skip
 
 
 class Weighted:
