@@ -200,13 +200,13 @@ def _to_hf(
         made = {output.spec.name for output in outputs}
         for name, float32 in kept.items():
             outputs.append(_copied(name, weights, torch.float32 if cast is not None and float32 else cast))
-        for name in sorted(outside(hf, weights.tensors, weights.files.others) - made):
-            kept[name] = False
-            outputs.append(_copied(name, weights, None))
         spelled = (renamed(output.spec.name, PLAIN_NAMES, weights.files.prefixes) for output in outputs)
         outputs = [
             replace(output, spec=output.spec._replace(name=name)) for output, name in zip(outputs, spelled, strict=True)
         ]
+        for name in sorted(outside(hf, weights.tensors, weights.files.others) - made):
+            kept[name] = False
+            outputs.append(_copied(name, weights, None))
     changes = config_changes(hf, dtype=options.dtype or origin.dtype, mtp_dropped=dropped)
     shards = group_outputs(outputs, options.shard_bytes, shard_name)
     files = companions(folder)

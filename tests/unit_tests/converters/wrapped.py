@@ -39,7 +39,8 @@ def write_wrapped(folder: Path, model_type: str = "gemma3", *, tied: bool = True
     family, more = WRAPPED[model_type]
     text = {**SMALL, **TINY[family], "tie_word_embeddings": tied}
     if model_type == "qwen3_5":
-        text |= {"rope_parameters": DELTA_MROPE}
+        kinds = ["linear_attention", "full_attention"] * 2
+        text |= {"rope_parameters": DELTA_MROPE, "layer_types": kinds, "full_attention_interval": 2}
     elif "qwen" in model_type:
         text |= {"rope_parameters": MROPE, "head_dim": 8}
     elif family == "mistral":
@@ -101,7 +102,7 @@ def train_all(rank: int, folders: dict[str, str]) -> dict[str, list[tuple[float,
         named = plain(dict(judge.named_parameters()))
         with running_engine(config) as engine:
             for seed in range(3):
-                batch = near(judge, random_experience(vocab_size=48, seed=seed))
+                batch = near(judge, random_experience(num_prompts=2, vocab_size=48, seed=seed))
                 engine.train_minibatch(own_rows(batch, engine), loss, lr=1e-3)
                 judge.zero_grad()
                 judge_loss(judge, batch).backward()  # type: ignore[no-untyped-call]
