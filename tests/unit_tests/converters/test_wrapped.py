@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mega_rl.checkpoint.weights import open_weights
@@ -19,13 +23,14 @@ from mega_rl.converters.plan.parameters import as_on_disk
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.preflight import preflight
-from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
+from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, mismatches, sent_shapes
 from mega_rl.rollout.sglang.weights.transport import TrainerWeights
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, running_engine
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
-from tests.helpers.selection import on_megatron
+from tests.helpers.selection import FULL, on_megatron
+from tests.helpers.sglang import needs_sglang
 from tests.unit_tests.converters.tiny_configs import BASE
 from tests.unit_tests.converters.wrapped import AHEAD, WRAPPED, rewrite, tensors_of, train_all, write_wrapped
 from tests.unit_tests.trainer.assemble.run_cases import run_all
@@ -148,6 +153,30 @@ def test_servers_are_sent_the_names_of_their_checkpoint(gemma: Path) -> None:
     model = {"model_type": "gemma3", "architectures": raw["architectures"], "is_generation": True}
     server = {"version": SGLANG_VERSION, "dtype": "float32"}
     assert mismatches({**model, "model_path": str(gemma)}, server, expected) == []
+
+
+@needs_sglang
+@pytest.mark.skipif(not FULL, reason="a minute of a core: make test-full")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_sglang_loads_delta_nets_from_names_that_are_sent(family: str, tmp_path: Path) -> None:
+    """Its own class, which cannot compute here: its kernels for CPUs need AMX, and their package is not on PyPI."""
+    source, kinds = tmp_path / "hf", ["linear_attention", "full_attention"] * 2
+    if family in WRAPPED:
+        write_wrapped(source, family, tied=False)
+    else:
+        write_tiny_checkpoint(source, family=family, tied=False, layer_types=kinds, full_attention_interval=2)
+    with running_engine(make_config(source, engine="fsdp")) as engine:
+        sent = dict(TrainerWeights(engine, torch.float32).export(bucket_bytes=1 << 20))
+    save_file(sent, tmp_path / "sent.safetensors")
+    installation = find_sglang()
+    assert installation is not None
+    path = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in (installation.folder, Path.cwd()) if folder)}
+    command = [sys.executable, "-m", "tests.helpers.sglang_model", str(source), str(tmp_path / "sent.safetensors")]
+    answer = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    assert json.loads(answer.stdout.splitlines()[-1]) == []
 
 
 def test_older_files_of_qwen_have_no_text_config() -> None:
