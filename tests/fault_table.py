@@ -359,10 +359,15 @@ TABLE: Table = {
     ],
     ("converters", "converters/test_hf_config.py"): [
         (
+            "sparse attention sees every token, whatever its indexer chooses",
+            '"dsa_indexer_topk": indexer.top_k,',
+            '"dsa_indexer_topk": 1 << 20,',
+        ),
+        (
             "rotary base ignored",
             'theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))',
             "theta = 1e4",
-        )
+        ),
     ],
     ("converters", "converters/test_wrapped.py"): [
         (
@@ -372,8 +377,8 @@ TABLE: Table = {
         ),
         (
             "prediction layers that the class does not read are dropped",
-            "return frozenset(ignored if hf.wrapper is None else others)",
-            "return frozenset(() if hf.wrapper is None else others)",
+            "return frozenset(ignored).union(",
+            "return frozenset().union(",
         ),
         (
             "parts of a delta net's projection are read one over the other",
@@ -384,6 +389,11 @@ TABLE: Table = {
             "names of an export begin as those of a language model on its own",
             "TensorSpec(renamed(name, PLAIN_NAMES, prefixes), ",
             "TensorSpec(name, ",
+        ),
+        (
+            "a text without a table forgets the tower around it",
+            "wrapper=None if described is raw else dict(raw),\n    )\n\n\ndef _read",
+            "wrapper=None,\n    )\n\n\ndef _read",
         ),
     ],
     ("converters", "converters/safetensors/test_quantised.py"): [
@@ -442,6 +452,13 @@ TABLE: Table = {
             "gradients of virtual stages not finalised",
             "finalize_model_grads(model, None, **kwargs)",
             "finalize_model_grads(model[-1:], None, **kwargs)",
+        ),
+    ],
+    ("engines", "distributed/test_expert_parallel.py -k apertus"): [
+        (
+            "slopes of xIELU have the gradients of one rank",
+            "copy_to_tensor_model_parallel_region(torch.cat([self.alpha_p, self.alpha_n]), group=self.tp_group)",
+            "torch.cat([self.alpha_p, self.alpha_n])",
         ),
     ],
     ("engines", "distributed/test_family_parity.py"): [

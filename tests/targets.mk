@@ -1,6 +1,6 @@
 # Campaigns, upstream releases, images and clusters; `make test` and `make test-fast` stand in the Makefile.
 .PHONY: test-full test-nccl test-ray test-slurm test-newest compare-sglang test-versions test-swanlab test-triton special-distributed \
-	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults parity two-hosts \
+	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults cards two-hosts \
 	wheel-check real-models doc-commands image-cpu image-lint test-image
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
@@ -91,9 +91,11 @@ planted-faults: setup
 campaign-rl: setup
 	@$(BIN)/python -m tests.planted_faults --areas algorithms advantages losses corrections experience data trainer steps reference parts
 
-# Logits of every family and layout against transformers, as a table.
-parity: setup
-	@MEGA_RL_TESTS=full OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_table
+# The card of every family with a table, into build/cards, and the table of docs/converters.md; fifteen minutes.
+# CARDS='qwen3 llama' makes some and leaves the document.
+CARDS ?=
+cards: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.cards $(CARDS)
 
 # Weights to two SGLang servers on two hosts, network namespaces of this machine; as root.
 two-hosts: setup sglang

@@ -39,16 +39,17 @@ def print_table(
 
 def print_json(facts: object) -> None:
     """Print an object as JSON: null for non-finite numbers, text for other types."""
-    typer.echo(json.dumps(_plain(facts), default=str))
+    typer.echo(json.dumps(plain(facts), default=str))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value of JSON's types with null for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return value
 
 

@@ -1,4 +1,4 @@
-"""`mega-rl verify`, `replay`, `bench`: exit code 0 if all agree, 1 if not, 2 for mistakes."""
+"""`mega-rl verify`, `card`, `replay`, `bench`: exit code 0 if all agree, 1 if not, 2 for mistakes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mega_rl import disk
 from mega_rl.cli.options import Json, made, with_options
-from mega_rl.cli.output import Commands, print_json, print_table
+from mega_rl.cli.output import Commands, plain, print_json, print_table, show
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.downloads import checkpoint_folder
@@ -29,7 +30,6 @@ from mega_rl.verify.layouts import (
     fsdp,
     read_changes,
     resolve_all,
-    stages,
     tolerances,
     usual,
 )
@@ -98,17 +98,14 @@ def layouts(
 ) -> None:
     """Compare the training engine's log-probs, loss, gradients and step on each layout with one rank's."""
     model, asked = _check(model, options)
-    names = usual(asked) if names is None else names
-    layers, checked = 1, asked
+    names, layers = usual(asked) if names is None else names, 1
     if options.twin:
         with progress.importing("PyTorch"):
-            from mega_rl.verify.twin import shrink
-
-        layers = stages(names)
-        checked = shrink(asked, where=str(model / "config.json"), multiple=layers).hf
-        # A layout that fits the twin only would prove nothing about the model. The twin's layers may be cut unevenly.
-        resolve_all(names, replace(asked, num_layers=checked.num_layers), nproc=nproc)
-    _verify(model, asked, resolve_all(names, checked, nproc=nproc), options, layers=layers)
+            from mega_rl.verify.run import resolve_on_twin
+        wanted, layers = resolve_on_twin(names, asked, where=str(model / "config.json"), nproc=nproc)
+    else:
+        wanted = resolve_all(names, asked, nproc=nproc)
+    _verify(model, asked, wanted, options, layers=layers)
 
 
 @app.command()
@@ -240,6 +237,43 @@ def replay(
     if as_json:
         print_json({"record": str(record.folder), "step": step.step, "good": good, "layouts": facts})
     end(good)
+
+
+def card(
+    model: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder, or name on the Hub; a config.json does.")],
+    names: Annotated[
+        str | None, typer.Option("--layouts", metavar="NAMES", help="Layouts of Megatron-Core, as tp2+sp,pp2.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of card.md and card.json.")] = Path("card"),
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one proof may take.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Prove on a small twin what this installation does with a model, and write it as a page and as JSON.
+
+    Names, bits, logits, gradients and layouts against transformers, packed rows, cached decoding, memory. Exit codes:
+    0 all that was run is proved, 1 something is not, 2 a mistake, or a model that is refused: its card says why.
+    """
+    begin("card")
+    folder = checkpoint_folder(model, label="HF_DIR", weights=False)
+    with progress.importing("PyTorch and Megatron-Core"):
+        from mega_rl.parallel.accelerator import prepare
+
+        prepare("auto")
+        from mega_rl.verify import card as cards
+    refusal: UserError | None = None
+    try:
+        made = cards.make_card(folder, names, timeout_s=timeout_s)
+    except UserError as error:
+        refusal, why = error, cards.Proof("training", cards.NOT_PROVED, "refused", " ".join(str(error).split()))
+        made = cards.describe("Refused", str(folder), [why])
+    text = "\n".join(cards.page(made))
+    disk.make_folder(out)
+    disk.replace_text(out / "card.md", text + "\n")
+    disk.replace_text(out / "card.json", json.dumps(plain(made), indent=1) + "\n")
+    if refusal is not None:
+        raise refusal
+    show(plain(made), [text, f"written to {out}"], as_json=as_json)
+    end(made["good"])
 
 
 def _check(model: Path, options: VerifyOptions) -> tuple[Path, HFConfig]:

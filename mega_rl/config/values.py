@@ -161,6 +161,7 @@ class ModelFacts:
     max_position_embeddings: int
     multi_latent_attention: bool = False
     delta_key_heads: int = 0  # of gated delta nets; 0: there are none
+    uncut: str = ""  # what context parallelism does not cut
     num_experts: int = 0  # in a mixture-of-experts layer; 0: a dense model
     expert_ffn_hidden_size: int = 0
     expert_biases: bool = False

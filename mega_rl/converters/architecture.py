@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from mega_rl.converters.safetensors.header import PLAIN_NAMES
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "xielu"]
 Quantization = Literal["fp8", "mxfp4", "int4"]
 
 
@@ -66,6 +66,16 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Lightning indexer (DeepSeek-V3.2, arXiv:2512.02556): chooses the tokens that attention sees."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # tokens that a query sees, itself included
+    interleaved: bool  # rotates even with odd dimensions instead of the first half with the second
+
+
+@dataclass(frozen=True)
 class Mla:
     """Multi-head latent attention (arXiv:2405.04434)."""
 
@@ -75,6 +85,7 @@ class Mla:
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6  # norms on both latents; built into the architecture's code
+    indexer: Indexer | None = None  # None: attention sees every earlier token
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,7 @@ class HFConfig:
     moe: Moe | None = None
     delta: DeltaNet | None = None
     window: Window | None = None
-    activation: Activation = "silu"  # the gated MLP's; a squared ReLU has no gate
+    activation: Activation = "silu"  # the gated MLP's; a squared ReLU and xIELU have no gate
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
     qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
     pre_norms: bool = True  # norms on the inputs of attention and MLP
@@ -193,9 +204,14 @@ class HFConfig:
     wrapper: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
+    def uncut(self) -> str:
+        """Return what needs whole sequences, so that context parallelism is refused; empty if nothing does."""
+        return "top-k indexers" if self.mla is not None and self.mla.indexer is not None else ""
+
+    @property
     def gated(self) -> bool:
         """Return whether the MLP multiplies its activation by a second projection."""
-        return self.activation != "relu_squared"
+        return self.activation not in ("relu_squared", "xielu")
 
     @cached_property
     def dims(self) -> dict[str, int]:
@@ -225,6 +241,9 @@ class HFConfig:
                 "kv_up": self.num_heads * (self.mla.qk_nope_head_dim + self.mla.v_head_dim),
                 "o": self.num_heads * self.mla.v_head_dim,
             }
+            if (indexer := self.mla.indexer) is not None:
+                rows = indexer.num_heads * indexer.head_dim
+                dims |= {"index_q": rows, "index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
         if self.moe is not None:
             dims |= {
                 "experts": self.moe.num_experts,

@@ -84,16 +84,12 @@ def build_engine(
     log.info("%s: building the model of %s", model.name, model.path)
     build = _build_fsdp if model.impl == "hf" else _build_megatron
     layout, microbatch = groups.layout, settings.microbatch
-    leaks = model.impl == "hf" and model.hf.delta is not None
-    packs = microbatch.packing and model.packs and not leaks
-    if microbatch.packing and model.packs and leaks:
-        log.warning("%s: rows are padded: transformers' delta nets pass state between packed sequences", model.name)
     common: dict[str, Any] = {
         "name": model.name,
         "sharding": Sharding(model.hf, layout, spec=model.impl, head=model.head),
         "groups": groups,
         "batching": Batching(
-            packing=packs,
+            packing=microbatch.packing and model.packs,
             max_tokens=microbatch.max_tokens,
             micro_batch_size=microbatch.size,
             # Tensor and context parallelism cut sequences.

@@ -321,7 +321,7 @@ def chunk_parameters(
             cut[key] = _shape(part, sharding, at)
             summed[key] = _is_summed_over_tp(part, sharding, cut[key])
         dtype = FP32 if rule.float32 else itemsize
-        trained = not any(fnmatchcase(_name(part, sharding), pattern) for pattern in frozen)
+        trained = not (rule.frozen or any(fnmatchcase(_name(part, sharding), pattern) for pattern in frozen))
         is_shared = shared and rule.param in (EMBEDDING, OUTPUT)
         return Parameter(*cut[key], dtype, rule.per_expert, is_shared, trained, summed[key])
 
@@ -398,7 +398,7 @@ def transformers_parameters(hf: HFConfig, head: Head, frozen: tuple[str, ...] = 
     parameters: dict[str, Parameter] = {}
     for part in _parameters([*stage_parts(whole, 0, 0), *stage_experts(whole, 0, 0, range(1))]):
         for name, shape in _tensors(part, hf):
-            trained = not any(fnmatchcase(name, pattern) for pattern in frozen)
+            trained = not (part.rule.frozen or any(fnmatchcase(name, pattern) for pattern in frozen))
             unit = f"layer {part.layer}" if part.rule.scope == "layer" else name
             parameters.setdefault(name, Parameter(shape[0], prod(shape[1:]), FP32, trained=trained, unit=unit))
     return tuple(parameters.values())

@@ -68,6 +68,7 @@ class Layout:
 
 
 REFERENCE = Layout("1")
+TRANSFORMERS = Layout("transformers", engine="transformers")  # transformers' own model, row by row
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Plan:
     model: str  # Hugging Face folder
     folder: str  # holds the reference and the answers
     layouts: tuple[Layout, ...]  # all of one world size; the reference is measured before all others
+    reference: Layout = REFERENCE
     dtype: str = "fp32"  # "fp32" or "bf16"
     transformer_impl: str = "auto"
     packing: bool = True
@@ -110,6 +112,7 @@ class LayoutErrors:
     gradients: Mapping[str, float]  # relative
     weights: Mapping[str, float]  # relative
     copies: Mapping[str, float]  # gradients that differ between ranks with the same weight, by Megatron-Core's name
+    lost: Sequence[str]  # tensors that are not exported with the reference's bits before the step; in fp32
     num_microbatches: int
 
     @staticmethod
@@ -218,12 +221,15 @@ def _filled(layout: Layout, nproc: int) -> Layout:
     return replace(layout, dp=dp, implied=(*layout.implied, *implied))
 
 
-# The largest errors of a layout that pass: logprob in nats, of any token; loss and grad_norm relative; gradient of any
-# tensor in the Frobenius norm, relative to one rank's; weight of any tensor after a step, relative to that step.
+# The largest errors of a layout that pass: bits, tensors that float32 does not export as they are; logprob in nats, of
+# any token; loss and grad_norm relative; gradient of any tensor in the Frobenius norm, relative to one rank; weight of
+# any tensor after a step, relative to that step.
 # In float32, sums in another order differ by 1e-6 to 1e-5 of their size; a wrong layout is off by 1e-2 in some tensor.
-FP32: Mapping[str, float] = {"logprob": 1e-4, "loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-4, "weight": 1e-4}
+FP32: Mapping[str, float] = {
+    "bits": 0.0, "logprob": 1e-4, "loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-4, "weight": 1e-4,
+}  # fmt: skip
 # bf16 keeps 8 bits: activations differ by some 2^-8 of their size at every layer, gradients by a few hundredths.
-BF16: Mapping[str, float] = {"logprob": 0.15, "loss": 0.05, "grad_norm": 0.05, "gradient": 0.2, "weight": 0.2}
+BF16: Mapping[str, float] = {**FP32, "logprob": 0.15, "loss": 0.05, "grad_norm": 0.05, "gradient": 0.2, "weight": 0.2}
 # If two experts are close, rounding sends a token to another one, which moves both experts' gradients.
 BF16_EXPERTS: Mapping[str, float] = {**BF16, "logprob": 0.6, "gradient": 0.75, "weight": 0.75}
 

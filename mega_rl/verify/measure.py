@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from mega_rl.algorithms.kl import KLController, k3
 from mega_rl.algorithms.policy_losses import PPO
@@ -27,6 +28,9 @@ from mega_rl.config.schema import (
     OptimConfig,
     RolloutConfig,
 )
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.hf.untabled import accepted
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.ddp.access import named_parameters
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.build import build_engine, resolve_model
@@ -38,7 +42,10 @@ from mega_rl.parallel.accelerator.base import distance, norm
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.types import Experience, response_mask
 from mega_rl.untrusted import read_record
-from mega_rl.verify.layouts import REFERENCE, Layout, LayoutErrors, Plan, finite
+from mega_rl.verify.layouts import REFERENCE, TRANSFORMERS, Layout, LayoutErrors, Plan, finite
+from mega_rl.verify.rl.independent.formulas import clipped_term, kl_term
+from mega_rl.verify.rl.independent.records import NamedSettings
+from mega_rl.verify.twin import as_saved, load_transformers
 from mega_rl.workers.models import PolicyLoss
 
 GRADIENT, MOVED, START = "gradient/", "moved/", "start/"
@@ -58,6 +65,8 @@ TOKENS_PER_MICROBATCH = 2 * LONGEST
 # Distances of the old log-probs: well inside the clip range of the loss, and well beyond it. At its edges the gradient
 # jumps, and rounding would decide on which side a token falls.
 INSIDE, BEYOND = 0.05, 0.6
+CLIPS = NamedSettings("ppo", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})
+KL_COEF, ENTROPY_COEF = 0.1, 0.01
 
 
 def run_task(arguments: object, accelerator: Accelerator) -> None:
@@ -68,7 +77,7 @@ def run_task(arguments: object, accelerator: Accelerator) -> None:
 def measure(plan: Plan, accelerator: Accelerator) -> None:
     """Measure every layout of the plan; rank 0 writes the answers. Collective over the world."""
     for layout in plan.layouts:
-        if layout == REFERENCE:
+        if layout == plan.reference:
             write_reference(plan, accelerator)
             continue
         errors = compare(plan, layout, accelerator)
@@ -79,7 +88,14 @@ def measure(plan: Plan, accelerator: Accelerator) -> None:
 
 
 def write_reference(plan: Plan, accelerator: Accelerator) -> None:
-    """Compute the reference on one rank, with the plain optimizer; write its tensors and facts."""
+    """Compute the reference and write its tensors and facts."""
+    tensors, facts = by_transformers(plan) if plan.reference == TRANSFORMERS else by_one_rank(plan, accelerator)
+    save_file(tensors, plan.reference_tensors)
+    plan.reference_facts.write_text(json.dumps(facts), encoding="utf-8")
+
+
+def by_one_rank(plan: Plan, accelerator: Accelerator) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (tensors, facts) of one rank of Megatron-Core, with the plain optimizer."""
     tensors: dict[str, Tensor] = {}
     with engine_of(plan, REFERENCE, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine:
         batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
@@ -98,8 +114,55 @@ def write_reference(plan: Plan, accelerator: Accelerator) -> None:
             tensors[START + name] = start[name]
             tensors[MOVED + name] = kept(weight) - start[name]
     tensors |= {"logprobs": logprobs, "old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
-    save_file(tensors, plan.reference_tensors)
-    plan.reference_facts.write_text(json.dumps(facts), encoding="utf-8")
+    return tensors, facts
+
+
+def by_transformers(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (tensors, facts) of transformers' own model: `policy_loss` by independent formulas, Adam's first step.
+
+    The fact "renamed" lists tensors that transformers loads under other names or with other bits.
+    """
+    model = load_transformers(plan.model, torch.float32)
+    model.get_input_embeddings().padding_idx = None  # type: ignore[assignment]  # a token like any other here
+    batch = random_batch(read_hf_config(plan.model, any_model=True).vocab_size, seed=plan.seed)
+    rows = [(row, int(length)) for row, length in enumerate(batch.lengths)]
+    with torch.no_grad():
+        own = [token_logprobs(model, batch.tokens[row], length)[0] for row, length in rows]
+    logprobs = torch.stack(own) * batch.loss_mask
+    batch, loss = with_old_logprobs(batch, logprobs, seed=plan.seed), 0.0
+    for row, length in rows:
+        now, entropy = token_logprobs(model, batch.tokens[row], length)
+        names = ("advantages", "loss_weights", "old_logprobs", "ref_logprobs")
+        advantages, weights, old, ref = (getattr(batch, name)[row] for name in names)
+        ratio = (now - old).exp()
+        clipped, away = clipped_term(ratio, advantages, CLIPS), kl_term("k3", now, ref, ratio)
+        total = ((clipped + KL_COEF * away - ENTROPY_COEF * entropy) * weights).sum()
+        total.backward()
+        loss += float(total.detach())
+    named = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    gradients = {name: kept(gradient).contiguous() for name, gradient in as_saved(model, named).items()}
+    loaded = as_saved(model, model.state_dict())
+    with CheckpointReader(plan.model) as reader:
+        start = {name: reader.read(name).float() for name in reader.tensors}
+    size = norm(torch.cat([gradient.flatten() for gradient in gradients.values()]).double())
+    typical = size / sum(gradient.numel() for gradient in gradients.values()) ** 0.5
+    facts = {"loss": loss, "grad_norm": size, "typical": typical, "step_norms": [size]}
+    facts["renamed"] = [name for name in start if name not in loaded or not torch.equal(start[name], loaded[name])]
+    tensors = {"logprobs": logprobs, "old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
+    for name, weight in start.items():
+        clipped = gradients[name] / 2 if name in gradients else torch.zeros_like(weight)
+        tensors |= {START + name: weight, MOVED + name: -STEP * clipped / (clipped.abs() + typical / 2)}
+    return tensors | {GRADIENT + name: gradient for name, gradient in gradients.items()}, facts
+
+
+def token_logprobs(model: PreTrainedModel, tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return (log-prob, entropy) of a row's tokens, [S] each: 0 for the first and beyond `length`."""
+    inputs = accepted(model, {"use_cache": False})
+    predicted = model(tokens[None, :length], **inputs).logits[0, :-1].float().log_softmax(-1)
+    chosen = predicted.gather(1, tokens[1:length, None])[:, 0]
+    entropy = -(predicted.exp() * predicted).sum(-1)
+    around = (1, len(tokens) - length)
+    return torch.nn.functional.pad(chosen, around), torch.nn.functional.pad(entropy, around)
 
 
 def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutErrors:
@@ -126,6 +189,7 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutError
                 for name, gradient in exported_gradients(engine)
             }
         with engine_of(plan, layout, accelerator, step_settings(facts)) as engine:
+            lost = lost_tensors(engine, reference) if plan.dtype == "fp32" else []
             step_norms = train(engine, rows, plan)
             rounding, length = plan.steps * ROUNDING[plan.dtype], plan.steps * step_length(plan)
             weights = {}
@@ -143,8 +207,18 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutError
         gradients=ranked(gradients),
         weights=ranked(weights),
         copies=copies,
+        lost=lost,
         num_microbatches=int(metrics["num_microbatches"]),
     )
+
+
+def lost_tensors(engine: ModelEngine, reference: Any) -> list[str]:
+    """Return the tensors of an open reference that are not exported bit for bit; collective."""
+    lost = {name.removeprefix(START) for name in reference.keys() if name.startswith(START)}  # noqa: SIM118
+    for name, weight in engine.export_weights():
+        if name in lost and torch.equal(kept(weight), reference.get_tensor(START + name)):
+            lost.remove(name)
+    return sorted(lost)
 
 
 @contextmanager
@@ -206,8 +280,8 @@ def step_settings(facts: dict[str, Any]) -> OptimConfig:
 
 def policy_loss() -> PolicyLoss:
     """Return the clipped policy objective with all of its terms."""
-    objective = PPO(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-    return PolicyLoss(objective, kl=KLController(0.1), kl_estimator=k3, entropy_coef=0.01)
+    objective = PPO(**CLIPS.numbers)
+    return PolicyLoss(objective, kl=KLController(KL_COEF), kl_estimator=k3, entropy_coef=ENTROPY_COEF)
 
 
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
@@ -221,11 +295,11 @@ def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
 
 def _fsdp_gradients(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
     """Put gradients into the shards while the exporter reads them."""
-    held = [(local(parameter), local(parameter.grad)) for parameter in engine.parameters if parameter.grad is not None]
+    held = [(local(parameter), parameter.grad) for parameter in engine.parameters]
     weights = [weight.clone() for weight, _ in held]
     try:
         for weight, gradient in held:
-            weight.copy_(gradient)
+            weight.copy_(torch.zeros_like(weight) if gradient is None else local(gradient))
         yield from replace(engine, dtype=torch.float32).export_weights()
     finally:
         for (weight, _), kept_weight in zip(held, weights, strict=True):

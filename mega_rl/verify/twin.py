@@ -26,8 +26,10 @@ from mega_rl.converters.architecture import HFConfig, Moe, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.families.rules import DISK_LAYER
+from mega_rl.converters.hf import small
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.converters.live.load import load_hf, repeat_faults
+from mega_rl.converters.hf.untabled import FOREIGN
+from mega_rl.converters.live.load import load_hf, model_config, repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, name_prefixes, renamed
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from mega_rl.parallel.groups import Groups
 
 MAX_LAYERS, MAX_VOCAB = 4, 4096
+MAX_CHOSEN = 16  # tokens that an indexer chooses: fewer than there are, or the choice would not matter
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
 TIMEOUT_S = 600.0
 _LOAD_BYTES = 8  # bytes per element: transformers loads float32, and splits experts into copies
@@ -90,7 +93,7 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     raw |= dict.fromkeys(("bos_token_id", "eos_token_id"), None)
     if isinstance(raw.get("pad_token_id"), int):  # a row that transformers never trains
         raw["pad_token_id"] %= raw["vocab_size"]
-    for name in ("layer_types", "mlp_layer_types"):
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]
     if hf.delta is not None:
@@ -102,7 +105,9 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     if "no_rope_layers" in FAMILIES[hf.family].defaults:
         raw["no_rope_layers"] = [int(not hf.unrotated[layer]) for layer in layers]
     if hf.moe is not None:
-        _shrink_experts(raw, hf.moe, layers)
+        _shrink_experts(raw, hf.moe, layers, FAMILIES[hf.family].defaults)
+    if hf.mla is not None and hf.mla.indexer is not None:
+        raw["index_topk"] = min(hf.mla.indexer.top_k, MAX_CHOSEN)
     if narrow:
         _narrow(raw, hf)
     twin = Twin(raw, parse_hf_config(raw, where=f"{where} of the shrunk twin"), layers)
@@ -128,6 +133,21 @@ def write_random_twin(source: Path, target: Path, *, multiple: int = 1, narrow: 
     twin = shrink(read_hf_config(source), where=str(source / "config.json"), multiple=multiple, narrow=narrow)
     _write(twin, target, random_tensors(twin.hf, seed=seed))
     return twin
+
+
+def write_small(source: Path, target: Path, *, seed: int = 0) -> int:
+    """Write a small random model of the class of `source`/config.json; return its number of elements.
+
+    For models without a table. Raises UserError: transformers cannot build it small.
+    """
+    config = model_config(source)
+    try:
+        model = small.random_model(small.shrink(config), attention="eager", device=torch.device("cpu"), seed=seed)
+        model.save_pretrained(target)
+    except FOREIGN as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{source}: model_type={config.model_type} cannot be built small: {why}") from error
+    return model.num_parameters()
 
 
 def _write(twin: Twin, target: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -217,13 +237,13 @@ def _halved(size: int, limit: int) -> int:
     return size
 
 
-def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> None:
+def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...], defaults: Mapping[str, object]) -> None:
     """Reduce the number of experts, keep their groups, and renumber the layers that have them."""
     groups = moe.num_groups or 1
     needed = max(2 * moe.top_k, 8) if groups == 1 else groups * max(2, -(-moe.top_k // (moe.topk_groups or 1)))
     experts = min(moe.num_experts, -(-needed // groups) * groups)
     for name in EXPERT_KEYS:
-        if name in raw:
+        if name in raw or name in defaults:
             raw[name] = experts
     dense = [i for i, layer in enumerate(layers) if not moe.layers[layer]]
     if "first_k_dense_replace" in raw:
@@ -249,7 +269,7 @@ def hf_logits(
 
     dtype: "fp32" or "bf16". layer_outputs: without it the list is empty. No code of the checkpoint is run.
     """
-    model = _load(path, DTYPES[dtype])
+    model = load_transformers(path, DTYPES[dtype])
     states: list[Tensor] = []
 
     def keep(output: Any) -> None:
@@ -262,25 +282,26 @@ def hf_logits(
 
 def hf_weights(path: str | Path) -> dict[str, Tensor]:
     """Return the float32 weights by name on disk, as transformers loads them."""
+    model = load_transformers(path, torch.float32)
+    return as_saved(model, model.state_dict())
+
+
+def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a model by name on disk, as transformers would save them."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = _load(path, torch.float32)
-    weights: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
-    prefixes = name_prefixes(weights)
-    return {renamed(name, prefixes, PLAIN_NAMES): tensor for name, tensor in weights.items()}
+    saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    prefixes = name_prefixes(saved)
+    return {renamed(name, prefixes, PLAIN_NAMES): tensor for name, tensor in saved.items()}
 
 
-def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_transformers(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of a folder, on the CPU; no weight of it is random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    raw = json.loads((Path(path) / "config.json").read_bytes())
-    model_type = raw.pop("model_type")
-    family = FAMILIES.get(model_type)
-    config = AutoConfig.for_model(family.transformers_type if family else model_type, **raw)
     answer: Any = AutoModelForCausalLM.from_pretrained(
         path,
-        config=config,
+        config=model_config(Path(path)),
         dtype=dtype,
         attn_implementation="eager",
         trust_remote_code=False,

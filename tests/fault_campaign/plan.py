@@ -40,7 +40,8 @@ KINDS: dict[str, tuple[float, type[Fault], tuple[str, ...], dict[str, list[Any] 
     "slow rank": (4, SlowRank, (), {"share": [0.05, 0.2], "seconds": (0.5, 2.0)}),
     "kill the launcher": (6, KillLauncher, (), {}),
     "signal to the launcher": (6, KillLauncher, (), {"number": [SIGTERM, SIGINT, SIGUSR1]}),
-    "out of memory": (3, OutOfMemory, ("SIGKILL", "memory"), {}),
+    # The kernel kills the rank, or the rank stands still at its limit: then the line that takes the memory is named.
+    "out of memory": (3, OutOfMemory, ("SIGKILL", "memory", "hung in reward function"), {}),
     "reward function": (
         6, BadReward, ("reward",), {"how": ["raise", "exit", "system exit", "hang", "spin", "output"]},
     ),

@@ -94,7 +94,9 @@ def exported(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """The main gradients under Hugging Face's names: the exporter reads whatever the parameters hold.
+    """The main gradients under Hugging Face's names, without weights that are frozen.
+
+    The exporter reads whatever the parameters hold.
 
     Needs gradients that are whole on every rank: `engine.megatron.optimizer.distributed=False`.
     """
@@ -102,11 +104,12 @@ def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
     for chunk in engine.models:
         for parameter in chunk.parameters():
             kept.append((parameter, parameter.data))
-            parameter.data = parameter.main_grad.to(parameter.dtype).clone()
+            missing = torch.full_like(parameter, torch.nan)
+            parameter.data = getattr(parameter, "main_grad", missing).to(parameter.dtype).clone()
     gradients = exported(engine)
     for parameter, data in kept:
         parameter.data = data
-    return gradients
+    return {name: gradient for name, gradient in gradients.items() if not gradient.isnan().all()}
 
 
 def worst_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> tuple[float, str]:

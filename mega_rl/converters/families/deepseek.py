@@ -1,19 +1,19 @@
-"""Latent attention and, from version 3 on, sigmoid routing with groups: DeepSeek, Moonlight, Kimi K2."""
+"""Latent attention, from version 3 on sigmoid routing with groups, in 3.2 an indexer: DeepSeek, Moonlight, Kimi K2."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mega_rl.converters.architecture import HFConfig, Mla, Moe
+from mega_rl.converters.architecture import HFConfig, Indexer, Mla, Moe
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
-from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT
-from mega_rl.converters.families.fields import Fields
+from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT, mistral_yarn
+from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.families.moe import (
     EXPERTS,
     MOE_NORM,
     ROUTER,
     expert_bias,
-    num_experts,
+    mixture,
     shared_experts,
     softmax_moe,
 )
@@ -69,13 +69,38 @@ MTP = of_mtp(
 )
 MTP_REPEATED = ("model.layers.{layer}.embed_tokens.weight", "model.layers.{layer}.shared_head.head.weight")
 
+CHOICE, ON_DISK = "self_attention.core_attention.indexer.", "self_attn.indexer."
+INDEXER = in_layers(
+    copy(f"{CHOICE}linear_wq_b.weight", f"{ON_DISK}wq_b.weight", "index_q", "q_rank"),
+    copy(f"{CHOICE}linear_wk.weight", f"{ON_DISK}wk.weight", "index_dim", "hidden"),
+    copy(f"{CHOICE}k_norm.weight", f"{ON_DISK}k_norm.weight", "index_dim"),
+    copy(f"{CHOICE}k_norm.bias", f"{ON_DISK}k_norm.bias", "index_dim"),
+    copy(f"{CHOICE}linear_weights_proj.weight", f"{ON_DISK}weights_proj.weight", "index_heads", "hidden"),
+)
+
 LAYERS = LATENT_ATTENTION + MLP + SHARED_MOE
+SPARSE_LAYERS = LAYERS + tuple(replace(rule, frozen=True) for rule in INDEXER)
 NO_ATTENTION_BIAS = {"attention_bias": NO_LINEAR_BIAS}
 SIGMOID_ROUTER = {
     "topk_method": (("noaux_tc",), "this family chooses experts with noaux_tc"),
     "scoring_func": (("sigmoid",), "this family has sigmoid scores"),
 }
+INTERLEAVED = "indexer_rope_interleave"
+SHARED_CHOICE = "layers that take the choice of another layer are not supported yet"
 ONE_FREQUENCY = ((1,), "every layer after first_k_dense_replace is a mixture")
+
+
+def latent_sizes(query: int, key_value: int, nope: int, rope: int, value: int) -> dict[str, object]:
+    """Return defaults of latent attention: both ranks, and a head's sizes."""
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return dict(zip(names, (query, key_value, nope, rope, value), strict=True))
+
+
+def routed(experts: int, chosen: int, width: int, scaling: float, **more: object) -> dict[str, object]:
+    """Return defaults of a mixture with a shared expert and normalised weights."""
+    names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")
+    usual = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+    return dict(zip(names, (experts, chosen, width, scaling), strict=True)) | usual | more
 
 
 def latent(fields: Fields) -> Mla:
@@ -90,6 +115,18 @@ def latent(fields: Fields) -> Mla:
         qk_rope_head_dim=fields.size("qk_rope_head_dim"),
         v_head_dim=fields.size("v_head_dim"),
     )
+
+
+def sparse_latent(fields: Fields) -> Mla:
+    """Return the sizes of latent attention and of its indexer, which reads the compressed queries."""
+    mla, layers = latent(fields), fields.size("num_hidden_layers", most=MOST_LAYERS)
+    if mla.q_lora_rank is None:
+        fields.refuse("q_lora_rank", "the indexer reads compressed queries; it must be a positive integer")
+    fields.strings("layer_types", length=layers, allowed=("deepseek_sparse_attention",))
+    if "shared" in (fields.strings("indexer_types", length=layers, allowed=("full", "shared")) or ()):
+        fields.refuse("indexer_types", SHARED_CHOICE)
+    heads, size, chosen = (fields.size(f"index_{name}") for name in ("n_heads", "head_dim", "topk"))
+    return replace(mla, indexer=Indexer(heads, size, chosen, bool(fields.get(INTERLEAVED))))
 
 
 def after_dense(fields: Fields, num_layers: int) -> list[bool]:
@@ -117,14 +154,15 @@ def shared_width(fields: Fields) -> int:
 
 
 def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of DeepSeek-V2: softmax over all experts, then the best of them.
+    """Return the mixture of DeepSeek-V2 and Mistral 4: the best of a softmax over all.
 
-    Refuses groups of experts, which this method scores by the best expert of each.
+    Refuses groups of experts, which the method of the first scores by the best expert of each.
     """
     if fields.get("topk_method") == "group_limited_greedy" and fields.size("n_group", default=1) != 1:
         reason = "Megatron-Core scores a group by the sum of its best experts, this method by the best one"
         fields.refuse("topk_method", reason)
-    moe = softmax_moe(fields, after_dense(fields, num_layers), normalised=False, ffn="moe_intermediate_size")
+    normalised = fields.get("norm_topk_prob") is True
+    moe = softmax_moe(fields, after_dense(fields, num_layers), normalised=normalised, ffn="moe_intermediate_size")
     if moe is None:
         return None
     scaling = fields.number("routed_scaling_factor", default=1.0)
@@ -134,6 +172,12 @@ def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
 def deepseek_v3_moe(fields: Fields, num_layers: int) -> Moe | None:
     """Return the mixture of DeepSeek-V3, GLM-4-MoE and dots.llm1: all but the first layers."""
     return sigmoid_moe(fields, after_dense(fields, num_layers), shared=shared_width(fields))
+
+
+def sparse_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Return the mixture of DeepSeek-V3 behind the first layers, or in those that `mlp_layer_types` names."""
+    layers = after_dense if fields.get("mlp_layer_types") is None else by_mlp_types
+    return sigmoid_moe(fields, layers(fields, num_layers), shared=shared_width(fields))
 
 
 def sigmoid_moe(
@@ -149,23 +193,18 @@ def sigmoid_moe(
     Sigmoid scores with a correction per expert choose among the best groups; weights are normalised and scaled.
     `shared` is the width of all shared experts, `ffn` and `scaling` name the keys of an expert's width and the factor.
     """
-    if not any(layers):
+    moe = mixture(fields, layers, ffn=ffn)
+    if moe is None:
         return None
-    total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
-    if top_k > total and not fields.problems:
-        fields.refuse("num_experts_per_tok", f"there are {total} experts")
-    if fields.boolean("norm_topk_prob", default=fields.defaults.get("norm_topk_prob") is not False) == (top_k == 1):
-        reason = f"Megatron-Core normalises sigmoid weights unless one expert is chosen, here {top_k}"
+    normalised = fields.boolean("norm_topk_prob", default=fields.defaults.get("norm_topk_prob") is not False)
+    if normalised == (moe.top_k == 1):
+        reason = f"Megatron-Core normalises sigmoid weights unless one expert is chosen, here {moe.top_k}"
         fields.refuse("norm_topk_prob", reason)
-    groups, best = _groups(fields, total, top_k)
-    return Moe(
-        tuple(layers),
-        total,
-        top_k,
-        fields.size(ffn),
+    groups, best = _groups(fields, moe.num_experts, moe.top_k)
+    return replace(
+        moe,
         shared_ffn_hidden_size=shared,
         score="sigmoid",
-        score_before_topk=True,
         expert_bias=True,
         scaling=fields.number(scaling, default=1.0),
         num_groups=groups,
@@ -202,6 +241,15 @@ YARN_BUG = KnownBug(
     "(fixed by huggingface/transformers#47435)",
 )
 
+
+def without_yarn(fields: Fields) -> dict[str, float]:
+    """Return Mistral 4's factor of attention logits, into which YaRN does not enter."""
+    rope = fields.object("rope_parameters")
+    if rope.get("mscale") != rope.get("mscale_all_dim"):
+        fields.refuse("rope_parameters", "mscale must be mscale_all_dim, so that YaRN does not scale the rotation")
+    return {"softmax_scale": (fields.size("qk_nope_head_dim") + fields.size("qk_rope_head_dim")) ** -0.5}
+
+
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     EMBEDDING + LAYERS + OUTPUT,
@@ -212,11 +260,7 @@ DEEPSEEK_V2 = Family(
     known_bugs=(YARN_BUG,),
     defaults={
         "first_k_dense_replace": 0,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **latent_sizes(1536, 512, 128, 64, 128),
         "n_group": None,
         "topk_group": None,
         "n_routed_experts": 64,
@@ -249,19 +293,8 @@ DEEPSEEK_V3 = Family(
     defaults={
         "num_key_value_heads": 128,
         "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_group": 8,
-        "topk_group": 4,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "moe_intermediate_size": 2048,
+        **latent_sizes(1536, 512, 128, 64, 128),
+        **routed(256, 8, 2048, 2.5, n_group=8, topk_group=4),
     },
     fixed={
         **NO_ATTENTION_BIAS,
@@ -279,7 +312,55 @@ KIMI_K2 = replace(
     DEEPSEEK_V3,
     model_type="kimi_k2",
     title="Kimi K2",
-    differs="what DeepSeek-V3 does; only the name in config.json is another",
-    not_trained="transformers, whose model the embedded rollout engine samples from, does not know it",
+    differs="what DeepSeek-V3 does under another name; its tokenizer is code, so add a tokenizer.json",
     stand_in="deepseek_v3",
+)
+MISTRAL4 = Family(
+    "mistral4",
+    EMBEDDING + LAYERS + OUTPUT,
+    title="Mistral 4",
+    differs="latent attention, whose queries grow with the position; mixtures with softmax routing and shared experts",
+    absent_in_sglang=True,
+    defaults={
+        "num_key_value_heads": 32,
+        "first_k_dense_replace": 0,
+        **latent_sizes(1024, 256, 64, 64, 128),
+        **routed(128, 4, 2048, 1.0),
+        "rope_parameters": mistral_yarn(1e4, 128.0, 8192),
+    },
+    fixed={
+        **NO_ATTENTION_BIAS,
+        "rope_interleave": DEEPSEEK_V3.fixed["rope_interleave"],
+        **dict.fromkeys(
+            ("n_group", "topk_group"), ((1,), "Megatron-Core has groups of experts for sigmoid scores only")
+        ),
+    },
+    keys=("qk_head_dim",),
+    query_growth=True,
+    mla=latent,
+    moe=deepseek_v2_moe,
+    scales=without_yarn,
+    fused_experts=True,
+)
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    rules=EMBEDDING + SPARSE_LAYERS + OUTPUT + in_mtp_layers(SPARSE_LAYERS) + MTP,
+    title="DeepSeek-V3.2",
+    differs="what DeepSeek-V3 does; an indexer chooses the tokens that each token attends to",
+    megatron="0.19",
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "mlp_layer_types": None,
+        "num_experts": 256,
+        INTERLEAVED: False,
+    },
+    fixed={
+        **DEEPSEEK_V3.fixed,
+        INTERLEAVED: ((False,), "transformers rotates the first half of the indexer's dimensions with the second"),
+    },
+    keys=("qk_head_dim", "layer_types", "index_n_heads", "index_head_dim", "index_topk"),
+    hub_code=(),
+    mla=sparse_latent,
+    moe=sparse_moe,
 )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mega_rl.converters.architecture import Moe
-from mega_rl.converters.families.base import Family
+from mega_rl.converters.families.base import Family, KnownBug
 from mega_rl.converters.families.deepseek import (
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    INTERLEAVED,
     MTP,
     MTP_REPEATED,
+    SHARED_CHOICE,
     SHARED_MOE,
     SIGMOID_ROUTER,
     by_mlp_types,
     deepseek_v3_moe,
-    latent,
+    latent_sizes,
+    routed,
     shared_width,
     sigmoid_moe,
 )
@@ -64,15 +70,8 @@ GLM4_MOE = Family(
         "attention_bias": False,
         "partial_rotary_factor": 0.5,
         "use_qk_norm": False,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
         "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
+        **routed(128, 8, 1408, 1.0),
     },
     fixed=SIGMOID_ROUTER,
     qkv_bias="attention_bias",
@@ -88,9 +87,9 @@ def lite_moe(fields: Fields, num_layers: int) -> Moe | None:
     return sigmoid_moe(fields, by_mlp_types(fields, num_layers), shared=shared_width(fields))
 
 
-GLM4_MOE_LITE = Family(
-    "glm4_moe_lite",
-    DEEPSEEK_V3.rules,
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
     title="GLM-4.7-Flash",
     differs="what DeepSeek-V3 does; `mlp_layer_types` says which layers are mixtures",
     untied_in_sglang=True,
@@ -100,23 +99,41 @@ GLM4_MOE_LITE = Family(
         "rms_norm_eps": 1e-5,
         "mlp_layer_types": None,
         "first_k_dense_replace": None,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 768,
+        **latent_sizes(768, 512, 192, 64, 256),
+        **routed(64, 4, 1536, 1.8),
+    },
+    moe=lite_moe,
+    hub_code=(),
+)
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    title="GLM-5",
+    defaults={
+        **{key: value for key, value in DEEPSEEK_V32.defaults.items() if key != "num_experts"},
+        "num_key_value_heads": 64,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 2048,
         "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
         "v_head_dim": 256,
         "n_group": 1,
         "topk_group": 1,
-        "n_routed_experts": 64,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.8,
-        "moe_intermediate_size": 1536,
+        INTERLEAVED: True,
     },
-    fixed=DEEPSEEK_V3.fixed,
-    keys=("qk_head_dim",),
-    mla=latent,
-    moe=lite_moe,
-    mtp_ignored=MTP_REPEATED,
+    fixed={
+        **DEEPSEEK_V3.fixed,
+        "index_topk_freq": ((1,), SHARED_CHOICE),
+        "index_topk_pattern": ((), SHARED_CHOICE),
+        INTERLEAVED: ((True,), "transformers rotates even with odd dimensions of the indexer"),
+    },
+    keys=(*DEEPSEEK_V32.keys, "indexer_types", "index_skip_topk_offset", "index_share_for_mtp_iteration"),
+    needed_by_sglang=(INTERLEAVED,),
+    known_bugs=(
+        KnownBug(
+            "5.13.0",
+            lambda hf: True,
+            "transformers before 5.13 rotates the dimensions of glm_moe_dsa's indexer in halves (fixed by "
+            "huggingface/transformers#46842)",
+        ),
+    ),
 )

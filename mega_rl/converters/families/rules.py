@@ -63,7 +63,7 @@ class Rule:
     `when` names switches (`HFConfig.switches`, and `LAYER_KINDS`) that must all hold. The
     tensor of an `optional` rule may be absent on disk; its parameter then keeps its initial value. Rules with equal
     `together` are exported in one bucket: a rollout engine fuses their tensors as they arrive. `float32` parameters
-    are so in a model of any dtype.
+    are so in a model of any dtype. `frozen` ones have no gradient in training.
     """
 
     param: str
@@ -75,6 +75,7 @@ class Rule:
     optional: bool = False
     together: str = ""
     float32: bool = False
+    frozen: bool = False
 
     @property
     def per_expert(self) -> bool:

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from mega_rl.config.values import ModelFacts
 from mega_rl.converters.architecture import HFConfig, Quantization
-from mega_rl.converters.families import FAMILIES, TRAINED, Family
+from mega_rl.converters.families import FAMILIES, Family
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.hf.rope import read_rope
@@ -80,7 +80,7 @@ OFF = {
 def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
     """Return the architecture that `path`/config.json describes.
 
-    any_model: without a table that trains, the model is what transformers builds; only `engine.backend=fsdp` takes it.
+    any_model: without a table the model is what transformers builds; only `engine.backend=fsdp` takes it.
     Raises UserError when the directory or file is missing or is not JSON, UserErrors listing every field that is
     missing, malformed, unknown or not supported.
     """
@@ -93,20 +93,24 @@ def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
     raw = _read_json(directory / "config.json", required=True)
     generation = _read_json(directory / "generation_config.json", required=False)
     where = str(directory / "config.json")
-    if any_model and raw.get("model_type") not in TRAINED and text_config(raw) is raw:
+    if any_model and text_config(raw).get("model_type") not in FAMILIES:
         from mega_rl.converters.hf.untabled import read_untabled  # takes seconds
 
-        return read_untabled(raw, generation=generation, where=where)
-    hf = parse_hf_config(raw, generation=generation, where=where)
+        hf = read_untabled(raw, generation=generation, where=where)
+    else:
+        hf = parse_hf_config(raw, generation=generation, where=where)
     return hf if hf.wrapper is None else replace(hf, prefixes=name_prefixes(tensor_names(directory)))
 
 
 def needs_proof(raw: Mapping[str, Any]) -> bool:
     """Return whether a run first proves packed rows and cached decoding of a model.
 
-    Models of softmax attention only, of a family with a table, are proved by tests.
+    Models of full or windowed attention, of a family with a table, are proved by tests.
     """
-    return raw.get("model_type") not in TRAINED or bool(set(raw.get("layer_types") or ()) - PROVED_LAYERS)
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES or FAMILIES[model_type].megatron:  # layers of new kinds
+        return True
+    return bool(set(raw.get("layer_types") or ()) - PROVED_LAYERS)
 
 
 def parse_hf_config(
@@ -233,7 +237,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if family.activation == "gelu_tanh":
         fields.must_be("hidden_activation", ("gelu_pytorch_tanh",), 'only "gelu_pytorch_tanh" is supported')
     else:
-        act = "relu2" if family.activation == "relu_squared" else "silu"
+        act = {"relu_squared": "relu2", "xielu": "xielu"}.get(family.activation, "silu")
         fields.must_be("hidden_act", (act,), f'only "{act}" is supported')
     for name, (allowed, reason) in family.fixed.items():
         fields.must_be(name, allowed, reason)
@@ -383,7 +387,7 @@ def release_problems(model_type: str) -> Iterator[str]:
     needed, installed = FAMILIES[model_type].megatron, installed_version("megatron-core")
     if needed and (installed is None or Version(installed) < Version(needed)):
         yield (
-            f"model_type={model_type} needs megatron-core {needed} or newer, which has its gated delta nets and wants "
+            f"model_type={model_type} needs megatron-core {needed} or newer, which has its layers and wants "
             f"Python 3.12 or newer; installed is {installed}: make the environment with a newer Python, or set "
             "engine.backend=fsdp"
         )
@@ -401,6 +405,7 @@ def facts_of(checkpoint: HFConfig) -> ModelFacts:
         max_position_embeddings=checkpoint.max_position_embeddings,
         multi_latent_attention=checkpoint.mla is not None,
         delta_key_heads=0 if checkpoint.delta is None else checkpoint.delta.num_key_heads,
+        uncut=checkpoint.uncut,
         num_experts=0 if moe is None else moe.num_experts,
         expert_ffn_hidden_size=0 if moe is None else moe.ffn_hidden_size,
         expert_biases=moe is not None and checkpoint.linear_bias,

@@ -52,6 +52,7 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "init_method_std": hf.initializer_range,
+        "use_te_activation_func": hf.activation == "xielu",  # a module in each layer
         "activation_func": {"gelu_tanh": gelu_tanh, "relu_squared": relu_squared}.get(hf.activation, F.silu),
     }
     if hf.activation == "swiglu_clamped":
@@ -134,13 +135,25 @@ def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
     }
+    if (indexer := mla.indexer) is not None:
+        kwargs |= {
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_n_heads": indexer.num_heads,
+            "dsa_indexer_head_dim": indexer.head_dim,
+            "dsa_indexer_topk": indexer.top_k,
+            "dsa_indexer_rope_interleaved": indexer.interleaved,
+            # A rotation of queries and keys alike, which products of both do not see.
+            "dsa_indexer_rotate_activation": False,
+        }
     if yarn is not None:
         kwargs |= {
             "original_max_position_embeddings": yarn.original_max_position_embeddings,
             "beta_fast": yarn.beta_fast,
             "beta_slow": yarn.beta_slow,
         }
-        if yarn.mscale and yarn.mscale_all_dim:
+        if hf.softmax_scale is not None:
+            kwargs |= {"mscale": 0.0}  # no factor, neither on logits nor on the rotation
+        elif yarn.mscale and yarn.mscale_all_dim:
             kwargs |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     return kwargs
 
@@ -180,7 +193,7 @@ def unfused(hf: HFConfig) -> dict[str, Any]:
     off: dict[str, Any] = {}
     if hf.mla is not None or hf.rope.kind == "yarn" or hf.rope.interleaved:
         off["apply_rope_fusion"] = False
-    if hf.activation in ("gelu_tanh", "relu_squared"):
+    if hf.activation in ("gelu_tanh", "relu_squared", "xielu"):
         off["bias_activation_fusion"] = False
     return off
 

@@ -122,12 +122,12 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
 def outside(hf: HFConfig, names: Iterable[str], others: Iterable[str]) -> frozenset[str]:
     """Return which of a checkpoint's tensors are no part of the language model; an export keeps their bytes.
 
-    Those that transformers' class says it ignores; `others`, whose names do not begin as the language model's, in a
-    model of images and text.
+    Those that transformers' class says it ignores and, in a model of images and text, `others`, whose names do not
+    begin as the language model's.
     """
     unread = FAMILIES[hf.family].unread if hf.own is None else hf.own.unread
     ignored = (name for name in names if any(re.search(pattern, name) for pattern in unread))
-    return frozenset(ignored if hf.wrapper is None else others)
+    return frozenset(ignored).union(others if hf.wrapper is not None else ())
 
 
 def _own_heads(hf: HFConfig) -> Iterator[tuple[str, DiskTensor]]:
@@ -265,6 +265,4 @@ def disk_tensors(
         for expert in range(experts):
             yield DiskTensor(f"{prefix}.{expert}.{names.down}.weight", (hidden, width), expert * hidden)
     else:
-        for part, on_disk in names.renamed:
-            name = name.replace(part, on_disk)
-        yield DiskTensor(name.replace(".mlp.", f".{names.block}."), shape, 0)
+        yield DiskTensor(names.on_disk(name), shape, 0)

@@ -63,6 +63,8 @@ def check_layout(hf: HFConfig, layout: ParallelLayout) -> list[str]:
         qkv_rows = hf.dims["q_and_gate" if hf.attention_gate else "q"] + 2 * hf.dims["kv"]
         if qkv_rows % tp:
             problems.append(f"tp={tp} does not divide the {qkv_rows} rows of q, k and v")
+    if hf.uncut and layout.cp > 1:
+        problems.append(f"cp={layout.cp}: context parallelism does not cut {hf.uncut} yet; set it to 1")
     if hf.delta is not None and hf.delta.num_key_heads % (tp * layout.cp):
         product = f"tp*cp={tp}*{layout.cp}={tp * layout.cp}"
         problems.append(f"{product} does not divide linear_num_key_heads={hf.delta.num_key_heads}")

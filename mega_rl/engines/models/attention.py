@@ -53,6 +53,12 @@ class PackedSequences(TokenPositions):
         return self._bounds
 
     @property
+    def by_sequence(self) -> PackedSeqParams:
+        """The same for upstream's layers that keep sequences apart themselves."""
+        longest = {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_kv": self.max_seqlen_kv}
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=self.bounds, cu_seqlens_kv=self.bounds, **longest)
+
+    @property
     def classes(self) -> LengthClasses:
         """Index maps of the sequences, padded in classes of similar length."""
         if self._classes is None:

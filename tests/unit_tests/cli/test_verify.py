@@ -13,15 +13,13 @@ import pytest
 from mega_rl.cli import verify as verbs
 from mega_rl.cli.app import main
 from mega_rl.errors import RunError
-from mega_rl.untrusted import read_record
 from mega_rl.verify import launcher
 from mega_rl.verify.launcher import RanksFailed, run_ranks
-from mega_rl.verify.layouts import ALL, Plan
+from mega_rl.verify.layouts import ALL
 from mega_rl.verify.twin import write_random_twin
-from tests.helpers import distributed
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.converters.tiny_configs import TINY
-from tests.unit_tests.verify.cases import bare_config, measure_all
+from tests.unit_tests.verify.cases import bare_config, forked_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -71,16 +69,8 @@ def test_a_bare_config_and_a_layout_out_of_tolerance(tmp_path: Path, capsys: pyt
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that need not import everything anew: the launcher itself is tested with layouts."""
-
-    def run_ranks(
-        command: list[str], *, ranks: int, logs: Path, timeout_s: float, use_gpus: bool, watch: object
-    ) -> None:
-        plan = read_record(Plan, json.loads(Path(command[-1]).read_text())["measure"])
-        device = "cuda" if use_gpus else "cpu"
-        distributed.run_ranks(ranks, measure_all, [plan], timeout_s=timeout_s, device=device)
-
-    monkeypatch.setattr(launcher, "run_ranks", run_ranks)
+    """The launcher itself is tested with layouts."""
+    monkeypatch.setattr(launcher, "run_ranks", forked_ranks())
 
 
 @pytest.mark.usefixtures("forked")

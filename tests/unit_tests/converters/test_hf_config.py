@@ -13,7 +13,10 @@ import pytest
 from mega_rl.converters.architecture import HFConfig, Llama3Rope, Rope, Window, Yarn
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config, release_problems
+from mega_rl.converters.live.model_config import transformer_config_kwargs
+from mega_rl.converters.plan.sharding import check_layout
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.parallel.layout import ParallelLayout
 from tests.unit_tests.converters.hub_configs import FP8, HUB
 from tests.unit_tests.converters.tiny_configs import TINY, YARN
 
@@ -201,7 +204,7 @@ def test_yarn() -> None:
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
-        (QWEN2, {"model_type": "gpt2"}, ['model_type="gpt2"', "mistral, mixtral"]),
+        (QWEN2, {"model_type": "gpt2"}, ['model_type="gpt2"', "mistral4, mixtral"]),
         (QWEN2, {"model_type": "mystery", "auto_map": {"AutoModel": "m.M"}}, ["mystery", "never run"]),
         (QWEN2, {"hidden_act": "gelu"}, ['hidden_act="gelu"', "silu"]),
         (QWEN2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_parameters.rope_type", "dynamic"]),
@@ -299,6 +302,23 @@ def test_gated_delta_nets_are_every_layer_but_each_fourth() -> None:
     assert (config.rope.percent, config.attention_gate, config.zero_centered_norm) == (0.25, True, True)
 
 
+@pytest.mark.parametrize(("family", "interleaved"), [("deepseek_v32", False), ("glm_moe_dsa", True)])
+def test_indexers_choose_as_the_config_says(family: str, interleaved: bool) -> None:
+    """Number of tokens and rotation reach Megatron-Core; a rotation that transformers does not compute is refused."""
+    config = parse_hf_config({key: value for key, value in TINY[family].items() if key != "indexer_rope_interleave"})
+    kwargs = transformer_config_kwargs(config)
+    assert (kwargs["dsa_indexer_topk"], kwargs["dsa_indexer_rope_interleaved"]) == (6, interleaved)
+    changes = {"indexer_rope_interleave": not interleaved, "q_lora_rank": None, "layer_types": ["full_attention"] * 4}
+    if family == "glm_moe_dsa":
+        changes |= {"indexer_types": ["full", "shared"] * 2, "index_topk_freq": 2}
+    for name, value in changes.items():
+        with pytest.raises(UserError, match=name):
+            parse_hf_config({**TINY[family], name: value})
+    assert check_layout(config, ParallelLayout(world_size=2, cp=2)) == [
+        "cp=2: context parallelism does not cut top-k indexers yet; set it to 1"
+    ]
+
+
 @pytest.mark.parametrize(
     ("installed", "refused"), [("0.16.1", True), ("0.18.2", True), ("0.19.0", False), (None, True)]
 )
@@ -308,7 +328,7 @@ def test_gated_delta_nets_need_a_new_megatron(
     monkeypatch.setattr("mega_rl.converters.hf.config.installed_version", lambda name: installed)
     problems = list(release_problems("qwen3_next"))
     assert len(problems) == refused
-    assert all("needs megatron-core 0.19 or newer, which has its gated delta nets" in line for line in problems)
+    assert all("needs megatron-core 0.19 or newer, which has its layers" in line for line in problems)
     assert list(release_problems("qwen3")) == []
 
 

@@ -103,7 +103,9 @@ def test_text_class_computes_what_the_whole_model_does(model_type: str, tmp_path
     model = AutoModelForCausalLM.from_config(model_config(source), attn_implementation="eager").eval()
     assert model.config.model_type == WRAPPED[model_type][0]
     with CheckpointReader(source) as reader:
-        hf = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
+        hf = as_on_disk(
+            read_hf_config(source, any_model=True), {name: info.shape for name, info in reader.tensors.items()}
+        )
         check_tensors(reader, hf, "lm")
         for name, weight in weights_on_disk(model).items():
             if name in reader.tensors:
@@ -172,9 +174,7 @@ def test_sglang_loads_delta_nets_from_names_that_are_sent(family: str, tmp_path:
     assert installation is not None
     path = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in (installation.folder, Path.cwd()) if folder)}
     command = [sys.executable, "-m", "tests.helpers.sglang_model", str(source), str(tmp_path / "sent.safetensors")]
-    answer = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
-    )
+    answer = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr[-2000:]
     assert json.loads(answer.stdout.splitlines()[-1]) == []
 
@@ -201,14 +201,17 @@ def quantise(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-QWEN = pytest.param("megatron", "qwen3_5", False, marks=on_megatron("qwen3_5_text"))
-
-
 @pytest.mark.parametrize(
-    ("engine", "model_type", "quantised"), [("megatron", "gemma3", False), ("fsdp", "gemma3", True), QWEN]
+    ("engine", "model_type", "prefix", "quantised"),
+    [
+        ("megatron", "gemma3", OLD, False),
+        ("fsdp", "gemma3", OLD, True),
+        ("fsdp", "gemma4", NEW, False),
+        pytest.param("megatron", "qwen3_5", NEW, False, marks=on_megatron("qwen3_5_text")),
+    ],
 )
 def test_training_changes_the_text_and_nothing_else(
-    engine: str, model_type: str, quantised: bool, tmp_path: Path
+    engine: str, model_type: str, prefix: str, quantised: bool, tmp_path: Path
 ) -> None:
     """GRPO on two ranks with embedded rollouts; resumed bit for bit; exports of the run and of its checkpoint."""
     source = write_wrapped(tmp_path / "m", model_type)
@@ -234,12 +237,12 @@ def test_training_changes_the_text_and_nothing_else(
     run_ranks(2, run_all, {"run": settings, "resumed": [*settings, *later]}, device="cpu", timeout_s=300)
     after, saved = tensors_of(tmp_path / "run/hf/step_000003"), tmp_path / "run/checkpoints/step_000003"
     assert_bytes_equal(after, tensors_of(tmp_path / "resumed/hf/step_000003"))
-    opened = partial(open_weights, saved, role="actor", reference=source)
-    export_checkpoint(saved, tmp_path / "later", reference=source, opened=opened)
-    assert_bytes_equal(after, tensors_of(tmp_path / "later"))
+    if model_type != "gemma4":  # its text has no table
+        opened = partial(open_weights, saved, role="actor", reference=source)
+        export_checkpoint(saved, tmp_path / "later", reference=source, opened=opened)
+        assert_bytes_equal(after, tensors_of(tmp_path / "later"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    prefix = NEW if model_type == "qwen3_5" else OLD
     assert changed == {name for name in before if name.startswith(prefix)}
     assert "quantization_config" not in json.loads((tmp_path / "run/hf/step_000003/config.json").read_text())
     if quantised:

@@ -148,6 +148,10 @@ CASES: dict[str, Case] = {
     "deepseek_v3-whole-queries": experts("deepseek_v3", q_lora_rank=None),
     "deepseek_v3-mtp-dropped": experts("deepseek_v3", mtp_layers=1),
     "deepseek_v3-mtp-loaded": dataclasses.replace(experts("deepseek_v3", mtp_layers=2), mtp="load"),
+    "deepseek_v32": experts("deepseek_v32"),
+    "deepseek_v32-yarn": experts("deepseek_v32", unlike="deepseek_v32", rope_parameters={**YARN, **MSCALE}),
+    "deepseek_v32-whole": experts("deepseek_v32", unlike="deepseek_v32", index_topk=LENGTH),
+    "glm_moe_dsa": dataclasses.replace(experts("glm_moe_dsa"), right_since="5.13.0"),
     "kimi_k2": experts("kimi_k2", rope_parameters={**YARN, **MSCALE}),
     "hy_v3": experts("hy_v3", vocab_size=ODD),
     "hy_v3-mtp-loaded": dataclasses.replace(experts("hy_v3", mtp_layers=2), mtp="load"),
@@ -174,6 +178,10 @@ CASES: dict[str, Case] = {
     "phi3": dense("phi3", vocab_size=ODD),
     "phi3-window": dense("phi3", unlike="phi3", vocab_size=ODD, sliding_window=8),
     "granite": dense("granite"),
+    "apertus": dense("apertus", vocab_size=ODD),
+    "mistral4": experts("mistral4"),
+    "mistral4-not-grown": experts("mistral4", unlike="mistral4",
+                                  rope_parameters=TINY["mistral4"]["rope_parameters"] | {GROWTH: 0.0}),
     "ministral3": dense("ministral3"),
     "ministral3-not-grown": dense("ministral3", unlike="ministral3",
                                   rope_parameters=TINY["ministral3"]["rope_parameters"] | {GROWTH: 0.0}),
@@ -231,20 +239,28 @@ def write_and_measure(root: Path, timeout_s: float) -> tuple[dict[str, Tensor], 
     logits = {n: hf_logits(p, tokens_of(CASES[n]))[0] for n, p in paths.items() if CASES[n].has_logits}
     right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
     wrong = {name: tensor for name, tensor in logits.items() if not CASES[name].reference}
+    low = {n: (hf_logits(p, tokens_of(CASES[n]))[0], hf_logits(p, tokens_of(CASES[n]), dtype="bf16")[0])
+           for n, p in paths.items() if CASES[n].dtype == "bf16"}  # fmt: skip
     answers: dict[str, list[dict[str, Any]]] = {}
     for size in sorted({layout["world_size"] for layout in LAYOUTS.values()}):
         layouts = [name for name, layout in LAYOUTS.items() if layout["world_size"] == size]
-        ranks = run_ranks(size, measure, str(root), right, wrong, layouts, timeout_s=timeout_s, device="cpu")
+        ranks = run_ranks(size, measure, str(root), right, wrong, low, layouts, timeout_s=timeout_s, device="cpu")
         answers |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
     return logits, answers
 
 
 def measure(
-    rank: int, root: str, expected: dict[str, Tensor], wrong: dict[str, Tensor], layouts: list[str]
+    rank: int,
+    root: str,
+    expected: dict[str, Tensor],
+    wrong: dict[str, Tensor],
+    low: dict[str, tuple[Tensor, Tensor]],
+    layouts: list[str],
 ) -> dict[str, dict[str, Any]]:
     """What this rank finds for every case on every layout, by "case layout".
 
-    `expected` are transformers' logits by case, `wrong` those that a known bug spoils.
+    `expected` are transformers' logits by case, `wrong` those that a known bug spoils, `low` those of bf16 weights in
+    float32 and in bf16.
     """
     from mega_rl.parallel.accelerator import prepare
 
@@ -271,6 +287,9 @@ def measure(
                 if outputs is not None:
                     off = outputs.cpu() - expected[name].roll(shift, 0)
                     answer["error"] = float(off.abs().max())
+            elif layout == "1" and name in low:
+                exact, theirs = low[name]
+                answer["errors"] = [float((one - exact).norm()) for one in (model.forward(tokens_of(case)), theirs)]
             elif layout == "1" and not case.reference:
                 answer |= against_wrong_reference(model, case, wrong[name])
             actual[f"{name} {layout}"] = answer
@@ -281,14 +300,17 @@ def measure(
 def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, Any]:
     """Differences to logits of a known bug of transformers: as it should be, and with the same fault here.
 
-    Its faults are a softmax scale without yarn's factor, and scaled angles in layers that have their own.
+    Its faults are a softmax scale without yarn's factor, halves in an indexer's rotation, and scaled angles in layers
+    that have their own.
     """
     tokens = tokens_of(case)
     right = model.forward(tokens)
     config = model.chunks[0].config
     for layer in model.chunks[0].decoder.layers:
         attention = layer.self_attention
-        if hasattr(config, "qk_head_dim"):
+        if getattr(config, "dsa_indexer_topk", None):
+            config.dsa_indexer_rope_interleaved = False
+        elif hasattr(config, "qk_head_dim"):
             attention.core_attention.softmax_scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
         elif layer.rotary_pos_emb is not None:
             layer.rotary_pos_emb, attention.config = None, config

@@ -107,7 +107,7 @@ def distances(left: dict[str, Any], right: dict[str, Any]) -> dict[str, float]:
         "grad_norm": max(
             abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(left["steps"], right["steps"], strict=True)
         ),
-        "moved": min(float(way.norm()) for way in moved.values()),
+        "moved": min(float(way.norm()) for name, way in moved.items() if ".indexer." not in name),
         "weights": max(
             float((left["weights"][name] - right["weights"][name]).norm() / way.norm().clamp(min=1e-6))
             for name, way in moved.items()

@@ -12,7 +12,9 @@ from unittest.mock import patch
 
 import psutil
 
+from mega_rl.untrusted import read_record
 from mega_rl.verify.layouts import Plan
+from tests.helpers import distributed
 
 TIED_DENSE, ROUTED = "qwen3", "qwen3_moe"
 
@@ -30,6 +32,19 @@ def measure_all(rank: int, plans: list[Plan]) -> list[int]:
         gc.collect()  # the last engine of the plan, a cycle, still knew its groups when they were taken down
         threads.append(psutil.Process().num_threads())
     return threads
+
+
+def forked_ranks(fault: str = "") -> Any:
+    """`launcher.run_ranks` with ranks that need not import everything anew, measuring with a planted fault."""
+
+    def run_ranks(
+        command: list[str], *, ranks: int, logs: Path, timeout_s: float, use_gpus: bool, watch: object
+    ) -> None:
+        plan = read_record(Plan, json.loads(Path(command[-1]).read_text())["measure"])
+        function, given = (measure_broken, {fault: plan}) if fault else (measure_all, [plan])
+        distributed.run_ranks(ranks, function, given, timeout_s=timeout_s, device="cuda" if use_gpus else "cpu")
+
+    return run_ranks
 
 
 def measure_broken(rank: int, plans: dict[str, Plan]) -> None:
@@ -91,6 +106,8 @@ def engine_faults() -> dict[str, Any]:
     from mega_rl.engines import build
     from mega_rl.engines.fsdp import FSDPEngine, local
     from mega_rl.engines.fsdp_model import fsdp_modules, sharded_parameters
+    from mega_rl.verify import measure
+    from mega_rl.verify.twin import as_saved
 
     load, skeleton, build_adam = build.load_rows, build.skeleton, build.build_adam
     apply_gradients, token_outputs = FSDPEngine._apply_gradients, FSDPEngine._token_outputs
@@ -126,7 +143,13 @@ def engine_faults() -> dict[str, Any]:
     def wide_positions(self: Any, micro: Any, there: Any, **more: Any) -> Any:
         return token_outputs(self, micro, replace(there, position_ids=2 * there.position_ids), **more)
 
+    def exchanged(model: Any, tensors: Any) -> dict[str, Any]:
+        saved = as_saved(model, tensors)
+        gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+        return saved | {gate: saved[up], up: saved[gate]}
+
     return {
+        "names": patch.object(measure, "as_saved", exchanged),
         "one weight": patch.object(build, "load_rows", one_weight),
         "one gradient": patch.object(FSDPEngine, "_apply_gradients", one_gradient),
         "averaged gradients": patch.object(build, "load_rows", averaged),
