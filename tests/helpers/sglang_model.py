@@ -20,6 +20,7 @@ KERNELS = (
     "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )  # fmt: skip
+ALONE = ["--disable-overlap-schedule"]  # with it SGLang wants a kernel of GPUs for the cache of a delta net's states
 
 
 def main(folder: str, sent: str) -> None:
@@ -39,7 +40,7 @@ def main(folder: str, sent: str) -> None:
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import prepare_server_args
 
-    arguments = prepare_server_args(["--model-path", folder, "--device", "cpu", "--dtype", "float32"])
+    arguments = prepare_server_args(["--model-path", folder, "--device", "cpu", "--dtype", "float32", *ALONE])
     publish(arguments, role="scheduler")
     initialize_moe_config()
     config = ModelConfig.from_server_args(arguments)
