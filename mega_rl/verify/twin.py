@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
+from transformers.utils.logging import disable_progress_bar
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.architecture import HFConfig, Moe, is_delta_net, is_moe
@@ -142,6 +143,7 @@ def write_small(source: Path, target: Path, *, seed: int = 0) -> int:
     For models without a table. Raises UserError: transformers cannot build it small.
     """
     config = model_config(source)
+    disable_progress_bar()
     try:
         model = small.random_model(small.shrink(config), attention="eager", device=torch.device("cpu"), seed=seed)
         model.save_pretrained(target)
@@ -383,8 +385,6 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     Megatron-Core is imported, in one process.
     """
     accelerator = prepare("auto")
-    from transformers.utils.logging import disable_progress_bar
-
     from mega_rl.parallel import groups as process_groups
 
     disable_progress_bar()
