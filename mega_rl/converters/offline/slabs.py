@@ -62,9 +62,9 @@ def parts_of(plan: ParamPlan, hf: HFConfig) -> list[tuple[int, ParamPlan]]:
     The list is empty for a parameter that is stored as it is.
     """
     parts: list[tuple[int, ParamPlan]] = []
-    stored = DELTA_PARTS.get(plan.canonical.rpartition(".self_attention.")[2], ()) if hf.delta is not None else ()
+    rows_by_part = DELTA_PARTS.get(plan.canonical.rpartition(".self_attention.")[2], ()) if hf.delta is not None else ()
     low = 0
-    for part, symbol in stored:
+    for part, symbol in rows_by_part:
         rows = hf.dims[symbol]
         copies = rows_of(ColumnRange(0, 1, plan.copies), low, low + rows).copies
         name, canonical, shape = f"{plan.name}.{part}", f"{plan.canonical}.{part}", (rows, *plan.shape[1:])
@@ -157,8 +157,8 @@ class Slabs:
         """Look up a parameter's chunks, or those of its parts; return False if the checkpoint lacks a tensor."""
         if self._add(plan, plan.canonical):
             return True
-        found = [self._add(part, plan.canonical, low) for low, part in parts_of(plan, self._sharding.hf)]
-        return bool(found) and all(found)
+        parts = [self._add(part, plan.canonical, low) for low, part in parts_of(plan, self._sharding.hf)]
+        return bool(parts) and all(parts)
 
     def _add(self, plan: ParamPlan, canonical: str, low: int = 0) -> bool:
         """Look up chunks of `canonical` from row `low` on, which `plan` describes by themselves."""
