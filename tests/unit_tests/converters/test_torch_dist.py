@@ -140,6 +140,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "decoder_sparse_step": 2, "vocab_size": 51},
     "deepseek_v3": {"family": "deepseek_v3", "tied": False, "mtp_layers": 1, "mtp": "load"},
     "gpt_oss": {"family": "gpt_oss", "tied": False},
+    "apertus": {"family": "apertus", "tied": False},
 }
 # What prediction layers repeat on disk, and the model has once.
 REPEATED = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
