@@ -23,8 +23,7 @@ def table() -> str:
     """Return a row for each family."""
     lines = ["| `model_type` | model | differs from Llama by |", "|---|---|---|"]
     for family in FAMILIES.values():
-        remark = f". Does not train: {family.not_trained}" if family.not_trained else ""
-        lines.append(f"| `{family.model_type}` | {family.title} | {family.differs}{remark} |")
+        lines.append(f"| `{family.model_type}` | {family.title} | {family.differs} |")
     return "\n" + "\n".join(lines) + "\n"
 
 
@@ -39,15 +38,9 @@ def bugs() -> str:
 
 
 def trained() -> str:
-    """Return the families that train, dense ones first."""
-    able = [family for family in FAMILIES.values() if not family.not_trained]
-    dense, mixtures = [f for f in able if f.moe is None], [f for f in able if f.moe is not None]
+    """Return the families, dense ones first."""
+    dense, mixtures = ([f for f in FAMILIES.values() if (f.moe is None) == plain] for plain in (True, False))
     return f"{_titles(dense)}; mixtures: {_titles(mixtures)}"
-
-
-def not_trained() -> str:
-    """Return the families that convert and do not train, each with the reason."""
-    return "; ".join(f"{family.title} ({family.not_trained})" for family in FAMILIES.values() if family.not_trained)
 
 
 def untied_in_sglang() -> str:
@@ -90,8 +83,7 @@ def _setting(text: str) -> str:
 
 
 BLOCKS = {
-    block.__name__: block
-    for block in (table, bugs, trained, not_trained, untied_in_sglang, algorithms, launchers, peer_names)
+    block.__name__: block for block in (table, bugs, trained, untied_in_sglang, algorithms, launchers, peer_names)
 }
 
 

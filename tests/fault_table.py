@@ -380,6 +380,11 @@ TABLE: Table = {
             "TensorSpec(renamed(name, PLAIN_NAMES, prefixes), ",
             "TensorSpec(name, ",
         ),
+        (
+            "a text without a table forgets the tower around it",
+            "wrapper=None if described is raw else dict(raw),\n    )\n\n\ndef _read",
+            "wrapper=None,\n    )\n\n\ndef _read",
+        ),
     ],
     ("converters", "converters/safetensors/test_quantised.py"): [
         (
@@ -437,6 +442,13 @@ TABLE: Table = {
             "gradients of virtual stages not finalised",
             "finalize_model_grads(model, None, **kwargs)",
             "finalize_model_grads(model[-1:], None, **kwargs)",
+        ),
+    ],
+    ("engines", "distributed/test_expert_parallel.py -k apertus"): [
+        (
+            "slopes of xIELU have the gradients of one rank",
+            "copy_to_tensor_model_parallel_region(torch.cat([self.alpha_p, self.alpha_n]), group=self.tp_group)",
+            "torch.cat([self.alpha_p, self.alpha_n])",
         ),
     ],
     ("engines", "distributed/test_family_parity.py"): [

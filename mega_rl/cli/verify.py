@@ -264,6 +264,8 @@ def card(
     try:
         made = cards.make_card(folder, names, timeout_s=timeout_s)
     except UserError as error:
+        if str(error).startswith("--layouts"):
+            raise
         refusal, why = error, cards.Proof("training", cards.NOT_PROVED, "refused", " ".join(str(error).split()))
         made = cards.describe("Refused", str(folder), [why])
     text = "\n".join(cards.page(made))

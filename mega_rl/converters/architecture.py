@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from mega_rl.converters.safetensors.header import PLAIN_NAMES
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "xielu"]
 Quantization = Literal["fp8", "mxfp4", "int4"]
 
 
@@ -176,7 +176,7 @@ class HFConfig:
     moe: Moe | None = None
     delta: DeltaNet | None = None
     window: Window | None = None
-    activation: Activation = "silu"  # the gated MLP's; a squared ReLU has no gate
+    activation: Activation = "silu"  # the gated MLP's; a squared ReLU and xIELU have no gate
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
     qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
     pre_norms: bool = True  # norms on the inputs of attention and MLP
@@ -212,7 +212,7 @@ class HFConfig:
     @property
     def gated(self) -> bool:
         """Return whether the MLP multiplies its activation by a second projection."""
-        return self.activation != "relu_squared"
+        return self.activation not in ("relu_squared", "xielu")
 
     @cached_property
     def dims(self) -> dict[str, int]:

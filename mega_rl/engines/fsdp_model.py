@@ -175,18 +175,26 @@ def shard(
         # Without the explicit sum, a factor of 1 would be sent as an operation that only NCCL knows.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
-    kept = hf.state_dict(keep_vars=True)
-    for name, buffer in hf.named_buffers():
-        if name not in kept and buffer.is_floating_point() and bool(buffer.isnan().any()):
-            raise UserError(
-                f"model_type={hf.config.model_type}: the buffer {name} is set from outside its module, which "
-                "engine.backend=fsdp cannot repeat; take another model"
-            )
+    if _unset_buffers(hf):
+        with torch.no_grad():
+            hf._init_weights(hf.base_model)  # Falcon-H1's body sets buffers of its layers; weights are read later
+    if unset := _unset_buffers(hf):
+        raise UserError(
+            f"model_type={hf.config.model_type}: the buffer {unset[0]} is set from outside its module, which "
+            "engine.backend=fsdp cannot repeat; take another model"
+        )
     if recompute:
         for layer in layers(hf):
             # Inside FSDP's hooks: what the backward gathers once serves the second forward and the backward.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return use_host_collectives(fsdp_modules(model), mesh.get_group(mesh.ndim - 1), largest=largest)
+
+
+def _unset_buffers(hf: PreTrainedModel) -> list[str]:
+    """Return the buffers outside checkpoints that hold no number yet."""
+    kept = hf.state_dict(keep_vars=True)
+    bare = ((name, buffer) for name, buffer in hf.named_buffers() if name not in kept and buffer.is_floating_point())
+    return [name for name, buffer in bare if bool(buffer.isnan().any())]
 
 
 def use_fp32_head(hf: PreTrainedModel) -> None:

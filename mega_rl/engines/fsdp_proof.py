@@ -59,7 +59,7 @@ def prove_rows(
     if way is None:
         raise UserError(
             f"{path}: model_type={config.model_type}: padded rows do not give the numbers of single ones ({why}); take "
-            "a causal language model"
+            "another model"
         )
     attention, packs = way
     if packing and not packs:
@@ -87,6 +87,11 @@ def find_way(config: PreTrainedConfig, word: str, packing: bool, device_type: st
     if small is None or truth is None:
         return None, why
     if not _is_causal(small, device):
+        chunk = getattr(config, "chunk_size", None)
+        small.chunk_size = sum(LENGTHS)
+        if chunk is not None and _is_causal(small, device):
+            fault = "transformers before 5.15 computes it wrongly without CUDA kernels (huggingface/transformers#47246)"
+            return None, f"in rows of more than {chunk} tokens {fault}"
         return None, "a token sees later ones"
     for attention, packed in _ways(word, packing):
         try:

@@ -90,7 +90,7 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
 def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:
     """Yield the copies that make the rows of `box` from tensors on disk."""
     per_row = prod(shape[1:-1])  # elements of the matrix in a row
-    low = box.offset[0] * per_row
+    low = box.offset[0] * per_row if shape else 0
     high = low + matrix_shape(box.shape)[0]
     for tensor in disk:
         first, end = max(tensor.row, low), min(tensor.row + tensor.rows, high)

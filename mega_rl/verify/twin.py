@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
+from transformers.utils.logging import disable_progress_bar
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.architecture import HFConfig, Moe, is_delta_net, is_moe
@@ -141,6 +142,7 @@ def write_small(source: Path, target: Path, *, seed: int = 0) -> int:
     For models without a table. Raises UserError: transformers cannot build it small.
     """
     config = model_config(source)
+    disable_progress_bar()
     try:
         model = small.random_model(small.shrink(config), attention="eager", device=torch.device("cpu"), seed=seed)
         model.save_pretrained(target)
@@ -297,15 +299,11 @@ def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def load_transformers(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of a folder, on the CPU; no weight of it is random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    raw = json.loads((Path(path) / "config.json").read_bytes())
-    model_type = raw.pop("model_type")
-    family = FAMILIES.get(model_type)
-    config = AutoConfig.for_model(family.transformers_type if family else model_type, **raw)
     answer: Any = AutoModelForCausalLM.from_pretrained(
         path,
-        config=config,
+        config=model_config(Path(path)),
         dtype=dtype,
         attn_implementation="eager",
         trust_remote_code=False,
@@ -386,8 +384,6 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     Megatron-Core is imported, in one process.
     """
     accelerator = prepare("auto")
-    from transformers.utils.logging import disable_progress_bar
-
     from mega_rl.parallel import groups as process_groups
 
     disable_progress_bar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,15 @@ LATENT = {
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 SIGMOID = {**ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 LITE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -59,6 +69,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 16, "sliding_window": None},
     "seed_oss": {"head_dim": 16},
     "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "apertus": {},
     "arcee": {"head_dim": 16, "mlp_bias": True, "attention_bias": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": None},
     "qwen2_moe": {**QWEN_MOE, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
@@ -67,6 +78,14 @@ TINY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, **ROUTED, "n_routed_experts": 4, "n_shared_experts": 1, "routed_scaling_factor": 1.5},
     "deepseek_v3": {**LATENT, **SIGMOID, **GROUPS},
     "kimi_k2": {**LATENT, **SIGMOID, "n_group": 1, "topk_group": 1},
+    "mistral4": {
+        **LATENT,
+        **ROUTED,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": GROWING,
+    },
     "deepseek_v32": {**LATENT, **SIGMOID, **GROUPS, **CHOSEN},
     "glm_moe_dsa": {**LATENT, **SIGMOID, **CHOSEN, "num_experts_per_tok": 4, "indexer_rope_interleave": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
@@ -117,18 +136,7 @@ TINY: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 2.0,
     },
-    "ministral3": {
-        "head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "original_max_position_embeddings": 4,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
-        },
-    },
+    "ministral3": {"head_dim": 16, "rope_parameters": GROWING},
 }
 
 
@@ -148,11 +156,13 @@ def write_tiny_checkpoint(
     Routers are larger still: their choices are far apart. Norms, biases, sinks and the experts' corrections are none
     of them at their neutral value. `mtp_layers` adds multi-token prediction layers, which transformers does not read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    settings = {**SMALL, "tie_word_embeddings": tied, **TINY[family], **overrides}
+    from mega_rl.converters.hf.untabled import config_of
+
+    settings = copy.deepcopy({**SMALL, "tie_word_embeddings": tied, **TINY[family], **overrides})  # classes fill it up
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(FAMILIES[family].transformers_type, **settings)
+    config = config_of(settings | {"model_type": FAMILIES[family].transformers_type})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

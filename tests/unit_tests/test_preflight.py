@@ -159,9 +159,6 @@ def test_families_without_training_are_refused(monkeypatch: pytest.MonkeyPatch) 
     ):
         architecture(**changes)
         assert problems() == []
-    Path("m/config.json").write_text(json.dumps({"model_type": "kimi_k2", **TINY["kimi_k2"]}))
-    refusal = "model.path: m: model_type=kimi_k2 can be converted (mega-rl convert) but not trained yet: transformers, "
-    assert any(line.startswith(refusal + "whose model the embedded rollout engine ") for line in problems())
     scaling = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
     config = {"model_type": "deepseek_v2", **TINY["deepseek_v2"], "rope_scaling": scaling}
     Path("m/config.json").write_text(json.dumps(config))
@@ -422,6 +419,12 @@ def test_sglang_does_not_tie_every_family(tied: bool, backend: str, refused: boo
     write_checkpoint(Path("moe"), {**TINY["qwen3_moe"], "tie_word_embeddings": tied})
     lines = problems("model.path=moe", f"rollout.backend={backend}", "trainer.run_dir=d.jsonl")
     assert any("layer separate weights" in line for line in lines) == refused
+
+
+def test_sglang_lacks_families() -> None:
+    write_checkpoint(Path("m4"), TINY["mistral4"])
+    lines = problems("model.path=m4", "rollout.backend=sglang", "trainer.run_dir=d.jsonl")
+    assert "model.path: model_type=mistral4: SGLang 0.5.20 has no such model; set rollout.backend=hf" in lines
 
 
 def test_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.initialization import no_init_weights
 
 import mega_rl
-from mega_rl.converters.families import TRAINED
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.live.load import weights_on_disk
 from mega_rl.rollout.decoding import ATTENTION, GrowingLayer, make_cache
 from tests.helpers.models import SMALL, TINY
@@ -74,7 +74,7 @@ def test_an_imported_symbol_is_there(symbol: tuple[str, str], files: list[str]) 
 # -- forward and cache: the embedded rollout engine --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_takes_what_the_decoding_loop_gives(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny(family))
@@ -198,7 +198,7 @@ def test_init_weights_computes_the_buffers_of_a_model_from_the_meta_device(famil
         assert torch.equal(buffer, expected[name]), f"_init_weights leaves {name} unset"
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_weights_have_the_names_of_a_saved_checkpoint(tmp_path: Path, family: str) -> None:
     """Experts and blocks that transformers holds under other names than it saves them."""
     from mega_rl.converters.safetensors.reader import CheckpointReader

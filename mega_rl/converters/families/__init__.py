@@ -6,8 +6,8 @@ Adding one takes its entry in a module of this folder, a line here, and its line
 from __future__ import annotations
 
 from mega_rl.converters.families.base import Family, KnownBug
-from mega_rl.converters.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K2
-from mega_rl.converters.families.dense import ARCEE, ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from mega_rl.converters.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K2, MISTRAL4
+from mega_rl.converters.families.dense import APERTUS, ARCEE, ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from mega_rl.converters.families.gemma import GEMMA3_TEXT
 from mega_rl.converters.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from mega_rl.converters.families.gpt_oss import GPT_OSS
@@ -17,7 +17,7 @@ from mega_rl.converters.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NE
 from mega_rl.converters.families.sigmoid import DOTS1, HY_V3, MINIMAX_M2
 from mega_rl.converters.families.small_rules import GRANITE, MINISTRAL3, PHI3, SMOLLM3
 
-__all__ = ["FAMILIES", "TRAINED", "Family", "KnownBug"]
+__all__ = ["FAMILIES", "Family", "KnownBug"]
 
 FAMILIES = {
     family.model_type: family
@@ -29,6 +29,7 @@ FAMILIES = {
         SEED_OSS,
         ERNIE4_5,
         ARCEE,
+        APERTUS,
         GEMMA3_TEXT,
         GLM4,
         MIXTRAL,
@@ -39,6 +40,7 @@ FAMILIES = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         KIMI_K2,
+        MISTRAL4,
         DEEPSEEK_V32,
         GLM4_MOE,
         GLM4_MOE_LITE,
@@ -59,5 +61,3 @@ FAMILIES = {
         MINISTRAL3,
     )
 }
-# Their gradients are tested on every layout and their rollouts against transformers.
-TRAINED = tuple(sorted(name for name, family in FAMILIES.items() if not family.not_trained))

@@ -28,6 +28,12 @@ class ExpertNames:
     down: str = "down_proj"
     renamed: tuple[tuple[str, str], ...] = ()  # further parts of names: in transformers, on disk
 
+    def on_disk(self, name: str) -> str:
+        """Return the name on disk of a tensor of transformers that is not an expert's."""
+        for part, there in self.renamed:
+            name = name.replace(part, there)
+        return name.replace(".mlp.", f".{self.block}.")
+
 
 @dataclass(frozen=True)
 class KnownBug:
@@ -54,8 +60,8 @@ class Family:
     differs: str  # completes "differs from Llama by ..."
 
     # Engines and formats that it works with.
-    not_trained: str = ""  # why training refuses it, though it converts; empty: it trains
     megatron: str = ""  # the first release of Megatron-Core that has its layers; empty: every one that is supported
+    absent_in_sglang: bool = False  # SGLang 0.5.20 has no class for it
     untied_in_sglang: bool = False  # SGLang 0.5.20 never reads tie_word_embeddings: the head would have no weights
     # Keys that SGLang 0.5.20 reads and transformers does not: without them it computes another model.
     needed_by_sglang: tuple[str, ...] = ()

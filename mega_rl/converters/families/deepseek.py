@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from mega_rl.converters.architecture import HFConfig, Indexer, Mla, Moe
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
-from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT
+from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT, mistral_yarn
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.families.moe import (
     EXPERTS,
     MOE_NORM,
     ROUTER,
     expert_bias,
-    num_experts,
+    mixture,
     shared_experts,
     softmax_moe,
 )
@@ -90,6 +90,19 @@ SHARED_CHOICE = "layers that take the choice of another layer are not supported 
 ONE_FREQUENCY = ((1,), "every layer after first_k_dense_replace is a mixture")
 
 
+def latent_sizes(query: int, key_value: int, nope: int, rope: int, value: int) -> dict[str, object]:
+    """Return defaults of latent attention: both ranks, and a head's sizes."""
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return dict(zip(names, (query, key_value, nope, rope, value), strict=True))
+
+
+def routed(experts: int, chosen: int, width: int, scaling: float, **more: object) -> dict[str, object]:
+    """Return defaults of a mixture with a shared expert and normalised weights."""
+    names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")
+    usual = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+    return dict(zip(names, (experts, chosen, width, scaling), strict=True)) | usual | more
+
+
 def latent(fields: Fields) -> Mla:
     """Return the sizes of latent attention; refuse grouped heads, which the code lacks."""
     heads = fields.size("num_attention_heads")
@@ -141,14 +154,15 @@ def shared_width(fields: Fields) -> int:
 
 
 def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of DeepSeek-V2: softmax over all experts, then the best of them.
+    """Return the mixture of DeepSeek-V2 and Mistral 4: the best of a softmax over all.
 
-    Refuses groups of experts, which this method scores by the best expert of each.
+    Refuses groups of experts, which the method of the first scores by the best expert of each.
     """
     if fields.get("topk_method") == "group_limited_greedy" and fields.size("n_group", default=1) != 1:
         reason = "Megatron-Core scores a group by the sum of its best experts, this method by the best one"
         fields.refuse("topk_method", reason)
-    moe = softmax_moe(fields, after_dense(fields, num_layers), normalised=False, ffn="moe_intermediate_size")
+    normalised = fields.get("norm_topk_prob") is True
+    moe = softmax_moe(fields, after_dense(fields, num_layers), normalised=normalised, ffn="moe_intermediate_size")
     if moe is None:
         return None
     scaling = fields.number("routed_scaling_factor", default=1.0)
@@ -179,23 +193,18 @@ def sigmoid_moe(
     Sigmoid scores with a correction per expert choose among the best groups; weights are normalised and scaled.
     `shared` is the width of all shared experts, `ffn` and `scaling` name the keys of an expert's width and the factor.
     """
-    if not any(layers):
+    moe = mixture(fields, layers, ffn=ffn)
+    if moe is None:
         return None
-    total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
-    if top_k > total and not fields.problems:
-        fields.refuse("num_experts_per_tok", f"there are {total} experts")
-    if fields.boolean("norm_topk_prob", default=fields.defaults.get("norm_topk_prob") is not False) == (top_k == 1):
-        reason = f"Megatron-Core normalises sigmoid weights unless one expert is chosen, here {top_k}"
+    normalised = fields.boolean("norm_topk_prob", default=fields.defaults.get("norm_topk_prob") is not False)
+    if normalised == (moe.top_k == 1):
+        reason = f"Megatron-Core normalises sigmoid weights unless one expert is chosen, here {moe.top_k}"
         fields.refuse("norm_topk_prob", reason)
-    groups, best = _groups(fields, total, top_k)
-    return Moe(
-        tuple(layers),
-        total,
-        top_k,
-        fields.size(ffn),
+    groups, best = _groups(fields, moe.num_experts, moe.top_k)
+    return replace(
+        moe,
         shared_ffn_hidden_size=shared,
         score="sigmoid",
-        score_before_topk=True,
         expert_bias=True,
         scaling=fields.number(scaling, default=1.0),
         num_groups=groups,
@@ -232,6 +241,15 @@ YARN_BUG = KnownBug(
     "(fixed by huggingface/transformers#47435)",
 )
 
+
+def without_yarn(fields: Fields) -> dict[str, float]:
+    """Return Mistral 4's factor of attention logits, into which YaRN does not enter."""
+    rope = fields.object("rope_parameters")
+    if rope.get("mscale") != rope.get("mscale_all_dim"):
+        fields.refuse("rope_parameters", "mscale must be mscale_all_dim, so that YaRN does not scale the rotation")
+    return {"softmax_scale": (fields.size("qk_nope_head_dim") + fields.size("qk_rope_head_dim")) ** -0.5}
+
+
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     EMBEDDING + LAYERS + OUTPUT,
@@ -242,11 +260,7 @@ DEEPSEEK_V2 = Family(
     known_bugs=(YARN_BUG,),
     defaults={
         "first_k_dense_replace": 0,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **latent_sizes(1536, 512, 128, 64, 128),
         "n_group": None,
         "topk_group": None,
         "n_routed_experts": 64,
@@ -279,19 +293,8 @@ DEEPSEEK_V3 = Family(
     defaults={
         "num_key_value_heads": 128,
         "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_group": 8,
-        "topk_group": 4,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "moe_intermediate_size": 2048,
+        **latent_sizes(1536, 512, 128, 64, 128),
+        **routed(256, 8, 2048, 2.5, n_group=8, topk_group=4),
     },
     fixed={
         **NO_ATTENTION_BIAS,
@@ -309,9 +312,35 @@ KIMI_K2 = replace(
     DEEPSEEK_V3,
     model_type="kimi_k2",
     title="Kimi K2",
-    differs="what DeepSeek-V3 does; only the name in config.json is another",
-    not_trained="transformers, whose model the embedded rollout engine samples from, does not know it",
+    differs="what DeepSeek-V3 does under another name; its tokenizer is code, so add a tokenizer.json",
     stand_in="deepseek_v3",
+)
+MISTRAL4 = Family(
+    "mistral4",
+    EMBEDDING + LAYERS + OUTPUT,
+    title="Mistral 4",
+    differs="latent attention, whose queries grow with the position; mixtures with softmax routing and shared experts",
+    absent_in_sglang=True,
+    defaults={
+        "num_key_value_heads": 32,
+        "first_k_dense_replace": 0,
+        **latent_sizes(1024, 256, 64, 64, 128),
+        **routed(128, 4, 2048, 1.0),
+        "rope_parameters": mistral_yarn(1e4, 128.0, 8192),
+    },
+    fixed={
+        **NO_ATTENTION_BIAS,
+        "rope_interleave": DEEPSEEK_V3.fixed["rope_interleave"],
+        **dict.fromkeys(
+            ("n_group", "topk_group"), ((1,), "Megatron-Core has groups of experts for sigmoid scores only")
+        ),
+    },
+    keys=("qk_head_dim",),
+    query_growth=True,
+    mla=latent,
+    moe=deepseek_v2_moe,
+    scales=without_yarn,
+    fused_experts=True,
 )
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,

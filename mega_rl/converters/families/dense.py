@@ -82,6 +82,7 @@ SEED_OSS = Family(
     DENSE,
     title="Seed-OSS",
     differs="biases on q, k and v, unless `attention_bias` is false",
+    absent_in_sglang=True,
     defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     fixed={"attention_out_bias": NO_LINEAR_BIAS, "mlp_bias": NO_LINEAR_BIAS},
     qkv_bias="attention_bias",
@@ -97,18 +98,15 @@ ERNIE4_5 = Family(
     rope_interleaved=True,
     hub_code=("configuration_ernie4_5", "modeling_ernie4_5", "tokenization_ernie4_5"),
 )
+UNGATED = (
+    col("mlp.linear_fc1.weight", "mlp.up_proj.weight", "ffn", "hidden"),
+    col("mlp.linear_fc1.bias", "mlp.up_proj.bias", "ffn", when=["linear_bias"]),
+    row("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "ffn"),
+    copy("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", when=["linear_bias"]),
+)
 ARCEE = Family(
     "arcee",
-    EMBEDDING
-    + ATTENTION
-    + in_layers(
-        replace(DENSE_NORM, when=()),
-        col("mlp.linear_fc1.weight", "mlp.up_proj.weight", "ffn", "hidden"),
-        col("mlp.linear_fc1.bias", "mlp.up_proj.bias", "ffn", when=["linear_bias"]),
-        row("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "ffn"),
-        copy("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", when=["linear_bias"]),
-    )
-    + OUTPUT,
+    EMBEDDING + ATTENTION + in_layers(replace(DENSE_NORM, when=()), *UNGATED) + OUTPUT,
     title="Arcee AFM",
     differs="a squared ReLU without a gate",
     untied_in_sglang=True,
@@ -116,6 +114,39 @@ ARCEE = Family(
     bias_keys=("attention_bias", "mlp_bias"),
     activation="relu_squared",
 )
+APERTUS = Family(
+    "apertus",
+    EMBEDDING
+    + in_layers(
+        copy("input_layernorm.weight", "attention_layernorm.weight", "hidden", te=INPUT_NORM.te),
+        *ATTENTION_WEIGHTS,
+        copy("pre_mlp_layernorm.weight", "feedforward_layernorm.weight", "hidden", te=DENSE_NORM.te),
+        *UNGATED,
+        *(copy(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}", "one") for name in ("alpha_p", "alpha_n")),
+        *(copy(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}") for name in ("beta", "eps")),
+    )
+    + OUTPUT,
+    title="Apertus",
+    differs="norms of each head of q and k; xIELU without a gate, whose slopes train",
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            **{"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    },
+    fixed={"attention_bias": NO_LINEAR_BIAS},
+    qk_norm=True,
+    activation="xielu",
+)
+
+
+def mistral_yarn(theta: float, factor: float, length: int) -> dict[str, object]:
+    """Return rope_parameters of YaRN without a factor on the rotation; queries grow with the position."""
+    usual = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    return usual | {"rope_theta": theta, "factor": factor, "original_max_position_embeddings": length}
+
+
 MISTRAL = Family(
     "mistral",
     DENSE,

@@ -29,8 +29,6 @@ def scales(fields: Fields) -> dict[str, float]:
     return embedding if scalar == fields.size("head_dim") else embedding | {"softmax_scale": scalar**-0.5}
 
 
-NO_CAPPING = ((), "Megatron-Core does not cap logits")
-
 GEMMA3_TEXT = Family(
     "gemma3_text",
     EMBEDDING + GEMMA3_LAYERS + OUTPUT,
@@ -58,11 +56,11 @@ GEMMA3_TEXT = Family(
     },
     fixed={
         "attention_bias": NO_LINEAR_BIAS,
-        "final_logit_softcapping": NO_CAPPING,
-        "attn_logit_softcapping": NO_CAPPING,
+        **dict.fromkeys(
+            ("final_logit_softcapping", "attn_logit_softcapping"), ((), "Megatron-Core does not cap logits")
+        ),
         "use_bidirectional_attention": ((False,), "a policy attends to the past only"),
     },
-    keys=("cache_implementation",),
     qk_norm=True,
     tied=True,
     rope_per_layer_type=True,

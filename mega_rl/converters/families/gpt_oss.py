@@ -71,8 +71,6 @@ GPT_OSS = Family(
         "rope_parameters": {
             "rope_type": "yarn",
             "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
             "truncate": False,
             "original_max_position_embeddings": 4096,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_rl.converters.architecture import Moe
@@ -67,9 +68,13 @@ def num_experts(fields: Fields) -> int:
     return max(sizes)
 
 
-def only(spelling: str, *rules: Rule) -> tuple[Rule, ...]:
-    """Return rules that hold where the experts are spelled so: "per_expert" or "fused_experts"."""
-    return tuple(replace(rule, when=(*rule.when, spelling)) for rule in rules)
+def in_both_spellings(names: ExpertNames, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return a layer's rules as transformers spells them, and as files with separate experts do."""
+    return tuple(
+        replace(rule, when=(*rule.when, spelling), sources=tuple(replace(s, name=spell(s.name)) for s in rule.sources))
+        for spelling, spell in (("per_expert", names.on_disk), ("fused_experts", str))
+        for rule in rules
+    )
 
 
 def expert_bias(name: str, *shape: str) -> Rule:
@@ -78,21 +83,28 @@ def expert_bias(name: str, *shape: str) -> Rule:
     return replace(rule, float32=True)
 
 
-def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: str) -> Moe | None:
-    """Return the mixture of a softmax router; None where no layer is one.
+def mixture(
+    fields: Fields, layers: list[bool], *, ffn: str = "moe_intermediate_size", chosen: str = "num_experts_per_tok"
+) -> Moe | None:
+    """Return the mixture of a softmax over all experts; None without layers.
 
-    The weights of the chosen experts add up to 1 if `normalised`, or are left as they are. `ffn` names the key with an
-    expert's width.
+    `ffn` and `chosen` name the keys of an expert's width and of the number of experts that are chosen.
     """
     if not any(layers):
         return None
-    total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
+    total, top_k = num_experts(fields), fields.size(chosen)
     if top_k > total and not fields.problems:
-        fields.refuse("num_experts_per_tok", f"there are {total} experts")
-    if normalised and top_k == 1:
+        fields.refuse(chosen, f"there are {total} experts")
+    return Moe(tuple(layers), total, top_k, fields.size(ffn), score_before_topk=True)
+
+
+def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: str) -> Moe | None:
+    """Return a `mixture` whose chosen weights add up to 1 if `normalised`."""
+    moe = mixture(fields, layers, ffn=ffn)
+    if moe is not None and normalised and moe.top_k == 1:
         reason = "weights that are normalised are all 1, and Megatron-Core refuses such a router"
         fields.refuse("num_experts_per_tok", reason)
-    return Moe(tuple(layers), total, top_k, fields.size(ffn), score_before_topk=not normalised)
+    return None if moe is None else replace(moe, score_before_topk=not normalised)
 
 
 def mixtral_moe(fields: Fields, num_layers: int) -> Moe | None:
@@ -128,12 +140,7 @@ def qwen2_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
-MIXTRAL_MOE = in_layers(
-    MOE_NORM,
-    copy("mlp.router.weight", "block_sparse_moe.gate.weight", "experts", "hidden", when=["moe", "per_expert"]),
-    copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=["moe", "fused_experts"]),
-    *experts(MIXTRAL_NAMES),
-)
+MIXTRAL_MOE = in_layers(MOE_NORM, *experts(MIXTRAL_NAMES)) + in_both_spellings(MIXTRAL_NAMES, in_layers(ROUTER))
 MOE = in_layers(MOE_NORM, ROUTER, *EXPERTS)
 # Norms over the queries and keys of all heads together are cut with the heads.
 JOINT_NORM = (
@@ -234,23 +241,12 @@ def ernie_moe(fields: Fields, num_layers: int) -> Moe | None:
     """Return the mixture of ERNIE 4.5: corrections choose among a softmax; the chosen weights are normalised."""
     first, last = fields.size("moe_layer_start_index", least=0), fields.get("moe_layer_end_index")
     last = num_layers - 1 if last == -1 else fields.size("moe_layer_end_index", least=0)
-    layers = [first <= i <= last for i in range(num_layers)]
-    if not any(layers):
+    moe = mixture(fields, [first <= i <= last for i in range(num_layers)], chosen="moe_k")
+    if moe is None:
         return None
-    total, top_k = num_experts(fields), fields.size("moe_k")
-    if top_k > total and not fields.problems:
-        fields.refuse("moe_k", f"there are {total} experts")
-    width = fields.size("moe_intermediate_size")
-    return Moe(
-        tuple(layers),
-        total,
-        top_k,
-        width,
-        shared_ffn_hidden_size=fields.size("moe_num_shared_experts", default=0, least=0) * width,
-        score_before_topk=True,
-        expert_bias=True,
-        weight_floor=fields.number("moe_norm_min", default=1e-12),
-    )
+    shared = fields.size("moe_num_shared_experts", default=0, least=0) * moe.ffn_hidden_size
+    floor = fields.number("moe_norm_min", default=1e-12)
+    return replace(moe, shared_ffn_hidden_size=shared, expert_bias=True, weight_floor=floor)
 
 
 # SGLang and transformers leave out the prediction layers of published files, and so does an export.
@@ -260,18 +256,15 @@ ERNIE_MTP = (
     *(f"model.mtp_block.0.{name}_layernorm.weight" for name in ("input", "post_attention")),
     *(f"model.mtp_block.0.{name}_proj.weight" for name in _LINEARS),
 )
+ERNIE_NAMES = ExpertNames(renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),))
 ERNIE4_5_MOE = Family(
     "ernie4_5_moe",
     EMBEDDING
     + ATTENTION
     + MLP
-    + in_layers(
-        MOE_NORM,
-        ROUTER,
-        *only("per_expert", expert_bias("mlp.moe_statics.e_score_correction_bias", "one", "experts")),
-        *only("fused_experts", expert_bias("mlp.gate.moe_statics.e_score_correction_bias", "one", "experts")),
-        *EXPERTS,
-        *shared_experts("mlp.shared_experts"),
+    + in_layers(MOE_NORM, ROUTER, *EXPERTS, *shared_experts("mlp.shared_experts"))
+    + in_both_spellings(
+        ERNIE_NAMES, in_layers(expert_bias("mlp.gate.moe_statics.e_score_correction_bias", "one", "experts"))
     )
     + OUTPUT,
     title="ERNIE 4.5 MoE",
@@ -279,7 +272,7 @@ ERNIE4_5_MOE = Family(
         "rotation of even with odd dimensions; mixtures behind the first layers, with shared experts and a softmax "
         "whose corrections enter the choice alone; prediction layers are left out"
     ),
-    expert_names=ExpertNames(renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)),
+    expert_names=ERNIE_NAMES,
     defaults={
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
@@ -42,9 +44,9 @@ OLMO2 = Family(
     pre_norms=False,
     post_norms=True,
 )
-OLMO3 = Family(
-    "olmo3",
-    OLMO,
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
     title="OLMo 3",
     differs="as OLMo 2; windows in three of four layers, which rotate without the scaling of long contexts",
     known_bugs=(
@@ -56,12 +58,8 @@ OLMO3 = Family(
         ),
     ),
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None},
-    fixed={"attention_bias": NO_LINEAR_BIAS},
     rope_per_layer_type=True,
     window=windows.but_every_fourth,
-    qk_norm_joint=True,
-    pre_norms=False,
-    post_norms=True,
 )
 EXAONE4 = Family(
     "exaone4",

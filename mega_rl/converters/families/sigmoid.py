@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mega_rl.converters.architecture import Moe
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, ExpertNames, Family
@@ -26,11 +24,12 @@ from mega_rl.converters.families.moe import (
     MOE_NORM,
     ROUTER,
     expert_bias,
-    only,
+    in_both_spellings,
     shared_experts,
 )
 from mega_rl.converters.families.rules import copy, in_layers, in_mtp_layers, of_mtp
 
+CORRECTION = expert_bias("mlp.e_score_correction_bias")
 DOTS1 = Family(
     "dots1",
     EMBEDDING + ATTENTION + MLP + SHARED_MOE + OUTPUT,
@@ -39,6 +38,7 @@ DOTS1 = Family(
         "norms of each head of q and k; windows from `max_window_layers` on; mixtures with sigmoid routing and shared "
         "experts behind the first layers"
     ),
+    absent_in_sglang=True,
     defaults={
         "num_key_value_heads": 32,
         "sliding_window": 4096,
@@ -47,13 +47,12 @@ DOTS1 = Family(
         "n_group": 1,
         "topk_group": 1,
         "n_routed_experts": None,
-        "n_shared_experts": None,
-        "num_experts_per_tok": None,
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
         "moe_intermediate_size": 1408,
         "first_k_dense_replace": 0,
     },
+    keys=("n_shared_experts", "num_experts_per_tok"),
     fixed={"attention_bias": NO_LINEAR_BIAS, **SIGMOID_ROUTER},
     qk_norm=True,
     window=windows.from_a_layer_on,
@@ -81,10 +80,7 @@ MINIMAX_M2 = Family(
     EMBEDDING
     + in_layers(INPUT_NORM, *ATTENTION_WEIGHTS, *JOINT_NORM)
     + MIXTRAL_MOE
-    + in_layers(
-        *only("per_expert", expert_bias("block_sparse_moe.e_score_correction_bias")),
-        *only("fused_experts", expert_bias("mlp.e_score_correction_bias")),
-    )
+    + in_both_spellings(MIXTRAL_NAMES, in_layers(CORRECTION))
     + OUTPUT,
     title="MiniMax-M2",
     differs=(
@@ -117,25 +113,18 @@ MINIMAX_M2 = Family(
     hub_code=("configuration_minimax_m2", "modeling_minimax_m2"),
 )
 
+HY_V3_NAMES = ExpertNames(
+    renamed=(
+        (".mlp.gate.", ".mlp.router.gate."),
+        (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+        (".mlp.shared_experts.", ".mlp.shared_mlp."),
+    )
+)
 HY_V3_LAYERS = (
     ATTENTION
     + MLP
-    + in_layers(
-        MOE_NORM,
-        *only(
-            "per_expert",
-            replace(ROUTER, sources=(replace(ROUTER.sources[0], name="mlp.router.gate.weight"),)),
-            expert_bias("mlp.expert_bias"),
-            *shared_experts("mlp.shared_mlp"),
-        ),
-        *only(
-            "fused_experts",
-            ROUTER,
-            expert_bias("mlp.e_score_correction_bias"),
-            *shared_experts("mlp.shared_experts"),
-        ),
-        *EXPERTS,
-    )
+    + in_layers(MOE_NORM, *EXPERTS)
+    + in_both_spellings(HY_V3_NAMES, in_layers(ROUTER, CORRECTION, *shared_experts("mlp.shared_experts")))
 )
 
 
@@ -145,6 +134,11 @@ def hy_v3_moe(fields: Fields, num_layers: int) -> Moe | None:
     return sigmoid_moe(fields, by_mlp_types(fields, num_layers), shared=shared, scaling="router_scaling_factor")
 
 
+# Sums that are float32 in low precision, and what transformers does not read.
+HY_V3_UNREAD = (
+    "enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "use_grouped_mm",
+    "expert_hidden_dim", "eod_token_id",
+)  # fmt: skip
 HY_V3 = Family(
     "hy_v3",
     EMBEDDING
@@ -159,13 +153,7 @@ HY_V3 = Family(
         "MTP"
     ),
     needed_by_sglang=("qk_norm", "route_norm", "first_k_dense_replace"),
-    expert_names=ExpertNames(
-        renamed=(
-            (".mlp.gate.", ".mlp.router.gate."),
-            (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
-            (".mlp.shared_experts.", ".mlp.shared_mlp."),
-        )
-    ),
+    expert_names=HY_V3_NAMES,
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -185,15 +173,7 @@ HY_V3 = Family(
         "mlp_bias": NO_LINEAR_BIAS,
         **dict.fromkeys(("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"), ALWAYS),
     },
-    # Sums that are float32 in low precision, and what transformers does not read.
-    keys=(
-        "enable_attention_fp32_softmax",
-        "enable_lm_head_fp32",
-        "enable_moe_fp32_combine",
-        "use_grouped_mm",
-        "expert_hidden_dim",
-        "eod_token_id",
-    ),
+    keys=HY_V3_UNREAD,
     qk_norm=True,
     moe=hy_v3_moe,
     mtp_ignored=MTP_REPEATED,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from mega_rl.converters.architecture import Window
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import Family
-from mega_rl.converters.families.dense import ATTENTION_OUTPUT, DENSE, DENSE_NORM, EMBEDDING, INPUT_NORM, OUTPUT
+from mega_rl.converters.families.dense import (
+    ATTENTION_OUTPUT,
+    DENSE,
+    DENSE_NORM,
+    EMBEDDING,
+    INPUT_NORM,
+    OUTPUT,
+    mistral_yarn,
+)
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.rules import fused_gated, in_layers, joined_qkv, row
 
@@ -53,6 +61,7 @@ SMOLLM3 = Family(
     DENSE,
     title="SmolLM3",
     differs="every fourth layer without rotation, or those of `no_rope_layers`",
+    absent_in_sglang=True,
     defaults={
         "num_key_value_heads": 4,
         "rope_theta": 2e6,
@@ -97,15 +106,7 @@ MINISTRAL3 = Family(
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16384,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
+        "rope_parameters": mistral_yarn(1e6, 16.0, 16384),
     },
     query_growth=True,
     window=windows.in_all_layers,

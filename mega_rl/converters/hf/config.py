@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from mega_rl.config.values import ModelFacts
 from mega_rl.converters.architecture import HFConfig, Quantization
-from mega_rl.converters.families import FAMILIES, TRAINED, Family
+from mega_rl.converters.families import FAMILIES, Family
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.families.moe import EXPERT_KEYS
 from mega_rl.converters.hf.rope import read_rope
@@ -80,7 +80,7 @@ OFF = {
 def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
     """Return the architecture that `path`/config.json describes.
 
-    any_model: without a table that trains, the model is what transformers builds; only `engine.backend=fsdp` takes it.
+    any_model: without a table the model is what transformers builds; only `engine.backend=fsdp` takes it.
     Raises UserError when the directory or file is missing or is not JSON, UserErrors listing every field that is
     missing, malformed, unknown or not supported.
     """
@@ -93,11 +93,12 @@ def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
     raw = _read_json(directory / "config.json", required=True)
     generation = _read_json(directory / "generation_config.json", required=False)
     where = str(directory / "config.json")
-    if any_model and raw.get("model_type") not in TRAINED and text_config(raw) is raw:
+    if any_model and text_config(raw).get("model_type") not in FAMILIES:
         from mega_rl.converters.hf.untabled import read_untabled  # takes seconds
 
-        return read_untabled(raw, generation=generation, where=where)
-    hf = parse_hf_config(raw, generation=generation, where=where)
+        hf = read_untabled(raw, generation=generation, where=where)
+    else:
+        hf = parse_hf_config(raw, generation=generation, where=where)
     return hf if hf.wrapper is None else replace(hf, prefixes=name_prefixes(tensor_names(directory)))
 
 
@@ -107,7 +108,7 @@ def needs_proof(raw: Mapping[str, Any]) -> bool:
     Models of full or windowed attention, of a family with a table, are proved by tests.
     """
     model_type = raw.get("model_type")
-    if model_type not in TRAINED or FAMILIES[model_type].megatron:  # layers of new kinds
+    if model_type not in FAMILIES or FAMILIES[model_type].megatron:  # layers of new kinds
         return True
     return bool(set(raw.get("layer_types") or ()) - PROVED_LAYERS)
 
@@ -236,7 +237,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if family.activation == "gelu_tanh":
         fields.must_be("hidden_activation", ("gelu_pytorch_tanh",), 'only "gelu_pytorch_tanh" is supported')
     else:
-        act = "relu2" if family.activation == "relu_squared" else "silu"
+        act = {"relu_squared": "relu2", "xielu": "xielu"}.get(family.activation, "silu")
         fields.must_be("hidden_act", (act,), f'only "{act}" is supported')
     for name, (allowed, reason) in family.fixed.items():
         fields.must_be(name, allowed, reason)

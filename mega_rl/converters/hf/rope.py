@@ -46,10 +46,7 @@ def read_rope(fields: Fields, family: Family) -> Rope:
         name, given, local_theta = _per_layer_type(fields, name, given)
     rope = fields.inside(name, given)
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))
-    percent = rope.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0))
-    if percent > 1 or (percent < 1 and not family.partial_rotary):
-        rule = "must be at most 1" if percent > 1 else "this family rotates every dimension"
-        fields.refuse("partial_rotary_factor", rule, value=percent)
+    percent = _percent(fields, rope, family)
     kind = _kind(rope)
     if kind is None:
         fix = "set it to default if sequences stay within the original context"
@@ -83,6 +80,18 @@ def read_rope(fields: Fields, family: Family) -> Rope:
         rope.refuse("rope_type", "Megatron-Core's latent attention has default and yarn", value=kind)
     local_theta = None if kind == "default" and local_theta == theta else local_theta
     return Rope(kind, theta, factor, percent, family.rope_interleaved, yarn, llama3, local_theta)
+
+
+def _percent(fields: Fields, rope: Fields, family: Family) -> float:
+    """Return the share of a head that rotates, in latent attention of its rotating part."""
+    percent = rope.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0))
+    if family.mla is not None and percent < 1:
+        nope, rotated = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+        percent /= rotated / (nope + rotated)
+    if percent > 1 or (percent < 1 and not family.partial_rotary):
+        rule = "must be at most 1" if percent > 1 else "this family rotates every dimension"
+        fields.refuse("partial_rotary_factor", rule, value=percent)
+    return percent
 
 
 def _per_layer_type(fields: Fields, name: str, given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], float]:

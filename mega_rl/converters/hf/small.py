@@ -40,6 +40,7 @@ _PERIODS = (
     "full_attention_interval", "no_rope_layer_interval", "global_attn_every_n_layers", "sliding_window_pattern",
     "_sliding_window_pattern", "attn_layer_period", "expert_layer_period",
 )  # fmt: skip
+_SHARED = "num_kv_shared_layers"  # the last layers, which read keys and values of earlier ones
 _NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype", "_name_or_path")
 
 
@@ -50,7 +51,9 @@ def shrink(config: PreTrainedConfig, *, widths: bool = True) -> PreTrainedConfig
     depth = config.num_hidden_layers
     per_layer = {name: v for name, v in changed.items() if isinstance(v, list) and len(v) == depth}
     if per_layer:
-        chosen = _kinds(list(zip(*map(tuple, per_layer.values()), strict=True)))
+        shared = [i >= depth - (changed.get(_SHARED) or 0) for i in range(depth)]
+        chosen = _kinds(list(zip(*map(tuple, per_layer.values()), shared, strict=True)))
+        changed |= {_SHARED: sum(shared[i] for i in chosen)} if any(shared) else {}
     else:
         periods = [v for v in map(changed.get, _PERIODS) if isinstance(v, int) and not isinstance(v, bool)]
         chosen = list(range(min(depth, max([2, *periods]))))

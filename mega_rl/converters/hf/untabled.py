@@ -17,16 +17,26 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, __version__
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, Rope
 from mega_rl.converters.families.fields import MOST_LAYERS
+from mega_rl.converters.hf.config import text_config
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.errors import UserError
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # missing in transformers' list
 UNLIMITED_POSITIONS = 1 << 30  # positions, where a config states none
 # Errors of foreign code on a config or input that it does not expect.
 FOREIGN = (
@@ -36,11 +46,12 @@ FOREIGN = (
 
 
 def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], where: str) -> HFConfig:
-    """Return the model of a decoded config.json, with the table that its class in transformers gives.
+    """Return the language model of a decoded config.json, with its class's table.
 
     generation: of generation_config.json. Raises UserError: transformers cannot build a causal language model from it.
     """
-    config = _read_config(raw, where)
+    described = text_config(raw)
+    config = _read_config(described, where)
     eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     heads = _number(config, "num_attention_heads", 1)
     return HFConfig(
@@ -63,8 +74,9 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         pad_token_id=getattr(config, "pad_token_id", None),
         dtype=None if config.dtype is None else str(config.dtype).removeprefix("torch."),
-        own=_table_of_text(json.dumps(raw, sort_keys=True), where),
-        raw=dict(raw),
+        own=_table_of_text(json.dumps(described, sort_keys=True), where),
+        raw=dict(described),
+        wrapper=None if described is raw else dict(raw),
     )
 
 
@@ -147,7 +159,7 @@ def table_of(model: PreTrainedModel) -> OwnTable:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if name in whole or not isinstance(tensor, torch.nn.Parameter)
     }
-    if scalars := [name for name, tensor in state.items() if not tensor.dim()]:
+    if scalars := [name for name, tensor in model.named_parameters() if not tensor.dim()]:
         raise ValueError(f"{scalars[0]} has no dimension, and FSDP2 cuts the first one")
     first, numbered = 0, {}
     owners: list[tuple[int, str]] = []  # number of the first row of each tensor
@@ -179,12 +191,12 @@ def _row_numbers(tensor: Tensor, first: int) -> Tensor:
     """Return int64 like `tensor`, in each element the number of its row; columns take no memory."""
     shape = tuple(tensor.shape)
     rows = torch.arange(first, first + matrix_shape(shape)[0])
-    return rows if len(shape) == 1 else rows.view(*shape[:-1], 1).expand(shape)
+    return rows.view(shape) if len(shape) < 2 else rows.view(*shape[:-1], 1).expand(shape)
 
 
 def _consecutive(name: str, numbers: Tensor) -> int:
     """Return the number of a disk tensor's first row. Raises ValueError: rows out of order."""
-    columns = numbers.reshape(-1, 1) if numbers.dim() == 1 else numbers.flatten(0, -2)
+    columns = numbers.reshape(-1, 1) if numbers.dim() < 2 else numbers.flatten(0, -2)
     rows = columns[:, 0]
     low = int(rows[0])
     whole = columns.stride(1) == 0 or bool((columns == rows[:, None]).all())  # a row's elements are one in memory

@@ -11,13 +11,13 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.families import FAMILIES, TRAINED
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.deepseek import MTP_REPEATED
 from mega_rl.converters.hf.config import text_config
-from mega_rl.converters.hf.untabled import table_of
+from mega_rl.converters.hf.untabled import FOREIGN, config_of, table_of
 from mega_rl.converters.live.copying import BlockReader, blocks_of, fill_all
 from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, hf_tensors, ignored_tensors, is_unread
 from mega_rl.converters.plan.proof import prove_complete
@@ -41,15 +41,10 @@ def model_config(path: Path) -> PreTrainedConfig:
     Raises UserError: no config.json is there, or transformers does not know the model.
     """
     try:
-        raw = parse_object((path / "config.json").read_bytes())
-        described = dict(text_config(raw))
-        if described == raw:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        else:
-            model_type = described.pop("model_type")
-            family = FAMILIES.get(model_type)
-            config = AutoConfig.for_model(family.transformers_type if family else model_type, **described)
-    except (OSError, ValueError) as error:
+        described = dict(text_config(parse_object((path / "config.json").read_bytes())))
+        family = FAMILIES.get(described["model_type"])
+        config = config_of(described | {"model_type": family.transformers_type} if family else described)
+    except (OSError, *FOREIGN) as error:
         raise UserError(f"{path}: transformers cannot read its config.json: {error}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -227,7 +222,7 @@ def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
     A tied head and the embedding are one storage under two names.
     """
     weights: dict[str, Tensor] = {}
-    own = None if model.config.model_type in TRAINED else table_of(model)
+    own = None if model.config.model_type in FAMILIES else table_of(model)
     for name, tensor in model.state_dict(keep_vars=False).items():
         matrix = tensor.view(matrix_shape(tuple(tensor.shape)))
         for disk in disk_tensors(model.config.model_type, name, tuple(tensor.shape), own):

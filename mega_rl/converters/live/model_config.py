@@ -52,6 +52,7 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "init_method_std": hf.initializer_range,
+        "use_te_activation_func": hf.activation == "xielu",  # a module in each layer
         "activation_func": {"gelu_tanh": gelu_tanh, "relu_squared": relu_squared}.get(hf.activation, F.silu),
     }
     if hf.activation == "swiglu_clamped":
@@ -150,7 +151,9 @@ def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
             "beta_fast": yarn.beta_fast,
             "beta_slow": yarn.beta_slow,
         }
-        if yarn.mscale and yarn.mscale_all_dim:
+        if hf.softmax_scale is not None:
+            kwargs |= {"mscale": 0.0}  # no factor, neither on logits nor on the rotation
+        elif yarn.mscale and yarn.mscale_all_dim:
             kwargs |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     return kwargs
 
@@ -190,7 +193,7 @@ def unfused(hf: HFConfig) -> dict[str, Any]:
     off: dict[str, Any] = {}
     if hf.mla is not None or hf.rope.kind == "yarn" or hf.rope.interleaved:
         off["apply_rope_fusion"] = False
-    if hf.activation in ("gelu_tanh", "relu_squared"):
+    if hf.activation in ("gelu_tanh", "relu_squared", "xielu"):
         off["bias_activation_fusion"] = False
     return off
 

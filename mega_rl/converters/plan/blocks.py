@@ -129,7 +129,7 @@ def _window(blocks: Sequence[Block], first: int, rows: int, at: int) -> list[Blo
 def _source_blocks(source: Source, hf: HFConfig, layer: int, expert: int) -> tuple[list[Block], tuple[int, ...]]:
     """Return a tensor's rows as blocks from row 0 on, and their shape in the parameter."""
     shape = source_shape(source, hf)
-    item = shape[1:] if source.stacked else shape
+    item = shape[1:] if source.stacked else shape or (1,)
     src_row, src_col, step = 0, 0, 1
     # A vector of a stack is a row there and a column here.
     transposed = source.transposed or (source.stacked and len(item) == 1)

@@ -261,6 +261,4 @@ def disk_tensors(
         for expert in range(experts):
             yield DiskTensor(f"{prefix}.{expert}.{names.down}.weight", (hidden, width), expert * hidden)
     else:
-        for part, on_disk in names.renamed:
-            name = name.replace(part, on_disk)
-        yield DiskTensor(name.replace(".mlp.", f".{names.block}."), shape, 0)
+        yield DiskTensor(names.on_disk(name), shape, 0)

@@ -115,6 +115,25 @@ class JointRMSNorm(CutOverTensors):
         return (self.weight * normed.to(x.dtype)).view_as(x)
 
 
+class Xielu(torch.nn.Module):
+    """xIELU (arXiv:2411.13010) with a layer's own numbers, [1] each; `beta` and `eps` do not train."""
+
+    def __init__(self, config: TransformerConfig, *, tp_group: ProcessGroup) -> None:
+        super().__init__()
+        self.tp_group, dtype = tp_group, config.params_dtype
+        self.alpha_p, self.alpha_n = (torch.nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(2))
+        self.beta, self.eps = (torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., F / tp]; gradients of the numbers are sums over tensor parallelism."""
+        alphas = copy_to_tensor_model_parallel_region(torch.cat([self.alpha_p, self.alpha_n]), group=self.tp_group)
+        positive, negative = torch.nn.functional.softplus(alphas)
+        curved = torch.where(
+            x > 0, positive * x * x, (torch.expm1(torch.min(x, self.eps)) - x) * (self.beta + negative)
+        )
+        return curved + self.beta * x
+
+
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 BuildBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]
 

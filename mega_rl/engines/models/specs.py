@@ -43,6 +43,7 @@ from mega_rl.engines.models.layer import (
     LatentAttention,
     LatentRMSNorm,
     RMSNorm,
+    Xielu,
 )
 from mega_rl.engines.models.moe import ExpertRowParallelLinear, Router
 from mega_rl.errors import UserError
@@ -147,6 +148,7 @@ def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
             "query and key norms over all heads together": hf.qk_norm_joint,
             "queries that grow with the position": hf.rope.yarn is not None and hf.rope.yarn.query_growth > 0,
             "a separate norm epsilon in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
+            "an activation that trains": hf.activation == "xielu",
             "sliding windows over context parallelism": cp_size > 1 and hf.window is not None,
             "attention sinks in packed sequences": hf.sinks,
             "gated delta nets in packed sequences": hf.delta is not None,
@@ -246,7 +248,7 @@ def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection
             self_attention=_mixer(hf, layer, pg_collection),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_experts() if moe else _mlp(),
+            mlp=_experts() if moe else _mlp(hf, pg_collection),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=_te_names(hf, layer),
         ),
@@ -320,10 +322,10 @@ def _latent_attention(mla: Mla) -> ModuleSpec:
     )
 
 
-def _mlp() -> ModuleSpec:
-    return ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+def _mlp(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    own = ModuleSpec(module=Xielu, params={"tp_group": pg_collection.tp}) if hf.activation == "xielu" else None
+    linears = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
+    return ModuleSpec(module=MLP, submodules=MLPSubmodules(**linears, activation_func=own))
 
 
 def _experts() -> ModuleSpec:

@@ -14,7 +14,7 @@ from packaging.version import Version
 from mega_rl.config.choices import LOSS
 from mega_rl.config.schema import ChatConfig, Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
+from mega_rl.converters.families import FAMILIES, KnownBug
 from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config, release_problems
 from mega_rl.converters.safetensors.header import read_entries
@@ -52,16 +52,8 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
 
 
 def untrained(hf: HFConfig) -> Iterator[str]:
-    """Yield why a model cannot be trained: its family, or a known bug."""
-    if hf.own is not None:
-        return
-    reason = FAMILIES[hf.family].not_trained
-    if reason:
-        yield (
-            f"model_type={hf.family} can be converted (mega-rl convert) but not trained yet: {reason}; "
-            f"trained are {', '.join(TRAINED)}"
-        )
-    bug = known_bug(hf)
+    """Yield why a model cannot be trained: a known bug."""
+    bug = None if hf.own is not None else known_bug(hf)
     if bug is not None:
         yield (
             f"model_type={hf.family} cannot be trained with the installed transformers: rollouts would come from "

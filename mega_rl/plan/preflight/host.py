@@ -119,6 +119,8 @@ def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
     if config.rollout.backend != "sglang":
         return
     actor = checkpoints.get("model.path")
+    if actor is not None and actor.own is None and FAMILIES[actor.family].absent_in_sglang:
+        yield f"model.path: model_type={actor.family}: SGLang 0.5.20 has no such model; set rollout.backend=hf"
     if actor is not None and actor.own is None and actor.tied and FAMILIES[actor.family].untied_in_sglang:
         yield (
             f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.20 gives its output "

@@ -117,13 +117,9 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     seed = run.config.trainer.seed
     hf = read_architecture(run)
     where = str(run.source or STAND_IN)
-    if FAMILIES[hf.family].stand_in:
-        raise UserError(
-            f"model.path={where}: transformers has no model of model_type={hf.family} for the independent trainer; "
-            "give the config of another family"
-        )
     twin = shrink(hf, where=where, multiple=multiple, narrow=True)
-    raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS, "pad_token_id": PAD}
+    known = {"model_type": FAMILIES[hf.family].transformers_type}  # to the independent trainer
+    raw = {**twin.raw, **known, "vocab_size": len(VOCABULARY), "eos_token_id": EOS, "pad_token_id": PAD}
     small = parse_hf_config(raw, where=f"{where}, shrunk")
     model, config_file, prompts = folder / "model", folder / "config.json", folder / "prompts.jsonl"
     config_file.write_text(json.dumps(raw), encoding="utf-8")

@@ -210,10 +210,13 @@ def layer_params(hf: HFConfig, state: State, layer: int) -> State:
     hf_layer = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     norms = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
     norms |= {name: name for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
+    norms |= {"attention_layernorm": "input_layernorm", "feedforward_layernorm": "pre_mlp_layernorm"}  # Apertus
     if "post_feedforward_layernorm.weight" in hf_layer:  # Gemma 3, OLMo 2
         norms |= {"post_attention_layernorm": "post_self_attn_layernorm"}
         norms |= {"pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
     out = {f"{to}.weight": hf_layer[f"{name}.weight"] for name, to in norms.items() if f"{name}.weight" in hf_layer}
+    slopes = {name: name.replace("act_fn", "activation_func") for name in hf_layer if ".act_fn." in name}
+    out |= {to: hf_layer[name].reshape(1) for name, to in slopes.items()}
     moe = hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]
     out |= attention_params(hf, hf_layer) | delta_params(hf, hf_layer)
     out |= moe_params(hf, hf_layer) if moe else gated_mlp(hf_layer, "mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))

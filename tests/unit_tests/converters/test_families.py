@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.hf.untabled import config_of
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -20,9 +22,9 @@ from tests.unit_tests.converters.tiny_configs import TINY
 def transformers_model(config: dict[str, Any]) -> PreTrainedModel:
     """A model of transformers with this config.json, or of the class that stands in where it lacks one."""
     model_type = FAMILIES[config["model_type"]].transformers_type
-    known = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
+    known = {key: value for key, value in config.items() if key != "auto_map"}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **known))
+    return AutoModelForCausalLM.from_config(config_of(copy.deepcopy(known) | {"model_type": model_type}))
 
 
 def shapes_on_disk(path: Path) -> dict[str, tuple[int, ...]]:

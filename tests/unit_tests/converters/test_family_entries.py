@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 import mega_rl
 from mega_rl.converters import families
-from mega_rl.converters.families import FAMILIES, TRAINED, Family
+from mega_rl.converters.families import FAMILIES, Family
 from tests.code_tables import BLOCK, BLOCKS, PAGES, rendered
 from tests.helpers.models import TINY
 from tests.unit_tests.converters import tiny_configs
@@ -77,8 +77,7 @@ def test_the_entry_has_every_piece(family: Family) -> None:
     assert family.title
     assert family.differs
     assert not family.differs.endswith(".")
-    assert not {"|", "\n"} & set(family.title + family.differs + family.not_trained)
-    assert (family.model_type in TRAINED) == (not family.not_trained)
+    assert not {"|", "\n"} & set(family.title + family.differs)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

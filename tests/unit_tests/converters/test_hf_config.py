@@ -204,7 +204,7 @@ def test_yarn() -> None:
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
-        (QWEN2, {"model_type": "gpt2"}, ['model_type="gpt2"', "mistral, mixtral"]),
+        (QWEN2, {"model_type": "gpt2"}, ['model_type="gpt2"', "mistral4, mixtral"]),
         (QWEN2, {"model_type": "mystery", "auto_map": {"AutoModel": "m.M"}}, ["mystery", "never run"]),
         (QWEN2, {"hidden_act": "gelu"}, ['hidden_act="gelu"', "silu"]),
         (QWEN2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_parameters.rope_type", "dynamic"]),

@@ -77,8 +77,8 @@ def test_fusions_that_are_wrong_for_an_architecture_are_off() -> None:
     rope, activation = {"apply_rope_fusion"}, {"bias_activation_fusion"}
     assert {name: actual for name, actual in off.items() if actual} == {
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight", "glm4", "glm4_moe_lite"), rope),
-        **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "ministral3", "deepseek_v32", "glm_moe_dsa"), rope),
-        **dict.fromkeys(("arcee", "gemma3_text"), activation),
+        **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "ministral3", "mistral4", "deepseek_v32", "glm_moe_dsa"), rope),
+        **dict.fromkeys(("apertus", "arcee", "gemma3_text"), activation),
         "gpt_oss": rope,
     }
 

@@ -97,7 +97,9 @@ def test_text_class_computes_what_the_whole_model_does(model_type: str, tmp_path
     model = AutoModelForCausalLM.from_config(model_config(source), attn_implementation="eager").eval()
     assert model.config.model_type == WRAPPED[model_type][0]
     with CheckpointReader(source) as reader:
-        hf = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
+        hf = as_on_disk(
+            read_hf_config(source, any_model=True), {name: info.shape for name, info in reader.tensors.items()}
+        )
         check_tensors(reader, hf, "lm")
         for name, weight in weights_on_disk(model).items():
             if name in reader.tensors:
@@ -145,13 +147,15 @@ def quantise(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-@pytest.mark.parametrize(("engine", "quantised"), [("megatron", False), ("fsdp", True)])
-def test_training_changes_the_text_and_nothing_else(engine: str, quantised: bool, gemma: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "model_type", "prefix", "quantised"),
+    [("megatron", "gemma3", OLD, False), ("fsdp", "gemma3", OLD, True), ("fsdp", "gemma4", NEW, False)],
+)
+def test_training_changes_the_text_and_nothing_else(
+    engine: str, model_type: str, prefix: str, quantised: bool, tmp_path: Path
+) -> None:
     """A GRPO step on two ranks with embedded rollouts; exports of the run and of its checkpoint."""
-    source = tmp_path / "m"
-    source.mkdir()
-    for file in gemma.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = write_wrapped(tmp_path / "m", model_type)
     before = quantise(source) if quantised else tensors_of(source)
     write_digit_tokenizer(source, vocab_size=50)
     reward = tmp_path / "reward.py"
@@ -169,13 +173,14 @@ def test_training_changes_the_text_and_nothing_else(engine: str, quantised: bool
     run_ranks(2, run_all, {"run": settings}, device="cpu")
     after = tensors_of(tmp_path / "run/hf/step_000001")
     (saved,) = (tmp_path / "run/checkpoints").glob("step_*")
-    opened = partial(open_weights, saved, role="actor", reference=source)
-    export_checkpoint(saved, tmp_path / "later", reference=source, opened=opened)
-    assert_bytes_equal(after, tensors_of(tmp_path / "later"))
+    if model_type == "gemma3":  # Gemma 4's text has no table
+        opened = partial(open_weights, saved, role="actor", reference=source)
+        export_checkpoint(saved, tmp_path / "later", reference=source, opened=opened)
+        assert_bytes_equal(after, tensors_of(tmp_path / "later"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert {name for name in changed if not name.startswith(OLD)} == set()
-    assert f"{OLD}layers.0.mlp.up_proj.weight" in changed
+    assert {name for name in changed if not name.startswith(prefix)} == set()
+    assert f"{prefix}layers.0.mlp.up_proj.weight" in changed
     assert "quantization_config" not in json.loads((tmp_path / "run/hf/step_000001/config.json").read_text())
     if quantised:
         with pytest.raises(UserErrors, match="SGLang would serve fp8 weights"):

@@ -14,9 +14,22 @@ from tests.helpers.models import SMALL, TINY
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
 QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+# Like E2B: later layers read keys of earlier ones, each layer embeds tokens itself.
+GEMMA4 = {
+    **{
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 8,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 50, "final_logit_softcapping": 30.0},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 # model_type -> (family of the text, what the whole config has besides).
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"vision_config": {**TOWER, "image_size": 16}, "mm_tokens_per_image": 4}),
+    "gemma4": ("gemma4_text", {"vision_config": {**TOWER, "head_dim": 8, "position_embedding_size": 16}}),
     "mistral3": ("mistral", {"vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 8, "image_size": 16}}),
     "qwen2_5_vl": ("qwen2", {"vision_config": {**QWEN_TOWER, "fullatt_block_indexes": [0]}}),
     "qwen3_vl": ("qwen3", {"vision_config": {**QWEN_TOWER, "num_position_embeddings": 16}}),
@@ -28,7 +41,7 @@ def write_wrapped(folder: Path, model_type: str = "gemma3", *, tied: bool = True
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     family, more = WRAPPED[model_type]
-    text = {**SMALL, **TINY[family], "tie_word_embeddings": tied}
+    text = {**SMALL, **TINY.get(family, GEMMA4), "tie_word_embeddings": tied}
     if "qwen" in model_type:
         text |= {"rope_parameters": MROPE, "head_dim": 8}
     elif family == "mistral":

@@ -29,9 +29,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp-ep2-etp2": (4, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 2}),
 }
 FAMILIES = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "mistral4", "glm4_moe", "kimi_k2",
+    "gpt_oss",
 )  # fmt: skip
-DENSE = ("gemma3_text", "glm4")  # other norms, windows and rotations than Llama's
+DENSE = ("gemma3_text", "glm4", "apertus")  # other norms, windows, rotations and activations than Llama's
 
 
 def write_family(root: Path, family: str, *, layers: int = 2) -> Path:

@@ -178,6 +178,10 @@ CASES: dict[str, Case] = {
     "phi3": dense("phi3", vocab_size=ODD),
     "phi3-window": dense("phi3", unlike="phi3", vocab_size=ODD, sliding_window=8),
     "granite": dense("granite"),
+    "apertus": dense("apertus", vocab_size=ODD),
+    "mistral4": experts("mistral4"),
+    "mistral4-not-grown": experts("mistral4", unlike="mistral4",
+                                  rope_parameters=TINY["mistral4"]["rope_parameters"] | {GROWTH: 0.0}),
     "ministral3": dense("ministral3"),
     "ministral3-not-grown": dense("ministral3", unlike="ministral3",
                                   rope_parameters=TINY["ministral3"]["rope_parameters"] | {GROWTH: 0.0}),
@@ -235,20 +239,28 @@ def write_and_measure(root: Path, timeout_s: float) -> tuple[dict[str, Tensor], 
     logits = {n: hf_logits(p, tokens_of(CASES[n]))[0] for n, p in paths.items() if CASES[n].has_logits}
     right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
     wrong = {name: tensor for name, tensor in logits.items() if not CASES[name].reference}
+    low = {n: (hf_logits(p, tokens_of(CASES[n]))[0], hf_logits(p, tokens_of(CASES[n]), dtype="bf16")[0])
+           for n, p in paths.items() if CASES[n].dtype == "bf16"}  # fmt: skip
     answers: dict[str, list[dict[str, Any]]] = {}
     for size in sorted({layout["world_size"] for layout in LAYOUTS.values()}):
         layouts = [name for name, layout in LAYOUTS.items() if layout["world_size"] == size]
-        ranks = run_ranks(size, measure, str(root), right, wrong, layouts, timeout_s=timeout_s, device="cpu")
+        ranks = run_ranks(size, measure, str(root), right, wrong, low, layouts, timeout_s=timeout_s, device="cpu")
         answers |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
     return logits, answers
 
 
 def measure(
-    rank: int, root: str, expected: dict[str, Tensor], wrong: dict[str, Tensor], layouts: list[str]
+    rank: int,
+    root: str,
+    expected: dict[str, Tensor],
+    wrong: dict[str, Tensor],
+    low: dict[str, tuple[Tensor, Tensor]],
+    layouts: list[str],
 ) -> dict[str, dict[str, Any]]:
     """What this rank finds for every case on every layout, by "case layout".
 
-    `expected` are transformers' logits by case, `wrong` those that a known bug spoils.
+    `expected` are transformers' logits by case, `wrong` those that a known bug spoils, `low` those of bf16 weights in
+    float32 and in bf16.
     """
     from mega_rl.parallel.accelerator import prepare
 
@@ -275,6 +287,9 @@ def measure(
                 if outputs is not None:
                     off = outputs.cpu() - expected[name].roll(shift, 0)
                     answer["error"] = float(off.abs().max())
+            elif layout == "1" and name in low:
+                exact, theirs = low[name]
+                answer["errors"] = [float((one - exact).norm()) for one in (model.forward(tokens_of(case)), theirs)]
             elif layout == "1" and not case.reference:
                 answer |= against_wrong_reference(model, case, wrong[name])
             actual[f"{name} {layout}"] = answer

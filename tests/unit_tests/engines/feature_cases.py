@@ -23,7 +23,7 @@ from mega_rl.config.schema import (
     RewardModelConfig,
     RolloutConfig,
 )
-from mega_rl.converters.families import TRAINED
+from mega_rl.converters.families import FAMILIES
 from mega_rl.errors import UserError
 from tests.helpers.engines import exported, load_state, own_rows, running_engine, save_state
 from tests.helpers.loops import engines_of, step_metrics
@@ -59,7 +59,7 @@ def write_inputs(folder: Path) -> None:
     for seed, name in enumerate(("model", "reference")):
         write_tiny_checkpoint(folder / name, seed=seed)
         write_digit_tokenizer(folder / name, vocab_size=50)
-    for family in TRAINED:
+    for family in FAMILIES:
         AutoConfig.for_model(family, **{**SMALL, **TINY[family]}).save_pretrained(folder / "families" / family)
     write_reward_model(folder / "reward", family="qwen3")
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
@@ -170,7 +170,7 @@ def has_families(engine: str, root: Path) -> bool:
     from mega_rl.engines.fsdp_weights import disk_buffers
     from mega_rl.parallel.layout import ParallelLayout
 
-    for family in TRAINED:
+    for family in FAMILIES:
         hf = read_hf_config(root / "families" / family)
         if engine == "megatron":
             prove_complete(Sharding(hf, ParallelLayout(world_size=1), spec="local", head="lm"))

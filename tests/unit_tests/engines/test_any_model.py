@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
+from transformers import CONFIG_MAPPING
 
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.hf.small import shrink
 from mega_rl.engines import fsdp_model, fsdp_proof
 from mega_rl.engines.fsdp_proof import find_way
 from mega_rl.errors import UserError
@@ -24,7 +28,7 @@ STATE_TOLERANCE = 2e-5  # Jamba's: its states are sums of exponentials, padded r
 WEIGHT_TOLERANCE = 1e-6  # relative, after a step of Adam from equal weights
 FEW = ("phimoe", "olmo_hybrid", "gpt_neox", "lfm2", "gemma2")
 MANY = (
-    "afmoe", "arcee", "bamba", "cohere", "cohere2", "dots1", "ernie4_5", "exaone4", "flex_olmo",
+    "afmoe", "apertus", "arcee", "bamba", "cohere", "cohere2", "dots1", "ernie4_5", "exaone4", "falcon_h1", "flex_olmo",
     "gpt2", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "hy_v3", "jamba", "mamba", "minimax_m2",
     "nemotron", "olmo2", "olmo3", "opt", "phi3", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3", "stablelm",
     "starcoder2",
@@ -105,6 +109,20 @@ def test_a_cache_of_other_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(decoding, "select_rows", first_twice)
     with pytest.raises(UserError, match=r"model_type=lfm2: decoding with transformers' cache is not its forward"):
         decoding.prove_decoding(small_config("lfm2"), torch.device("cpu"))
+
+
+def test_a_scan_over_the_wrong_chunks_is_named() -> None:
+    way, why = find_way(small_config("nemotron_h"), "auto", True, "cpu")
+    repaired = Version(version("transformers")) >= Version("5.15")
+    assert (way is not None) == repaired
+    assert why.endswith("" if repaired else "without CUDA kernels (huggingface/transformers#47246)")
+
+
+def test_small_models_keep_layers_that_share_keys() -> None:
+    """Gemma 4's E2B: 20 of 35 layers read keys and values of earlier ones."""
+    kinds = [*["sliding_attention"] * 4, "full_attention"] * 7
+    small = shrink(CONFIG_MAPPING["gemma4_text"](num_hidden_layers=35, layer_types=kinds, num_kv_shared_layers=20))
+    assert (small.layer_types, small.num_kv_shared_layers) == ([kinds[0], kinds[4]] * 2, 2)
 
 
 @pytest.mark.parametrize(

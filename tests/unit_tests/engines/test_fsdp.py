@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.converters.families import TRAINED
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import release_problems
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import without
@@ -22,14 +22,14 @@ FP32_BYTES = 4
 # Those that differ from one of the others by a size or a norm alone, and llama, the critic's: in `make test-full`.
 LIKE_OTHERS = (
     *("deepseek_v2", "glm4_moe", "llama", "mistral", "olmoe", "qwen2", "qwen3_moe"),
-    *("dots1", "ernie4_5", "glm4_moe_lite", "minimax_m2", "seed_oss"),
+    *("dots1", "ernie4_5", "glm4_moe_lite", "kimi_k2", "minimax_m2", "seed_oss"),
     *("granite", "ministral3", "olmo2", "phi3", "smollm3"),
 )
 # transformers before 5.13 rotates its indexer otherwise.
 WRONG = ("glm_moe_dsa",)
-FAMILIES = tuple(
+TRAINED = tuple(
     name
-    for name in without(dict.fromkeys(TRAINED), *LIKE_OTHERS)
+    for name in without(dict.fromkeys(FAMILIES), *LIKE_OTHERS)
     if name not in WRONG and not list(release_problems(name))
 )
 
@@ -38,8 +38,8 @@ FAMILIES = tuple(
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoints(folder, list(FAMILIES))
-    return run_ranks(2, run_all, str(folder), list(FAMILIES), timeout_s=400)
+    write_checkpoints(folder, list(TRAINED))
+    return run_ranks(2, run_all, str(folder), list(TRAINED), timeout_s=400)
 
 
 def agrees(actual: dict[str, float]) -> None:
@@ -52,7 +52,7 @@ def agrees(actual: dict[str, float]) -> None:
     assert actual["weights"] <= 2e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_both_engines_agree(family: str, ranks: list[dict[str, Any]]) -> None:
     agrees(ranks[0]["families"][family])
     assert ranks[0]["families"][family]["moved"] > 0.0
@@ -80,7 +80,7 @@ def test_bf16(ranks: list[dict[str, Any]]) -> None:
     assert 1e-4 < actual["outputs"] < 0.3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_buffers_outside_checkpoints(family: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["families"][family]["same buffers"]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.converters.families import FAMILIES, TRAINED
+from mega_rl.converters.families import FAMILIES
 from mega_rl.errors import RunError
 from mega_rl.parallel.accelerator import prepare
 from tests.helpers.attention_probe import AttentionProbe
@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": SOME_WINDOWS,
     "qwen3_moe": SOME_WINDOWS,
 }
-CHANGED = [(family, settings) for family in TRAINED for settings in ({}, SETTINGS.get(family)) if settings is not None]
+CHANGED = [(family, settings) for family in FAMILIES for settings in ({}, SETTINGS.get(family)) if settings is not None]
 
 
 @pytest.fixture(scope="module", autouse=True)

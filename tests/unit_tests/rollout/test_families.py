@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.converters.families import TRAINED
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.rollout.embedded import HFRolloutEngine
 from mega_rl.rollout.sampling import Sampler
@@ -32,7 +32,7 @@ def engine_of(path: Path) -> HFRolloutEngine:
     )
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rollouts_have_the_log_probs_of_transformers(tmp_path: Path, family: str) -> None:
     """Weights as the trainer sends them, in buckets; log-probs of the samples against an eager forward (1e-4)."""
     path = write_tiny_checkpoint(tmp_path / "model", family=family, tied=False)

@@ -5,7 +5,6 @@ SGLang 0.5.20 crashes on a tensor of a wrong shape and ignores an unknown name s
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.export import export_plan
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
 from mega_rl.converters.plan.sharding import Sharding
@@ -106,7 +105,7 @@ def _names_of(dtype: str) -> tuple[str, ...]:
 def _wrong_checkpoint(path: Path, expected: ExpectedServer) -> list[str]:
     """Return the differences between the trainer's weights and the checkpoint that the server serves, in words."""
     try:
-        hf = parse_hf_config(json.loads((path / "config.json").read_text("utf-8")), where=str(path / "config.json"))
+        hf = read_hf_config(path, any_model=True)
         shapes: dict[str, tuple[int, ...]] = {}
         if any(path.glob("*.safetensors")):  # a server with --load-format dummy needs none
             with CheckpointReader(path) as reader:

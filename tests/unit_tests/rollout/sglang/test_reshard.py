@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.converters.families import TRAINED
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.export import export_plan
 from mega_rl.converters.plan.sharding import Sharding, check_layout
@@ -58,7 +58,7 @@ def layouts_for(family: str) -> list[ParallelLayout]:
     return [layout for layout in possible if not check_layout(hf, layout)]
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_buckets_keep_order_bounds_and_what_sglang_fuses(family: str, data: st.DataObject) -> None:
@@ -93,7 +93,7 @@ def test_buckets_keep_order_bounds_and_what_sglang_fuses(family: str, data: st.D
     assert fused >= 4 or family == "phi3"
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_buckets_by_stage_alternate_between_stages(family: str) -> None:
     for layout in layouts_for(family):
         sharding = sharding_of(family, layout)
