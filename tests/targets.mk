@@ -34,7 +34,7 @@ test-newest: setup
 		PYTHONPATH="$$folder:$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEGATRON_TESTS)
 
 # Releases of SGLang in what we use of them; their sources are fetched, nothing is installed.
-SGLANG ?= 0.5.21 0.5.22 0.5.23
+SGLANG ?= 0.5.22 0.5.23
 compare-sglang: setup
 	@$(BIN)/python -m tests.upstream.compare_sglang $(SGLANG)
 

@@ -18,15 +18,15 @@ from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint,
 from mega_rl.converters.plan.parameters import as_on_disk
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.preflight import preflight
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, mismatches, sent_shapes
 from mega_rl.rollout.sglang.weights.transport import TrainerWeights
+from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, running_engine
 from tests.helpers.models import write_digit_tokenizer
 from tests.unit_tests.converters.tiny_configs import BASE
-from tests.unit_tests.converters.wrapped import WRAPPED, rewrite, tensors_of, write_wrapped
+from tests.unit_tests.converters.wrapped import WRAPPED, quantise, rewrite, tensors_of, write_wrapped
 from tests.unit_tests.trainer.assemble.run_cases import run_all
 
 OLD, NEW = "language_model.model.", "model.language_model."
@@ -133,20 +133,6 @@ def test_older_files_of_qwen_have_no_text_config() -> None:
     assert hf.wrapper is not None
 
 
-def quantise(folder: Path) -> dict[str, torch.Tensor]:
-    """Store the text's projections as fp8 in blocks of 8 x 16; return all tensors as they must be read."""
-    stored, expected = tensors_of(folder), tensors_of(folder)
-    for name in [name for name in stored if name.startswith(OLD) and name.endswith("_proj.weight")]:
-        rows, cols = stored[name].shape
-        scales = torch.rand(rows // 8, cols // 16) + 0.5
-        full = scales.repeat_interleave(8, 0).repeat_interleave(16, 1)
-        stored[name] = (stored[name] / full).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = scales
-        expected[name] = (stored[name].float() * full).bfloat16().float()
-    rewrite(folder, stored, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 16]})
-    return expected
-
-
 @pytest.mark.parametrize(
     ("engine", "model_type", "prefix", "quantised"),
     [("megatron", "gemma3", OLD, False), ("fsdp", "gemma3", OLD, True), ("fsdp", "gemma4", NEW, False)],
@@ -156,7 +142,7 @@ def test_training_changes_the_text_and_nothing_else(
 ) -> None:
     """A GRPO step on two ranks with embedded rollouts; exports of the run and of its checkpoint."""
     source = write_wrapped(tmp_path / "m", model_type)
-    before = quantise(source) if quantised else tensors_of(source)
+    before = quantise(source, prefix) if quantised else tensors_of(source)
     write_digit_tokenizer(source, vocab_size=50)
     reward = tmp_path / "reward.py"
     reward.write_text("def score(prompt, response, answer):\n    return float(len(set(response)))\n")
@@ -181,7 +167,7 @@ def test_training_changes_the_text_and_nothing_else(
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name for name in changed if not name.startswith(prefix)} == set()
     assert f"{prefix}layers.0.mlp.up_proj.weight" in changed
+    (record,) = read_metrics(tmp_path / "run/metrics.jsonl")
+    # Of weights that a step moved; the rest of a tensor is as it was decoded.
+    assert quantised == (0.001 < record.metrics.get("checkpoint/quantisation_loss_max", 0.0) < 0.05)
     assert "quantization_config" not in json.loads((tmp_path / "run/hf/step_000001/config.json").read_text())
-    if quantised:
-        with pytest.raises(UserErrors, match="SGLang would serve fp8 weights"):
-            preflight(None, [*settings, "rollout.backend=sglang"])

@@ -72,3 +72,17 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> No
     save_file(tensors, folder / "model.safetensors")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+
+
+def quantise(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Store projections as fp8 in blocks of 8 x 16; return all tensors as they must be read."""
+    stored, expected = tensors_of(folder), tensors_of(folder)
+    for name in [name for name in stored if name.startswith(prefix) and name.endswith("_proj.weight")]:
+        rows, cols = stored[name].shape
+        scales = torch.rand(rows // 8, cols // 16) + 0.5
+        full = scales.repeat_interleave(8, 0).repeat_interleave(16, 1)
+        stored[name] = (stored[name] / full).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        expected[name] = (stored[name].float() * full).bfloat16().float()
+    rewrite(folder, stored, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 16]})
+    return expected

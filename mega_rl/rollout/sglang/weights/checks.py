@@ -1,6 +1,6 @@
 """Checks of a server before it gets weights (model, settings, shapes), and a probe of its log-probs afterwards.
 
-SGLang 0.5.20 crashes on a tensor of a wrong shape and ignores an unknown name silently, so the sender checks both.
+SGLang 0.5.21 crashes on a tensor of a wrong shape and ignores an unknown name silently, so the sender checks both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import Control, ServerError, each
 from mega_rl.rollout.sglang.generation.samples import NUCLEUS_OF_ONE, hidden_bias
-from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
+from mega_rl.rollout.sglang.server.installation import TESTED
 from mega_rl.types import Rollout, TokenOutputs
 
 _SHORT_DTYPES = {"half": "float16", "float": "float32"}
@@ -77,7 +77,7 @@ def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Ex
 def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """Return in words the settings of a server under which an update fails."""
     rules: list[tuple[str, tuple[object, ...], str]] = [
-        ("version", (SGLANG_VERSION,), "its endpoints are known for this release only"),
+        ("version", TESTED, "its endpoints are known for tested releases only"),
         ("pp_size", (1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
         ("quantization", (None, "", "unquant"), "weights are sent unquantised"),
         ("speculative_algorithm", (None, ""), "the draft model would keep its old weights"),
