@@ -55,7 +55,7 @@ class Routing:
         for model in models:
             layers = [layer.self_attention.core_attention for layer in model.decoder.layers] if self._rows else []  # type: ignore[union-attr]
             for attention in layers:
-                attention.number = self.num_mixtures + attention.layer_number - 1
+                attention.number = self.num_mixtures + (attention.layer_number - 1) * self._rows  # its first row
             self._attentions.append(layers)
             routers = [module for module in model.decoder.modules() if isinstance(module, Router)]  # type: ignore[union-attr]
             for router in routers:
@@ -215,24 +215,16 @@ class Routing:
             if mixture < self.num_mixtures:
                 self._chosen[places[real], mixture] = experts.cpu()[real] + 1
             elif self._tp[0] == 0:  # every rank of tensor parallelism has all tokens
-                self._keep_positions(mixture, experts.cpu(), all_places)
-
-    def _span(self, number: int) -> slice:
-        """Return the rows of an indexer's choice."""
-        first = self.num_mixtures + (number - self.num_mixtures) * self._rows
-        return slice(first, first + self._rows)
-
-    def _keep_positions(self, number: int, chosen: Tensor, places: Tensor) -> None:
-        """Keep an indexer's choice [b, S, k], columns of the micro-batch, as positions in their sequences."""
-        chosen = torch.where(chosen < 0, -1, chosen - _starts(places, self._width))
-        chosen = pad(chosen, (0, self._rows * self.moe.top_k - chosen.size(-1)), value=-1)[places >= 0]
-        self._chosen[places[places >= 0], self._span(number)] = chosen.short().unflatten(1, (self._rows, -1)) + 1
+                chosen = _positions(experts.cpu(), all_places, self._width)[all_places >= 0]
+                chosen = pad(chosen, (0, self._rows * self.moe.top_k - chosen.size(1)), value=-1)
+                rows = slice(mixture, mixture + self._rows)
+                self._chosen[all_places[all_places >= 0], rows] = chosen.short().unflatten(1, (self._rows, -1)) + 1
 
     def _replay(self, number: int, tokens: RoutedTokens, places: Tensor, device: torch.device) -> None:
         """Let an indexer's tokens take the choice that the batch brings, if it does; padding sees nothing."""
         if self._routing is None or self._routing.size(1) == self.num_mixtures:
             return
-        chosen = self._routing[:, self._span(number)].flatten(1)[places.clamp(min=0)].long()
+        chosen = self._routing[:, number : number + self._rows].flatten(1)[places.clamp(min=0)].long()
         missing = (chosen < 0) | (places < 0)[..., None]
         if missing[..., 0][places >= 0].any():
             raise RunError("routing lacks what an indexer chose for a token, though it has it for others")
@@ -247,6 +239,11 @@ class Routing:
         routing = routing[:, : self.num_mixtures]
         if routing.numel() and not -1 <= int(routing.min()) <= int(routing.max()) < self.moe.num_experts:
             raise RunError(f"routing names experts outside 0..{self.moe.num_experts - 1}")
+
+
+def _positions(chosen: Tensor, places: Tensor, width: int) -> Tensor:
+    """Return [b, S, k] positions in their sequences of chosen columns of a micro-batch; -1 stays."""
+    return torch.where(chosen < 0, -1, chosen - _starts(places, width))
 
 
 def _starts(places: Tensor, width: int) -> Tensor:

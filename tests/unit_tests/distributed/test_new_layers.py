@@ -170,9 +170,9 @@ def replay(rank: int, path: str, cases: list[tuple[str, bool, str]]) -> list[dic
         config = replaced(config, "trainer.microbatch", packing=packing, size=2)
         with running_engine(replaced(config, "model", recompute=recompute)) as engine:
             rows = own_rows(random_experience(), engine)
-            found = {"before": engine.forward(rows)}
+            outputs = {"before": engine.forward(rows)}
             recorded = rows.clone()
-            recorded.routing = found["before"].routing
+            recorded.routing = outputs["before"].routing
             engine.train_minibatch(rows, Weighted(), lr=0.0)
             gradients = {"before": exported_gradients(engine)}
             for model in engine.models:
@@ -180,10 +180,10 @@ def replay(rank: int, path: str, cases: list[tuple[str, bool, str]]) -> list[dic
                     if "indexer.linear_wq_b" in name:
                         parameter.data.neg_()
             for name, batch in (("free", rows), ("again", recorded)):
-                found[name] = engine.forward(batch)
+                outputs[name] = engine.forward(batch)
                 engine.train_minibatch(batch, Weighted(), lr=0.0)
                 gradients[name] = exported_gradients(engine)
-            actual.append({"found": found, "gradients": gradients})
+            actual.append({"outputs": outputs, "gradients": gradients})
     return actual
 
 
@@ -193,11 +193,11 @@ def test_choices_of_indexers_are_replayed(paths: dict[str, str]) -> None:
     two = [("tp2-sp", True, "full"), ("pp2", False, "none")]
     cases = [*run_ranks(1, replay, paths["deepseek_v32"], one, timeout_s=300)[0]]
     cases += run_ranks(2, replay, paths["deepseek_v32"], two, timeout_s=300)[0]
-    first = cases[0]["found"]["before"]
+    first = cases[0]["outputs"]["before"]
     assert first.routing.shape[2:] == (3 + 4 * 2, 4)  # three mixtures, then six tokens in two rows of each layer
     assert (in_order(first) <= torch.arange(first.routing.size(1))[:, None, None]).all()  # positions in each sequence
     for case in cases:
-        before, free, again = (case["found"][name] for name in ("before", "free", "again"))
+        before, free, again = (case["outputs"][name] for name in ("before", "free", "again"))
         assert torch.equal(again.routing, before.routing)
         assert torch.equal(in_order(before), in_order(first))
         assert not torch.equal(in_order(free), in_order(first))
