@@ -86,7 +86,7 @@ TINY: dict[str, dict[str, Any]] = {
         "rope_parameters": {**GROWING},
     },
     "deepseek_v32": {**LATENT, **SIGMOID, **GROUPS, **CHOSEN},
-    "glm_moe_dsa": {**LATENT, **SIGMOID, **CHOSEN, "indexer_rope_interleave": True},
+    "glm_moe_dsa": {**LATENT, **SIGMOID, **CHOSEN, "num_experts_per_tok": 4, "indexer_rope_interleave": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
     "glm4_moe": {**SIGMOID, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
     "ernie4_5_moe": {
