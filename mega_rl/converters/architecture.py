@@ -71,7 +71,7 @@ class Indexer:
 
     num_heads: int
     head_dim: int
-    top_k: int  # tokens that a query sees, itself included
+    top_k: int  # tokens that a query sees, of itself and those before it
     interleaved: bool  # rotates even with odd dimensions instead of the first half with the second
 
 

@@ -141,6 +141,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "decoder_sparse_step": 2, "vocab_size": 51},
     "deepseek_v3": {"family": "deepseek_v3", "tied": False, "mtp_layers": 1, "mtp": "load"},
     "gpt_oss": {"family": "gpt_oss", "tied": False},
+    "apertus": {"family": "apertus", "tied": False},
 }
 if not any(release_problems("qwen3_next")):
     MODELS |= {family: {"family": family, "tied": False} for family in ("qwen3_next", "qwen3_5_text")}
