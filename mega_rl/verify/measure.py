@@ -313,7 +313,8 @@ def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
     weights = [parameter.data for parameter in held]
     try:
         for parameter in held:
-            parameter.data = vars(parameter)["main_grad"].float()
+            main = vars(parameter).get("main_grad")  # frozen ones have none
+            parameter.data = torch.zeros_like(parameter) if main is None else main.float()
         yield from engine.export_weights()
     finally:
         for parameter, weight in zip(held, weights, strict=True):
@@ -332,7 +333,7 @@ def disagreements(engine: ModelEngine, floor: float) -> dict[str, float]:
         return {}
     layout = engine.groups.layout
     own: dict[str, float] = {}
-    for name, parameter in named_parameters(engine.models):
+    for name, parameter in ((n, p) for n, p in named_parameters(engine.models) if p.requires_grad):
         gradient = vars(parameter)["main_grad"].detach().float()
         is_expert = ".mlp.experts." in name
         is_cut = getattr(parameter, "tensor_model_parallel", False)

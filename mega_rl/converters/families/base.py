@@ -110,6 +110,7 @@ class Family:
     # Modules of the code that its checkpoints carry on the hub; it is never run, and the table stands for it.
     hub_code: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
+    unread: tuple[str, ...] = ()  # patterns of names that transformers' class does not read
     # Tensors that checkpoints repeat inside multi-token prediction layers.
     mtp_ignored: tuple[str, ...] = ()
 

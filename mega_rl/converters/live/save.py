@@ -19,7 +19,7 @@ from mega_rl.converters.live.copying import in_threads, rectangle
 from mega_rl.converters.live.export import ModelPlace, export_hf, join_pieces, usual_dtype
 from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.plan.export import ExportPiece, export_plan
-from mega_rl.converters.plan.parameters import as_on_disk, kept_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, kept_tensors, outside
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import INDEX_FILE, PLAIN_NAMES, SINGLE_FILE, matrix_shape, renamed
 from mega_rl.converters.safetensors.output_folder import check_target, output_folder
@@ -132,9 +132,9 @@ def _write_folder(
         for name, float32 in kept_tensors(sharding.hf, sharding.head, reader.tensors).items():
             info = reader.tensors[name]
             kept[name] = TensorSpec(info.name, torch.float32 if float32 else usual, info.shape)
-        if sharding.hf.wrapper is not None:
-            outside = {name: reader.tensors[name] for name in reader.others if name not in specs}
-            kept |= {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in outside.items()}
+        for name in sorted(outside(sharding.hf, reader.tensors, reader.others) - specs.keys()):
+            info = reader.tensors[name]
+            kept[name] = TensorSpec(info.name, info.dtype, info.shape)
     cast = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
     with output_folder(directory, overwrite=options.overwrite) as work:
         copy_companions(work, files, config_changes(sharding.hf, dtype=cast))

@@ -17,7 +17,7 @@ from torch import Tensor
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.export import export_plan
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors, outside
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
@@ -109,14 +109,14 @@ def _wrong_checkpoint(path: Path, expected: ExpectedServer) -> list[str]:
         shapes: dict[str, tuple[int, ...]] = {}
         if any(path.glob("*.safetensors")):  # a server with --load-format dummy needs none
             with CheckpointReader(path) as reader:
-                outside = set(reader.others if hf.wrapper is not None else ())
-                shapes = {name: info.shape for name, info in reader.tensors.items() if name not in outside}
+                aside = outside(hf, reader.tensors, reader.others)
+                shapes = {name: info.shape for name, info in reader.tensors.items() if name not in aside}
                 hf = as_on_disk(hf, shapes)
     except (UserErrors, UserError, OSError, ValueError, TypeError) as error:
         return [f"its checkpoint {path} cannot be read: {error}"]
     wanted = {name: tensor.shape for name, tensor in hf_tensors(hf, head="lm").items()}
-    aside = ignored_tensors(hf, head="lm")
-    return _wrong_tensors(expected, wanted | {name: shape for name, shape in shapes.items() if name not in aside})
+    ignored = ignored_tensors(hf, head="lm")
+    return _wrong_tensors(expected, wanted | {name: shape for name, shape in shapes.items() if name not in ignored})
 
 
 def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:
