@@ -372,8 +372,18 @@ TABLE: Table = {
     ("converters", "converters/test_wrapped.py"): [
         (
             "a tower is cast with the language model",
-            "outputs += [_copied(name, weights, None)",
-            "outputs += [_copied(name, weights, cast)",
+            "outputs.append(_copied(name, weights, None))",
+            "outputs.append(_copied(name, weights, cast))",
+        ),
+        (
+            "prediction layers that the class does not read are dropped",
+            "return frozenset(ignored).union(",
+            "return frozenset().union(",
+        ),
+        (
+            "parts of a delta net's projection are read one over the other",
+            "copy = Copy(canonical, low + row, col,",
+            "copy = Copy(canonical, row, col,",
         ),
         (
             "names of an export begin as those of a language model on its own",

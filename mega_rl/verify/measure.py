@@ -313,8 +313,8 @@ def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
     weights = [parameter.data for parameter in held]
     try:
         for parameter in held:
-            gradient = vars(parameter).get("main_grad")  # none of a parameter that does not train
-            parameter.data = torch.zeros_like(parameter) if gradient is None else gradient.float()
+            main = vars(parameter).get("main_grad")  # frozen ones have none
+            parameter.data = torch.zeros_like(parameter) if main is None else main.float()
         yield from engine.export_weights()
     finally:
         for parameter, weight in zip(held, weights, strict=True):
@@ -334,8 +334,7 @@ def disagreements(engine: ModelEngine, floor: float) -> dict[str, float]:
         return {}
     layout = engine.groups.layout
     own: dict[str, float] = {}
-    trained = ((name, parameter) for name, parameter in named_parameters(engine.models) if parameter.requires_grad)
-    for name, parameter in trained:
+    for name, parameter in ((n, p) for n, p in named_parameters(engine.models) if p.requires_grad):
         gradient = vars(parameter)["main_grad"].detach().float()
         is_expert = ".mlp.experts." in name
         is_cut = getattr(parameter, "tensor_model_parallel", False)
