@@ -20,7 +20,7 @@ KERNELS = (
     "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )  # fmt: skip
-ALONE = ["--disable-overlap-schedule"]  # with it SGLang wants a kernel of GPUs for the cache of a delta net's states
+ALONE = ["--disable-overlap-schedule"]  # overlap needs a GPU's kernels for the cached states of delta nets
 
 
 def main(folder: str, sent: str) -> None:
@@ -44,10 +44,7 @@ def main(folder: str, sent: str) -> None:
     publish(arguments, role="scheduler")
     initialize_moe_config()
     config = ModelConfig.from_server_args(arguments)
-    method = f"file://{sent}.{os.getpid()}"
-    parallel_state.init_distributed_environment(
-        backend="gloo", world_size=1, rank=0, distributed_init_method=method, local_rank=0
-    )
+    parallel_state.init_distributed_environment(1, 0, f"file://{sent}.{os.getpid()}", 0, "gloo")
     parallel_state.initialize_model_parallel()
     initialize_dp_attention(arguments, config)
     load = LoadConfig()
