@@ -1,4 +1,4 @@
-"""The card of a model: what is proved of it on this installation, on a small twin.
+"""The card of a model: what this installation proves of it on a small twin.
 
 Imports Megatron-Core: the accelerator must be prepared before.
 """
@@ -159,7 +159,7 @@ def within(timeout_s: float, name: str, prove: Callable[[], tuple[str, str]]) ->
 
 
 def prove_elements(hf: HFConfig, layouts: Sequence[Layout]) -> tuple[str, str]:
-    """Prove that each element of the whole model is read and written once, on each layout that divides it."""
+    """Prove that each layout that divides the model reads and writes every element once."""
     fitting = [layout for layout in (REFERENCE, *layouts) if not check_layout(hf, layout.parallel_layout())]
     for layout in fitting:
         prove_complete(Sharding(hf, layout.parallel_layout()))

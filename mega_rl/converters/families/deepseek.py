@@ -1,4 +1,4 @@
-"""Latent attention, from version 3 on sigmoid routing with groups, in 3.2 an indexer: DeepSeek, Moonlight, Kimi K2."""
+"""DeepSeek, Moonlight, Kimi K2: latent attention, sigmoid routing with groups, an indexer."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def save_hf(
 def _measured(
     stream: Iterable[tuple[str, Tensor]], reader: CheckpointReader, losses: list[float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; append what each one that is quantised in the source would lose by that."""
+    """Yield the tensors; append the loss of quantising those that the source has quantised."""
     for name, tensor in stream:
         info = reader.tensors.get(name)
         if info is not None and info.packed is not None:

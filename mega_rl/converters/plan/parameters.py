@@ -120,7 +120,7 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
 
 
 def outside(hf: HFConfig, names: Iterable[str], others: Iterable[str]) -> frozenset[str]:
-    """Return which of a checkpoint's tensors are no part of the language model; an export keeps their bytes.
+    """Return a checkpoint's tensors outside the language model; an export keeps their bytes.
 
     Those that transformers' class says it ignores and, in a model of images and text, `others`, whose names do not
     begin as the language model's.

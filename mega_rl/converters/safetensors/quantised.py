@@ -160,7 +160,7 @@ def _decode_matrix(packed: Packed, rows: Span, cols: Span, read: Read) -> Tensor
 
 
 def quantisation_loss(packed: Packed, tensor: Tensor) -> float:
-    """Return |Q(X) - X| / |X| of X, shaped as the decoded tensor; Q is its source's format, with new scales."""
+    """Return |Q(X) - X| / |X| of a decoded tensor X; Q is its source's format, with new scales."""
     high, wide = packed.block
     rows = max(high, _ROWS // high * high)
     lost = whole = 0.0
@@ -173,7 +173,7 @@ def quantisation_loss(packed: Packed, tensor: Tensor) -> float:
 
 
 def _quantised(packed: Packed, blocks: Tensor) -> Tensor:
-    """Return the values that quantising gives, each block (dimensions 1 and 3) scaled by its largest value."""
+    """Return the quantised values; each block (dimensions 1 and 3) is scaled by its largest."""
     least, most, small = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True), 1e-30
     if packed.kind == "int4":
         scale = torch.maximum(most / 7, least / -8).clamp(min=small).to(packed.scales.dtype).float()

@@ -42,7 +42,7 @@ class RoutedTokens:
 
 
 class Expecting:
-    """A module that is told the tokens of its forwards, which may come back to it in the backward."""
+    """A module that is told the tokens of its forwards, and again when one is recomputed."""
 
     number = 0  # of its choice in `RoutedTokens`
 

@@ -221,7 +221,7 @@ class Routing:
                 self._chosen[all_places[all_places >= 0], rows] = chosen.short().unflatten(1, (self._rows, -1)) + 1
 
     def _replay(self, number: int, tokens: RoutedTokens, places: Tensor, device: torch.device) -> None:
-        """Let an indexer's tokens take the choice that the batch brings, if it does; padding sees nothing."""
+        """Give an indexer's tokens the choice that the batch brings, if any; padding sees nothing."""
         if self._routing is None or self._routing.size(1) == self.num_mixtures:
             return
         chosen = self._routing[:, number : number + self._rows].flatten(1)[places.clamp(min=0)].long()
@@ -247,7 +247,7 @@ def _positions(chosen: Tensor, places: Tensor, width: int) -> Tensor:
 
 
 def _starts(places: Tensor, width: int) -> Tensor:
-    """Return [b, S, 1] columns at which the sequences of a micro-batch's tokens begin; any number for padding."""
+    """Return [b, S, 1] columns at which tokens' sequences begin; any number for padding."""
     return (torch.arange(places.size(1)) - places % width)[..., None]
 
 

@@ -39,7 +39,7 @@ class HeadWeights(Linear):
 
 
 class SparseAttention(Expecting, DSAttention):
-    """Core attention of latent attention over the tokens that its indexer chooses, a choice for all heads.
+    """Core attention over the tokens that the indexer chooses, a choice for all heads.
 
     Packed tokens choose within their own sequence. The choice has no gradient, and so the indexer keeps its weights:
     it has neither gradients nor optimizer state. Where the caller announces tokens, the choice is replayed or recorded

@@ -196,7 +196,7 @@ def _answers(control: Control) -> None:
 
 
 def _pause(control: Control) -> None:
-    """Stop generating, empty the prefix cache of the old weights, which needs an idle server, and begin."""
+    """Stop generating, empty the prefix cache of the old weights, and begin an update."""
     control.call("POST", "/pause_generation", {"mode": "abort"})  # takes about a second with requests in flight
     control.flush()
     try:
@@ -219,7 +219,7 @@ def _session(control: Control, path: str) -> None:
 
 
 def _finish(control: Control, version: int) -> None:
-    """End the update and resume generation. Raises ServerError if the version of the last bucket has not arrived."""
+    """End the update and resume generation. Raises ServerError: the last bucket's version is missing."""
     _session(control, "/end_weight_update")
     held = control.object("GET", "/model_info").get("weight_version")
     if held != str(version):
