@@ -205,7 +205,7 @@ class HFConfig:
 
     @property
     def uncut(self) -> str:
-        """Return what needs whole sequences, so that context parallelism is refused; empty if nothing does."""
+        """Return the layers that need whole sequences and so refuse context parallelism; empty: none."""
         return "top-k indexers" if self.mla is not None and self.mla.indexer is not None else ""
 
     @property

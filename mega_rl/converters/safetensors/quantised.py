@@ -32,7 +32,7 @@ INT4_PER_WORD = 8
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Bytes that decoding holds at a time for each decoded value, at most: 64-bit indices into the table, two floats.
 BYTES_PER_VALUE = 24
-_ROWS = 4096  # of a matrix that is quantised at a time
+_ROWS = 4096  # rows of a matrix that are quantised at a time
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 

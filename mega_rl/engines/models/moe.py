@@ -44,7 +44,7 @@ class RoutedTokens:
 class Expecting:
     """A module that is told the tokens of its forwards, and again when one is recomputed."""
 
-    number = 0  # of its choice in `RoutedTokens`
+    number = 0  # number of its choice in `RoutedTokens`
 
     def reset(self) -> None:
         """Forget every expected token: a new mini-batch begins."""
