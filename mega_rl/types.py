@@ -154,6 +154,7 @@ class Experience:
     token_weights: Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: for means and the critic
     rows: Tensor  # [B, S] int64, 1 + the row's place in this rank's mini-batch on the loss mask, 0 elsewhere
     # [B, S, L, K] int16, experts of each mixture when the token was the input, so it is not shifted; -1: unknown.
+    # Behind them, in rows of K, the positions that each indexer of sparse attention chose.
     routing: Tensor | None = None
 
     @classmethod

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -25,7 +26,7 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import failure_of, first_failure, run_on_one
+from mega_rl.parallel.agreement import broadcast_json, failure_of, first_failure, run_on_one
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.tracking import progress
@@ -328,17 +329,22 @@ class HfExports:
     ranks: Ranks  # all ranks of the run
     on_error: str  # continue or stop
 
-    def __call__(self, done: int) -> None:
-        """Write the weights after `done` steps; collective.
+    def __call__(self, done: int) -> Metrics:
+        """Write the weights after `done` steps; collective. Returns the losses of a quantised source's format.
 
         Raises RunError: on all ranks, when it failed and `on_error` is stop.
         """
         folder = self.root / f"step_{done:06d}"
-        message = failure_of(lambda: self.engine.save_hf(folder, source=self.source), self.ranks)
+        losses: list[float] = []
+        message = failure_of(lambda: losses.extend(self.engine.save_hf(folder, source=self.source)), self.ranks)
         if message is None:
-            return
+            losses = broadcast_json(losses, self.ranks)  # none: the source is not quantised
+            if not losses:
+                return {}
+            return {"checkpoint/quantisation_loss_max": max(losses), "checkpoint/quantisation_loss_mean": fmean(losses)}
         text = f"the Hugging Face checkpoint of step {done} failed: {message}"
         if self.on_error == "stop":
             raise RunError(text)
         if self.ranks.rank == 0:
             log.error("%s; training continues", text)
+        return {}

@@ -44,7 +44,7 @@ _COMMANDS = (
           "Say from recipe and config.json whether a run fits its GPUs: memory by phase, and advice."),
     Later("Check", "verify", "verify:app", "Check that parallel layouts and engines compute what one rank computes."),
     Later("Check", "card", "verify:card",
-          "Prove on a small twin what this installation does with a model, and write it as a page and as JSON."),
+          "Prove on a small twin what works with a model here; write a page and JSON."),
     Later("Check", "replay", "verify:replay",
           "Repeat a recorded step on any layout or engine, naming the first differing tensor and token."),
     Later("Check", "bench", "verify:bench_app", "Tasks that show whether the trainer learns."),

@@ -15,7 +15,7 @@ from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.patches import patches
 from mega_rl.rewards.sandbox import Limits, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox, Tool
-from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install, missing_tools
+from mega_rl.rollout.sglang.server.installation import TESTED, find_sglang, how_to_install, missing_tools
 
 CORE = ("torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets", "math-verify", "psutil")
 # Errors of importing a package that is absent, was built against another torch, or misses a library of the system.
@@ -85,8 +85,8 @@ def _no_sglang() -> str | None:
     installation = find_sglang()
     if installation is None:
         return f"not installed; {how_to_install()}"
-    if installation.version != SGLANG_VERSION:
-        return f"{installation.version} is installed; mega_rl works with {SGLANG_VERSION} only"
+    if installation.version not in TESTED:
+        return f"{installation.version} is installed; mega_rl works with {' and '.join(TESTED)} only"
     return "; ".join(missing_tools()) or None if installation.folder is None else None
 
 

@@ -1,4 +1,4 @@
-"""`mega-rl verify`, `card`, `replay`, `bench`: exit code 0 if all agree, 1 if not, 2 for mistakes."""
+"""`mega-rl verify`, `card`, `replay`, `bench`: exit codes 0 all agree, 1 not, 2 a mistake."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def card(
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one proof may take.")] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Prove on a small twin what this installation does with a model, and write it as a page and as JSON.
+    """Prove on a small twin what works with a model here; write a page and JSON.
 
     Names, bits, logits, gradients and layouts against transformers, packed rows, cached decoding, memory. Exit codes:
     0 all that was run is proved, 1 something is not, 2 a mistake, or a model that is refused: its card says why.
@@ -264,6 +264,8 @@ def card(
     try:
         made = cards.make_card(folder, names, timeout_s=timeout_s)
     except UserError as error:
+        if str(error).startswith("--layouts"):
+            raise
         refusal, why = error, cards.Proof("training", cards.NOT_PROVED, "refused", " ".join(str(error).split()))
         made = cards.describe("Refused", str(folder), [why])
     text = "\n".join(cards.page(made))

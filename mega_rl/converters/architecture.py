@@ -72,7 +72,7 @@ class Indexer:
 
     num_heads: int
     head_dim: int
-    top_k: int  # tokens that a query sees, itself included
+    top_k: int  # tokens that a query sees, of itself and those before it
     interleaved: bool  # rotates even with odd dimensions instead of the first half with the second
 
 
@@ -222,9 +222,8 @@ class HFConfig:
 
     @property
     def uncut(self) -> str:
-        """Return what needs whole sequences, so that context parallelism is refused; empty if nothing does."""
-        indexed = self.mla is not None and self.mla.indexer is not None
-        return "gated delta nets" if self.delta is not None else "top-k indexers" if indexed else ""
+        """Return the layers that need whole sequences and so refuse context parallelism; empty: none."""
+        return "top-k indexers" if self.mla is not None and self.mla.indexer is not None else ""
 
     @property
     def gated(self) -> bool:

@@ -122,13 +122,13 @@ class ModelEngine(Engine):
         """Yield weights and adapters apart, as `export_hf` does; collective."""
         return export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
 
-    def save_hf(self, directory: Path, *, source: Path) -> None:
+    def save_hf(self, directory: Path, *, source: Path) -> list[float]:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
 
-        One that is there is replaced as a whole. Raises UserError: see `converters.live.save.save_hf`.
+        One that is there is replaced as a whole. Returns and raises as `converters.live.save.save_hf`.
         """
         options = SaveOptions(dtype=self.export_dtype, overwrite=True)
-        save_hf(self.whole_chunks(), directory, source=source, place=self.place, options=options)
+        return save_hf(self.whole_chunks(), directory, source=source, place=self.place, options=options)
 
     def token_outputs(
         self,

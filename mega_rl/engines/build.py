@@ -147,7 +147,7 @@ def _build_megatron(
         # Choices are the actor's: a critic has other weights, and nothing is learnt of a reference.
         record = megatron.moe.routing_replay and request.trainable and request.head == "lm"
         moe = megatron.moe if request.trainable else MoeConfig()
-        routing = Routing(chunks, hf.moe, settings=moe, record=record, groups=groups)
+        routing = Routing(chunks, hf, settings=moe, record=record, groups=groups)
     optimizer: MegatronOptimizer | None = None
     if request.trainable:
         chunks, optimizer = _trainable(chunks, model_config=model_config, settings=settings, groups=groups)

@@ -400,7 +400,9 @@ def transformers_parameters(hf: HFConfig, head: Head, frozen: tuple[str, ...] = 
         for name, shape in _tensors(part, hf):
             trained = not (part.rule.frozen or any(fnmatchcase(name, pattern) for pattern in frozen))
             unit = f"layer {part.layer}" if part.rule.scope == "layer" else name
-            parameters.setdefault(name, Parameter(shape[0], prod(shape[1:]), FP32, trained=trained, unit=unit))
+            parameters.setdefault(
+                name, Parameter((shape or (1,))[0], prod(shape[1:]), FP32, trained=trained, unit=unit)
+            )
     return tuple(parameters.values())
 
 

@@ -94,7 +94,7 @@ class RunRewards:
 
 
 def build_rewards(reward: RewardConfig, function: RewardFunction | None = None, *, resources: ExitStack) -> RunRewards:
-    """Return the rewards of a run; raises UserError for a function, address or key that cannot be used.
+    """Return the rewards of a run. Raises UserError: a function, address or key is unusable.
 
     function: from a Python program, in place of the one that the settings name. resources: ends worker processes.
     """

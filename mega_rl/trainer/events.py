@@ -22,7 +22,7 @@ from mega_rl.trainer.policy_gradient import Evaluated
 from mega_rl.trainer.rows import ReadResponse, Samples
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 from mega_rl.trainer.validation import Evaluation, SetOutcome, named
-from mega_rl.types import Experience, JsonObject, Rewards, Rollout, TokenOutputs, row_numbers
+from mega_rl.types import Experience, JsonObject, Metrics, Rewards, Rollout, TokenOutputs, row_numbers
 
 if TYPE_CHECKING:
     from mega_rl.checkpoint.store import RunCheckpoints
@@ -97,7 +97,7 @@ class SaveAndExport(Event):
     """Save and export when due; on a request to stop, save and end the run."""
 
     checkpoints: RunCheckpoints
-    export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
+    export: Callable[[int], Metrics]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
     state: Callable[[int], JsonObject]  # state of the loop's parts, given the steps done
     stop_requested: Callable[[], bool]  # collective
     settings: CheckpointConfig
@@ -138,7 +138,7 @@ class SaveAndExport(Event):
 
     def _export(self, done: int) -> None:
         self.stage.hold("export")
-        self.export(done)
+        self.log.add(self.export(done))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The card of a model: what is proved of it on this installation, on a small twin.
+"""The card of a model: what this installation proves of it on a small twin.
 
 Imports Megatron-Core: the accelerator must be prepared before.
 """
@@ -41,6 +41,8 @@ LAYOUTS = "tp2+sp,pp2,cp2,ep2"
 PROVED, NOT_PROVED, NOT_RUN = "proved", "not proved", "not run"
 VERSIONS = ("mega_rl", "torch", "transformers", "megatron-core")
 GPU, MOST_GPUS = "h100", 4096
+# The servers have hosts of their own.
+SERVERS = ("rollout.backend=sglang", "rollout.sglang.urls=[http://server:1]", "rollout.sglang.keys_file=keys")
 LEAST_STATE = 6  # bytes of a parameter that no layout goes below: its weight and gradient
 # Proof -> errors of a layout that it judges.
 KINDS: Mapping[str, Sequence[str]] = {
@@ -157,7 +159,7 @@ def within(timeout_s: float, name: str, prove: Callable[[], tuple[str, str]]) ->
 
 
 def prove_elements(hf: HFConfig, layouts: Sequence[Layout]) -> tuple[str, str]:
-    """Prove that each element of the whole model is read and written once, on each layout that divides it."""
+    """Prove that each layout that divides the model reads and writes every element once."""
     fitting = [layout for layout in (REFERENCE, *layouts) if not check_layout(hf, layout.parallel_layout())]
     for layout in fitting:
         prove_complete(Sharding(hf, layout.parallel_layout()))
@@ -185,14 +187,15 @@ def prove_sampling(source: Path) -> tuple[str, str]:
 def prove_plan(hf: HFConfig, source: Path) -> tuple[str, str]:
     """Return the fewest GPUs on which a layout fits a run of the default settings."""
     capacity, half = HARDWARE[GPU].memory, min(1024, hf.max_position_embeddings // 2 - 1)
-    settings = [f"model.path={source}", "rollout.backend=sglang"]
+    settings = [f"model.path={source}", *SERVERS]
     settings += [f"data.max_prompt_tokens={half}", f"rollout.max_new_tokens={half}"]
     gpus = 1 << int(LEAST_STATE * weight_bytes(hf, 1) / capacity).bit_length()
     while gpus <= MOST_GPUS:
         machine = Machine(gpus, gpu_memory=round(capacity))
-        for best in search(read_setup(None, settings, machine), most=1):
+        rows = [f"trainer.{name}={max(64, gpus)}" for name in ("prompts_per_step", "minibatch_size")]  # one a rank
+        for best in search(read_setup(None, [*settings, *rows], machine), most=1):
             fits = f"{best.layout}, model.recompute={best.recompute}, {in_gb(best.needed)} of a GPU"
-            return f"{gpus} {GPU}", f"{gpus} x {GPU}, sequences of {2 * half:,} tokens: {fits}"
+            return f"{gpus} {GPU}", f"{gpus} x {GPU} train sequences of {2 * half:,} tokens: {fits}"
         gpus *= 2
     raise UserError(f"no layout fits {MOST_GPUS} x {GPU}")
 

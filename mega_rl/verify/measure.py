@@ -290,7 +290,7 @@ def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
     Megatron-Core's gradients must be whole on every rank: `engine.megatron.optimizer.distributed=False`.
     """
     exported = _fsdp_gradients(engine) if isinstance(engine, FSDPEngine) else _megatron_gradients(engine)
-    yield from ((name, tensor) for name, tensor in exported if not name.endswith(CORRECTION))
+    yield from ((name, tensor) for name, tensor in exported if not name.endswith(CONSTANTS))
 
 
 def _fsdp_gradients(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
@@ -313,14 +313,16 @@ def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
     weights = [parameter.data for parameter in held]
     try:
         for parameter in held:
-            parameter.data = vars(parameter)["main_grad"].float()
+            main = vars(parameter).get("main_grad")  # frozen ones have none
+            parameter.data = torch.zeros_like(parameter) if main is None else main.float()
         yield from engine.export_weights()
     finally:
         for parameter, weight in zip(held, weights, strict=True):
             parameter.data = weight
 
 
-CORRECTION = ("e_score_correction_bias", ".expert_bias")  # a router's, which is set and not learnt
+# A router's bias, which is set and not learnt, and numbers of an activation.
+CONSTANTS = ("e_score_correction_bias", ".expert_bias", ".act_fn.beta", ".act_fn.eps")
 
 
 def disagreements(engine: ModelEngine, floor: float) -> dict[str, float]:
@@ -332,7 +334,7 @@ def disagreements(engine: ModelEngine, floor: float) -> dict[str, float]:
         return {}
     layout = engine.groups.layout
     own: dict[str, float] = {}
-    for name, parameter in named_parameters(engine.models):
+    for name, parameter in ((n, p) for n, p in named_parameters(engine.models) if p.requires_grad):
         gradient = vars(parameter)["main_grad"].detach().float()
         is_expert = ".mlp.experts." in name
         is_cut = getattr(parameter, "tensor_model_parallel", False)

@@ -99,7 +99,7 @@ def verify(
 
 
 def resolve_on_twin(names: str, hf: HFConfig, *, where: str, nproc: int | None = None) -> tuple[list[Layout], int]:
-    """Return (layouts of a list that model and twin can have, number that divides the twin's layers)."""
+    """Return (layouts that model and twin can have, number that divides the twin's layers)."""
     layers = stages(names)
     made = shrink(hf, where=where, multiple=layers).hf
     # A layout that fits the twin only would prove nothing about the model. The twin's layers may be cut unevenly.

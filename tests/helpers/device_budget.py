@@ -133,7 +133,7 @@ class BudgetServer(UpdateServer):
 
 INFO = {
     "model": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "is_generation": True, "model_path": "x"},
-    "server": {"version": "0.5.20", "dtype": "float32", "dp_size": 1, "pp_size": 1},
+    "server": {"version": "0.5.21", "dtype": "float32", "dp_size": 1, "pp_size": 1},
 }
 
 

@@ -162,7 +162,7 @@ class FakeRun:
         validate = Validate(evaluation, dumps, stage, log, settings.steps, settings.val_interval)
         save = SaveAndExport(
             self.checkpoints,
-            export=lambda done: self.events.append(f"export {done}"),
+            export=lambda done: self.events.append(f"export {done}") or {},
             state=lambda done: {"kl": self.kl.state(), "weight_version": self.sync.weight_version, "prompts_drawn": 0},
             stop_requested=self.stop_requested,
             settings=CheckpointConfig(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -84,10 +83,10 @@ TINY: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8,
         "n_shared_experts": 2,
         "routed_scaling_factor": 1.5,
-        "rope_parameters": GROWING,
+        "rope_parameters": {**GROWING},
     },
     "deepseek_v32": {**LATENT, **SIGMOID, **GROUPS, **CHOSEN},
-    "glm_moe_dsa": {**LATENT, **SIGMOID, **CHOSEN, "indexer_rope_interleave": True},
+    "glm_moe_dsa": {**LATENT, **SIGMOID, **CHOSEN, "num_experts_per_tok": 4, "indexer_rope_interleave": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
     "glm4_moe": {**SIGMOID, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
     "ernie4_5_moe": {
@@ -136,7 +135,7 @@ TINY: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 2.0,
     },
-    "ministral3": {"head_dim": 16, "rope_parameters": GROWING},
+    "ministral3": {"head_dim": 16, "rope_parameters": {**GROWING}},
 }
 
 
@@ -160,7 +159,7 @@ def write_tiny_checkpoint(
 
     from mega_rl.converters.hf.untabled import config_of
 
-    settings = copy.deepcopy({**SMALL, "tie_word_embeddings": tied, **TINY[family], **overrides})  # classes fill it up
+    settings = {**SMALL, "tie_word_embeddings": tied, **TINY[family], **overrides}
     torch.manual_seed(seed)
     config = config_of(settings | {"model_type": FAMILIES[family].transformers_type})
     model = AutoModelForCausalLM.from_config(config)

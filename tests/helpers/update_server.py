@@ -57,6 +57,8 @@ class UpdateServer:
         self.weights: dict[str, float] = {}
         self.version = "default"
         self.paused = False
+        self.has_sessions = True  # as SGLang from 0.5.21 on
+        self.in_session = False
         self.busy = 0  # flushes that it still refuses
         self.stopped = threading.Event()
         self._http = ThreadingHTTPServer((host, 0), _handler(self))
@@ -103,7 +105,15 @@ class UpdateServer:
         if path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
             return 200, {"status": "ok"}
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            begins, was = path.startswith("/begin"), self.in_session
+            if not self.has_sessions or begins == was:
+                message = "a weight-update session is already open" if was else "no weight-update session is open"
+                return (400 if self.has_sessions else 404), {"success": False, "message": message}
+            self.in_session = begins
         if path.startswith("/update_weights_from"):
+            if self.has_sessions and not self.in_session:
+                return 400, {"success": False, "message": "must run between begin_weight_update() and its end"}
             assert self.paused, "weights came to a server that generates"
             assert body["flush_cache"] is False, "a flush would be asserted to succeed"
             for part in body.get("serialized_named_tensors", ()):

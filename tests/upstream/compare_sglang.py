@@ -1,14 +1,15 @@
 """Compare releases of SGLang in what our client and servers use of them: `make compare-sglang`.
 
-Reads each release's source, without installing or importing it: routes, fields of requests and of sampling parameters,
-arguments of the server, and files whose formats ours repeat. Prints a Markdown table against the pinned release; exit
-code 1 where something that we use is gone.
+Reads each release's source, without installing or importing it: routes and their order, fields of requests and of
+sampling parameters, arguments of the server, and files whose formats ours repeat. Prints a Markdown table against the
+pinned release; exit code 1 where something that we use is gone, or comes after a call that we do not make.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import re
 import subprocess
 import sys
 import zipfile
@@ -31,6 +32,7 @@ FORMATS = {
     "weight_sync/tensor_bucket.py": "buckets of weights",
     "utils/patch_torch.py": "CUDA IPC handles",
     "sampling/sampling_params.py": "sampling parameters",
+    "utils/common.py": "names that weights may unpickle",
 }
 
 
@@ -39,6 +41,7 @@ class Release:
     """What a release offers of that which we use."""
 
     routes: frozenset[str]
+    orders: frozenset[tuple[str, str]]  # (route, another that must have been called before it)
     fields: frozenset[str]  # "GenerateReqInput.input_ids"
     arguments: frozenset[str]
     formats: dict[str, str]
@@ -58,8 +61,8 @@ def source(version: str) -> zipfile.Path:
 def read(version: str) -> Release:
     """Return what a release offers."""
     srt = source(version)
-    server, requests = (ast.parse((srt / name).read_text("utf-8")) for name in (
-        "entrypoints/http_server.py", "managers/io_struct.py",
+    server, requests, updates = (ast.parse((srt / name).read_text("utf-8")) for name in (
+        "entrypoints/http_server.py", "managers/io_struct.py", "managers/scheduler_components/weight_updater.py",
     ))  # fmt: skip
     routes = {
         call.args[0].value
@@ -79,7 +82,26 @@ def read(version: str) -> Release:
         for field in _own_fields(node)
     }
     formats = {name: (srt / name).read_text("utf-8") for name in FORMATS}
-    return Release(frozenset(map(str, routes)), frozenset(fields), frozenset(arguments), formats)
+    (formats["utils/common.py"],) = re.findall(r"class SafeUnpickler.*?\n(?=\S)", formats["utils/common.py"], re.S)
+    return Release(frozenset(map(str, routes)), orders(updates), frozenset(fields), frozenset(arguments), formats)
+
+
+def orders(module: ast.Module) -> frozenset[tuple[str, str]]:
+    """Return (route, another before it) where a handler returns as long as the other's has not set an attribute."""
+    handlers = {f"/{node.name}": list(ast.walk(node)) for node in ast.walk(module) if isinstance(node, ast.FunctionDef)}
+    sets = {
+        route: {ast.unparse(target) for node in nodes if isinstance(node, ast.Assign) for target in node.targets}
+        for route, nodes in handlers.items()
+    }
+    wants = {
+        route: {
+            ast.unparse(node.test).removesuffix(" is None")
+            for node in nodes
+            if isinstance(node, ast.If) and isinstance(node.body[0], ast.Return)
+        }
+        for route, nodes in handlers.items()
+    }
+    return frozenset((late, early) for late in wants for early in sets if wants[late] & (sets[early] - wants[early]))
 
 
 def _fields(classes: dict[str, ast.ClassDef], name: str) -> Iterator[str]:
@@ -110,14 +132,16 @@ def row(pinned: Release, version: str) -> tuple[str, bool]:
         *sorted(field for field in pinned.fields - other.fields if field.partition(".")[2] in ours),
         *sorted(f"--{name}" for name in pinned.arguments - other.arguments if f"--{name.replace('_', '-')}" in ours),
     ]
+    before = sorted({early for late, early in other.orders if late in ours})
+    gone += [f"weights come after {early}" for early in before if early not in ours]
     new = len(other.routes - pinned.routes), len(other.fields - pinned.fields), len(other.arguments - pinned.arguments)
     changed = [
         f"{FORMATS[name]} ({_lines(before, after)} lines)"
         for name, before in pinned.formats.items()
         if (after := other.formats[name]) != before
     ]
-    cells = [version, ", ".join(gone) or "nothing", " / ".join(map(str, new)), ", ".join(changed) or "none"]
-    return f"| {' | '.join(cells)} |", not gone
+    words = (", ".join(cell) or "nothing" for cell in (gone, before, changed))
+    return f"| {version} | {' | '.join(words)} | {' / '.join(map(str, new))} |", not gone
 
 
 def _lines(before: str, after: str) -> int:
@@ -130,9 +154,8 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     pinned = read(SGLANG_VERSION)
     rows = [row(pinned, version) for version in sys.argv[1:] or [SGLANG_VERSION]]
-    print(
-        "| SGLang | gone of what we use | new routes / fields / arguments | formats that changed |\n|---|---|---|---|"
-    )
+    print("| SGLang | gone of what we use | weights come after | changed formats | new routes / fields / arguments |")
+    print("|---|---|---|---|---|")
     print("\n".join(line for line, _ in rows))
     return 0 if all(whole for _, whole in rows) else 1
 

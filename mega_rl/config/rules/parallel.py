@@ -87,6 +87,11 @@ def fits_model(par: MegatronConfig, key: str, facts: ModelFacts, *, section: str
         yield f"{key} has {has}: {section}.tp={par.tp} needs {section}.sequence_parallel=true"
     if par.cp > 1 and facts.uncut:
         yield f"{section}.cp={par.cp}: context parallelism does not cut the {facts.uncut} of {key} yet; set it to 1"
+    if par.cp > 1 and delta % (par.tp * par.cp):
+        yield (
+            f"{section}.tp*cp={par.tp}*{par.cp}={par.tp * par.cp} does not divide the {delta} key heads of the delta "
+            f"nets of {key}; legal products: {listed(divisors(delta))}"
+        )
     yield from _fits_experts(par, key, facts, section)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mega_rl.converters.families.base import Family, KnownBug
 from mega_rl.converters.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K2, MISTRAL4
-from mega_rl.converters.families.dense import APERTUS, ARCEE, ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from mega_rl.converters.families.dense import ARCEE, ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from mega_rl.converters.families.gemma import GEMMA3_TEXT
 from mega_rl.converters.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from mega_rl.converters.families.gpt_oss import GPT_OSS
@@ -15,7 +15,7 @@ from mega_rl.converters.families.moe import ERNIE4_5_MOE, MIXTRAL, OLMOE, QWEN2_
 from mega_rl.converters.families.norms_after import EXAONE4, OLMO2, OLMO3
 from mega_rl.converters.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_rl.converters.families.sigmoid import DOTS1, HY_V3, MINIMAX_M2
-from mega_rl.converters.families.small_rules import GRANITE, MINISTRAL3, PHI3, SMOLLM3
+from mega_rl.converters.families.small_rules import APERTUS, GRANITE, MINISTRAL3, PHI3, SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "KnownBug"]
 

@@ -61,9 +61,9 @@ class Family:
 
     # Engines and formats that it works with.
     megatron: str = ""  # the first release of Megatron-Core that has its layers; empty: every one that is supported
-    absent_in_sglang: bool = False  # SGLang 0.5.20 has no class for it
-    untied_in_sglang: bool = False  # SGLang 0.5.20 never reads tie_word_embeddings: the head would have no weights
-    # Keys that SGLang 0.5.20 reads and transformers does not: without them it computes another model.
+    absent_in_sglang: bool = False  # SGLang 0.5.21 has no class for it
+    untied_in_sglang: bool = False  # SGLang 0.5.21 never reads tie_word_embeddings: the head would have no weights
+    # Keys that SGLang 0.5.21 reads and transformers does not: without them it computes another model.
     needed_by_sglang: tuple[str, ...] = ()
     # Windows reach transformers' attention only through the mask, which FlashAttention does not read.
     windows_in_mask_only: bool = False
@@ -110,6 +110,7 @@ class Family:
     # Modules of the code that its checkpoints carry on the hub; it is never run, and the table stands for it.
     hub_code: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
+    unread: tuple[str, ...] = ()  # patterns of names that transformers' class does not read
     # Tensors that checkpoints repeat inside multi-token prediction layers.
     mtp_ignored: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Latent attention, from version 3 on sigmoid routing with groups, in 3.2 an indexer: DeepSeek, Moonlight, Kimi K2."""
+"""DeepSeek, Moonlight, Kimi K2: latent attention, sigmoid routing with groups, an indexer."""
 
 from __future__ import annotations
 
@@ -354,12 +354,15 @@ DEEPSEEK_V32 = replace(
         "mlp_layer_types": None,
         "num_experts": 256,
         INTERLEAVED: False,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
     },
     fixed={
         **DEEPSEEK_V3.fixed,
         INTERLEAVED: ((False,), "transformers rotates the first half of the indexer's dimensions with the second"),
     },
-    keys=("qk_head_dim", "layer_types", "index_n_heads", "index_head_dim", "index_topk"),
+    keys=("qk_head_dim", "layer_types"),
     hub_code=(),
     mla=sparse_latent,
     moe=sparse_moe,

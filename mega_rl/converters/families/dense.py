@@ -114,31 +114,6 @@ ARCEE = Family(
     bias_keys=("attention_bias", "mlp_bias"),
     activation="relu_squared",
 )
-APERTUS = Family(
-    "apertus",
-    EMBEDDING
-    + in_layers(
-        copy("input_layernorm.weight", "attention_layernorm.weight", "hidden", te=INPUT_NORM.te),
-        *ATTENTION_WEIGHTS,
-        copy("pre_mlp_layernorm.weight", "feedforward_layernorm.weight", "hidden", te=DENSE_NORM.te),
-        *UNGATED,
-        *(copy(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}", "one") for name in ("alpha_p", "alpha_n")),
-        *(copy(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}") for name in ("beta", "eps")),
-    )
-    + OUTPUT,
-    title="Apertus",
-    differs="norms of each head of q and k; xIELU without a gate, whose slopes train",
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            **{"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192},
-            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        },
-    },
-    fixed={"attention_bias": NO_LINEAR_BIAS},
-    qk_norm=True,
-    activation="xielu",
-)
 
 
 def mistral_yarn(theta: float, factor: float, length: int) -> dict[str, object]:

@@ -118,6 +118,7 @@ GLM_MOE_DSA = replace(
         "v_head_dim": 256,
         "n_group": 1,
         "topk_group": 1,
+        "index_n_heads": 32,
         INTERLEAVED: True,
     },
     fixed={

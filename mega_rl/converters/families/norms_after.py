@@ -1,4 +1,4 @@
-"""Dense decoders whose layers norm the outputs of attention and MLP and not their inputs: OLMo 2 and 3, EXAONE 4."""
+"""OLMo 2 and 3, EXAONE 4: norms on the outputs of attention and MLP, not their inputs."""
 
 from __future__ import annotations
 

@@ -20,12 +20,14 @@ def delta_net(fields: Fields, num_layers: int) -> DeltaNet | None:
     """Return the delta nets: all layers but every fourth (`full_attention_interval`), or as `layer_types` says."""
     interval = fields.size("full_attention_interval", default=4)
     kinds = fields.strings("layer_types", length=num_layers, allowed=("linear_attention", "full_attention"))
-    layers = [kind == "linear_attention" for kind in kinds] if kinds else []
+    every = [(i + 1) % interval != 0 for i in range(num_layers)]
+    layers = [kind == "linear_attention" for kind in kinds] if kinds else every
+    if layers != every and "full_attention_interval" in fields.raw and not fields.problems:
+        fields.refuse("full_attention_interval", "layer_types, which transformers reads instead, say otherwise")
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
     keys, values, *sizes = (fields.size(f"linear_{name}") for name in names)
     if values % keys and not fields.problems:
         fields.refuse("linear_num_value_heads", f"it must be a multiple of linear_num_key_heads={keys}")
-    layers = layers or [(i + 1) % interval != 0 for i in range(num_layers)]
     return DeltaNet(tuple(layers), keys, values, *sizes) if any(layers) else None
 
 
@@ -96,12 +98,14 @@ QWEN3_NEXT = Family(
     title="Qwen3-Next",
     differs=DIFFERS + SHARED,
     untied_in_sglang=True,
+    needed_by_sglang=("full_attention_interval",),
     megatron="0.19",
     defaults={**DEFAULTS, **MOE_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10},
     fixed=FIXED,
     qk_norm=True,
     zero_centered_norm=True,
     attention_gate=True,
+    unread=(r"^mtp\.",),
     partial_rotary=True,
     moe=qwen2_moe,
     delta=delta_net,
@@ -122,6 +126,7 @@ QWEN3_5 = replace(
         "mtp_use_dedicated_embeddings",
     ),
     in_wrappers=("qwen3_5",),
+    untied_in_sglang=False,
     moe=None,
 )
 QWEN3_5_MOE = replace(

@@ -67,7 +67,8 @@ def minimax_moe(fields: Fields, num_layers: int) -> Moe | None:
     Refuses a `rotary_dim`, which only SGLang reads, that is not the part of a head that transformers rotates.
     """
     rotated, head_dim = fields.get("rotary_dim"), fields.size("head_dim")
-    share = fields.object("rope_parameters").get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    stated = fields.object("rope_parameters").get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    share = 1.0 if stated is None else stated
     if rotated is not None and (not is_number(share) or rotated != int(head_dim * share)):
         fix = f"add partial_rotary_factor={rotated}/{head_dim} to rope_parameters, or remove it"
         fields.refuse("rotary_dim", f"transformers does not read it and would rotate another part of a head; {fix}")

@@ -1,21 +1,23 @@
-"""Dense decoders that differ from Llama by a small rule: SmolLM3, Phi-3, Granite, Ministral 3."""
+"""Dense decoders that differ from Llama by a small rule: Apertus, SmolLM3, Phi-3, Granite, Ministral 3."""
 
 from __future__ import annotations
 
 from mega_rl.converters.architecture import Window
 from mega_rl.converters.families import windows
-from mega_rl.converters.families.base import Family
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
 from mega_rl.converters.families.dense import (
     ATTENTION_OUTPUT,
+    ATTENTION_WEIGHTS,
     DENSE,
     DENSE_NORM,
     EMBEDDING,
     INPUT_NORM,
     OUTPUT,
+    UNGATED,
     mistral_yarn,
 )
 from mega_rl.converters.families.fields import Fields
-from mega_rl.converters.families.rules import fused_gated, in_layers, joined_qkv, row
+from mega_rl.converters.families.rules import copy, fused_gated, in_layers, joined_qkv, row
 
 
 def unrotated(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -56,6 +58,31 @@ PHI3_LAYERS = in_layers(
     row("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "ffn"),
 )
 
+APERTUS = Family(
+    "apertus",
+    EMBEDDING
+    + in_layers(
+        copy("input_layernorm.weight", "attention_layernorm.weight", "hidden", te=INPUT_NORM.te),
+        *ATTENTION_WEIGHTS,
+        copy("pre_mlp_layernorm.weight", "feedforward_layernorm.weight", "hidden", te=DENSE_NORM.te),
+        *UNGATED,
+        *(copy(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}", "one") for name in ("alpha_p", "alpha_n")),
+        *(copy(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}") for name in ("beta", "eps")),
+    )
+    + OUTPUT,
+    title="Apertus",
+    differs="norms of each head of q and k; xIELU without a gate, whose slopes train",
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            **{"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    },
+    fixed={"attention_bias": NO_LINEAR_BIAS},
+    qk_norm=True,
+    activation="xielu",
+)
 SMOLLM3 = Family(
     "smollm3",
     DENSE,

@@ -19,7 +19,7 @@ from mega_rl.converters.families.deepseek import MTP_REPEATED
 from mega_rl.converters.hf.config import text_config
 from mega_rl.converters.hf.untabled import FOREIGN, config_of, table_of
 from mega_rl.converters.live.copying import BlockReader, blocks_of, fill_all
-from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, hf_tensors, ignored_tensors, is_unread
+from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, hf_tensors, ignored_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
@@ -154,9 +154,9 @@ def check_tensors(
             fix = "the value head has no bias; fold it into the rewards, or set it to 0"
             problems.append(f"{reader.tensors[bias].file}: {bias} is not zero, and {fix}")
         present.discard(bias)
-    # A wrapper's other tensors are not judged: all that the language model needs is looked for by name.
-    present -= set() if hf.wrapper is None else set(reader.others) - expected.keys()
-    unexpected = {name for name in present - set(expected) - ignorable if not is_unread(hf, name)}
+    # Tensors outside are not judged: all that the language model needs is looked for by name.
+    present -= outside(hf, present, reader.others) - expected.keys()
+    unexpected = present - set(expected) - ignorable
     # Only a score head may have another shape: a reward model scores several labels, a critic has one value.
     ignored = tuple(sorted(present - set(expected) - unexpected | (present & absent)))
     problems += [

@@ -19,10 +19,11 @@ from mega_rl.converters.live.copying import in_threads, rectangle
 from mega_rl.converters.live.export import ModelPlace, export_hf, join_pieces, usual_dtype
 from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.plan.export import ExportPiece, export_plan
-from mega_rl.converters.plan.parameters import as_on_disk, kept_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, kept_tensors, outside
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import INDEX_FILE, PLAIN_NAMES, SINGLE_FILE, matrix_shape, renamed
 from mega_rl.converters.safetensors.output_folder import check_target, output_folder
+from mega_rl.converters.safetensors.quantised import quantisation_loss
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import SHARD_BYTES, CheckpointWriter, TensorSpec
 from mega_rl.errors import UserError
@@ -50,7 +51,7 @@ def save_hf(
     source: str | Path,
     place: ModelPlace,
     options: SaveOptions = SaveOptions(),
-) -> None:
+) -> list[float]:
     """Write a Hugging Face checkpoint folder: the weights, and config, tokenizer and templates as in `source`.
 
     Collective over the ranks that hold the first copy of all weights; the first of them writes, other ranks return at
@@ -63,10 +64,11 @@ def save_hf(
     where they lie by a thread for each core, at most 8: it needs at most one tensor per thread, and none on a CPU
     without a cast.
 
+    Returns on the first rank what quantising each tensor as in `source` would lose: see `quantisation_loss`.
     Raises UserError when `directory` is not empty, its disk is full, or `source` has no config.json.
     """
     if not place.gathers_first_copy:
-        return
+        return []
     # On every rank, so that all of them end with the same message.
     check_target(Path(directory), overwrite=options.overwrite)
     files = companions(Path(source))
@@ -78,17 +80,31 @@ def save_hf(
             place = replace(place, sharding=replace(place.sharding, hf=hf))
         elif place.sharding.hf.wrapper is not None:
             raise UserError(f"{source}: has no weights, and a checkpoint of images and text needs those of its tower")
+        losses: list[float] = []
         stream = export_hf(chunks, place, dtype=options.dtype)
         try:
             if place.is_first:
                 usual = usual_dtype(chunks) if options.dtype is None else options.dtype
-                whole = chunks if place.needs_no_peer else None
-                _write_folder(Path(directory), place.sharding, whole, stream, usual, reader, files, options)
+                whole = chunks if place.needs_no_peer and place.sharding.hf.quantization is None else None
+                measured = stream if reader is None else _measured(stream, reader, losses)
+                _write_folder(Path(directory), place.sharding, whole, measured, usual, reader, files, options)
                 logger.info("wrote %s%s", directory, not_copied(Path(source), files))
         finally:
             # After an error too: the other ranks are inside the same collectives.
             if not place.needs_no_peer:
                 deque(stream, maxlen=0)
+    return losses
+
+
+def _measured(
+    stream: Iterable[tuple[str, Tensor]], reader: CheckpointReader, losses: list[float]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors; append the loss of quantising those that the source has quantised."""
+    for name, tensor in stream:
+        info = reader.tensors.get(name)
+        if info is not None and info.packed is not None:
+            losses.append(quantisation_loss(info.packed, tensor))
+        yield name, tensor
 
 
 def _write_folder(
@@ -116,9 +132,9 @@ def _write_folder(
         for name, float32 in kept_tensors(sharding.hf, sharding.head, reader.tensors).items():
             info = reader.tensors[name]
             kept[name] = TensorSpec(info.name, torch.float32 if float32 else usual, info.shape)
-        if sharding.hf.wrapper is not None:
-            outside = {name: reader.tensors[name] for name in reader.others if name not in specs}
-            kept |= {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in outside.items()}
+        for name in sorted(outside(sharding.hf, reader.tensors, reader.others) - specs.keys()):
+            info = reader.tensors[name]
+            kept[name] = TensorSpec(info.name, info.dtype, info.shape)
     cast = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
     with output_folder(directory, overwrite=options.overwrite) as work:
         copy_companions(work, files, config_changes(sharding.hf, dtype=cast))

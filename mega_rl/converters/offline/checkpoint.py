@@ -20,7 +20,7 @@ from mega_rl.converters.live.load import repeat_faults
 from mega_rl.converters.offline.slabs import EXTRA_STATE, FOREIGN_PREFIXES, Slabs, whole_model
 from mega_rl.converters.offline.torch_dist import METADATA_FILE, Chunk, DistTensor, read_metadata, start_of
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import ColumnRange, Homes, compose, home_faults, invert
+from mega_rl.converters.plan.compose import ColumnRange, Homes, compose, home_faults, invert, rows_of
 from mega_rl.converters.plan.parameters import OUTPUT, VALUE_HEADS, as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
@@ -199,20 +199,6 @@ def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype
 def is_plain(window: ColumnRange) -> bool:
     """Return whether any rows of the window can be made without the others."""
     return window.step == 1 and not any(copy.transposed for copy in window.copies)
-
-
-def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
-    """Return the part of a plain window in rows [low, high), counted from 0."""
-    copies = []
-    for copy in window.copies:
-        first, last = max(copy.dst_row, low), min(copy.dst_row + copy.rows, high)
-        if first < last and copy.transposed:
-            assert (first, last) == (copy.dst_row, copy.dst_row + copy.rows), copy
-            copies.append(copy)
-        elif first < last:
-            src_row = copy.src_row + first - copy.dst_row
-            copies.append(copy._replace(src_row=src_row, dst_row=first - low, rows=last - first))
-    return window._replace(copies=tuple(copies))
 
 
 def fill_windows(matrix: Tensor, windows: Iterable[ColumnRange], source: WeightFiles) -> None:

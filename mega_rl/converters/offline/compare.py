@@ -24,7 +24,7 @@ from mega_rl.converters.live.export import join_pieces
 from mega_rl.converters.live.load import repeat_faults
 from mega_rl.converters.offline.checkpoint import open_checkpoint
 from mega_rl.converters.plan.export import ExportUnit, export_plan
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan, common_plan, expert_plan
 from mega_rl.converters.plan.sharding import Sharding
@@ -111,8 +111,7 @@ def compare_checkpoints(first: Path, second: Path, *, allow_missing: Sequence[st
         allowed = list(allow_missing)
         if converted := [side for side in (a, b) if side.kind != "hf"]:
             allowed += ignored_tensors(converted[0].hf, head=converted[0].sharding.head)
-            if converted[0].hf.wrapper is not None:
-                allowed += {*a.files.others, *b.files.others}
+            allowed += {name for side in (a, b) for name in outside(a.hf, side.files.tensors, side.files.others)}
         fused = next((side.hf.fused_experts for side in (a, b) if side.kind == "hf"), None)
         comparison = compare(a.as_hf(fused_experts=fused), b.as_hf(fused_experts=fused), allow_missing=allowed)
     if a.kind == b.kind == "hf":
@@ -281,8 +280,7 @@ def describe(reader: CheckpointReader, sharding: Sharding) -> tuple[Sharding, De
     hf, head = sharding.hf, sharding.head
     prove_complete(sharding)
     expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
-    if hf.wrapper is not None:
-        ignorable |= set(reader.others)
+    ignorable |= outside(hf, shapes, reader.others)
     sizes: Counter[int] = Counter()  # bytes by item size
     for info in reader.tensors.values():
         sizes[info.dtype.itemsize] += _nbytes(info)

@@ -30,12 +30,12 @@ from mega_rl.converters.offline.checkpoint import (
     parse_dtype,
     tensors_of,
 )
-from mega_rl.converters.offline.slabs import extra_state_keys, slab_of, whole_model
+from mega_rl.converters.offline.slabs import extra_state_keys, parts_of, slab_of, whole_model
 from mega_rl.converters.offline.torch_dist import Written, write_metadata
 from mega_rl.converters.offline.writing import Conversion, Output, Report, convert, group_outputs
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, invert
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, matrix_shape, renamed
@@ -83,11 +83,6 @@ def import_hf(
     def prepare() -> Conversion:
         cast = parse_dtype(dtype)
         hf = replace(read_hf_config(source), mtp=mtp)
-        if hf.delta is not None:
-            raise UserError(
-                f"{source}: model_type={hf.family}: Megatron-Core's checkpoints hold gated delta nets in parts, which "
-                "import does not write yet; train from the Hugging Face checkpoint"
-            )
         reader = CheckpointReader(source)
         hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = Sharding(hf, head=head)
@@ -132,8 +127,9 @@ def _parameters(
             continue
         wanted = torch.float32 if plan.float32 and cast is not None else cast
         dtype = one_dtype(plan.canonical, {name: origin.tensors[name].dtype for name in sources}, cast=wanted)
-        spec = TensorSpec(plan.canonical, dtype, plan.shape)
-        outputs.append(Output(spec, (ColumnRange(0, 1, plan.copies),), origin, slab_of(plan, origin.hf)))
+        for _, part in parts_of(plan, origin.hf) or [(0, plan)]:
+            spec = TensorSpec(part.canonical, dtype, part.shape)
+            outputs.append(Output(spec, (ColumnRange(0, 1, part.copies),), origin, slab_of(part, origin.hf)))
     return outputs, absent
 
 
@@ -204,14 +200,13 @@ def _to_hf(
         made = {output.spec.name for output in outputs}
         for name, float32 in kept.items():
             outputs.append(_copied(name, weights, torch.float32 if cast is not None and float32 else cast))
-        if hf.wrapper is not None:
-            kept |= dict.fromkeys((name for name in weights.files.others if name not in made), False)
-            outputs += [_copied(name, weights, None) for name in weights.files.others if name not in made]
-            spelled = (renamed(output.spec.name, PLAIN_NAMES, weights.files.prefixes) for output in outputs)
-            outputs = [
-                replace(output, spec=output.spec._replace(name=name))
-                for output, name in zip(outputs, spelled, strict=True)
-            ]
+        spelled = (renamed(output.spec.name, PLAIN_NAMES, weights.files.prefixes) for output in outputs)
+        outputs = [
+            replace(output, spec=output.spec._replace(name=name)) for output, name in zip(outputs, spelled, strict=True)
+        ]
+        for name in sorted(outside(hf, weights.tensors, weights.files.others) - made):
+            kept[name] = False
+            outputs.append(_copied(name, weights, None))
     changes = config_changes(hf, dtype=options.dtype or origin.dtype, mtp_dropped=dropped)
     shards = group_outputs(outputs, options.shard_bytes, shard_name)
     files = companions(folder)

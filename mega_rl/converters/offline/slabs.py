@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.offline.torch_dist import Chunk, DistTensor
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import Home
+from mega_rl.converters.plan.compose import ColumnRange, Home, rows_of
 from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Sharding
@@ -34,6 +34,12 @@ _EXPERT = re.compile(r"(.+)\.local_experts\.(\d+)\.(.+)")
 FOREIGN_PREFIXES = (
     "optimizer.", "chained_", "opt_param_scheduler", "lr_scheduler", "rng_state", "rerun_state_machine", "common_state/"
 )  # fmt: skip
+# Parts of a delta net's projections, which such a checkpoint holds one by one, and their rows.
+QKV = (("query", "delta_keys"), ("key", "delta_keys"), ("value", "delta_values"))
+DELTA_PARTS = {
+    "in_proj.weight": (*QKV, ("z", "delta_values"), ("beta", "delta_heads"), ("alpha", "delta_heads")),
+    "conv1d.weight": QKV,
+}
 EXTRA_STATE = "._extra_state/"
 
 
@@ -50,9 +56,26 @@ def whole_model(sharding: Sharding) -> tuple[ParamPlan, ...]:
     return build_plan(replace(sharding, layout=ParallelLayout(), spec="te"), RankCoordinates())
 
 
+def parts_of(plan: ParamPlan, hf: HFConfig) -> list[tuple[int, ParamPlan]]:
+    """Return (first row, parameter) of what Megatron-Core stores in the place of a delta net's projection.
+
+    The list is empty for a parameter that is stored as it is.
+    """
+    parts: list[tuple[int, ParamPlan]] = []
+    rows_by_part = DELTA_PARTS.get(plan.canonical.rpartition(".self_attention.")[2], ()) if hf.delta is not None else ()
+    low = 0
+    for part, symbol in rows_by_part:
+        rows = hf.dims[symbol]
+        copies = rows_of(ColumnRange(0, 1, plan.copies), low, low + rows).copies
+        name, canonical, shape = f"{plan.name}.{part}", f"{plan.canonical}.{part}", (rows, *plan.shape[1:])
+        parts.append((low, replace(plan, name=name, canonical=canonical, shape=shape, copies=copies)))
+        low += rows
+    return parts
+
+
 def is_stacked(hf: HFConfig) -> bool:
-    """Return whether Megatron-Core stacks the layers; it does not for mixtures of experts."""
-    return hf.moe is None
+    """Return whether Megatron-Core stacks the layers; it does not for mixtures of experts and delta nets."""
+    return hf.moe is None and hf.delta is None
 
 
 def slab_of(plan: ParamPlan, hf: HFConfig) -> Slab:
@@ -97,7 +120,7 @@ def extra_state_keys(slabs: Iterable[Slab]) -> list[str]:
     """
     keys = set()
     for slab in slabs:
-        module = slab.key.rpartition(".")[0]
+        module = re.sub(r"\.[^.]+$|\.weight\.[^.]+$", "", slab.key)
         modules = [module]
         if module.endswith(".linear_proj"):
             modules.append(module.removesuffix("linear_proj") + "core_attention")
@@ -131,7 +154,14 @@ class Slabs:
         return self._tensors.keys() - self._chunks.keys()
 
     def add(self, plan: ParamPlan) -> bool:
-        """Look up a parameter's chunks; return False if the checkpoint has no tensor for it."""
+        """Look up a parameter's chunks, or those of its parts; return False if the checkpoint lacks a tensor."""
+        if self._add(plan, plan.canonical):
+            return True
+        parts = [self._add(part, plan.canonical, low) for low, part in parts_of(plan, self._sharding.hf)]
+        return bool(parts) and all(parts)
+
+    def _add(self, plan: ParamPlan, canonical: str, low: int = 0) -> bool:
+        """Look up chunks of `canonical` from row `low` on, which `plan` describes by themselves."""
         slabs = possible_slabs(plan, self._sharding.hf)
         slab = next((slab for slab in slabs if slab.key in self._tensors), None)
         if slab is None:
@@ -149,13 +179,13 @@ class Slabs:
         if slab.key not in self._chunks:
             self._chunks[slab.key] = _by_place(tensor, len(slab.lead))
         for chunk, position in self._chunks[slab.key].get(slab.place, ()):
-            row, col = (*chunk.offsets[len(slab.lead) :], 0)[:2]
-            num_rows, num_cols = (*chunk.sizes[len(slab.lead) :], 1)[:2]
+            row, *_, col = (*chunk.offsets[len(slab.lead) :], 0)[: max(2, len(plan.shape))]
+            num_rows, *_, num_cols = (*chunk.sizes[len(slab.lead) :], 1)[: max(2, len(plan.shape))]
             rows = min(num_rows, plan.shape[0] - row)
             stored = f"{tensor.key}@{'.'.join(map(str, chunk.offsets))}"
             if rows > 0 and self._open(stored, tensor, chunk, as_vector=len(plan.shape) == 1):
-                copy = Copy(plan.canonical, row, col, position * num_rows, 0, rows, num_cols)
-                self.homes.setdefault(plan.canonical, []).append(Home(stored, copy))
+                copy = Copy(canonical, low + row, col, position * num_rows, 0, rows, num_cols)
+                self.homes.setdefault(canonical, []).append(Home(stored, copy))
         return True
 
     def _open(self, stored: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> bool:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.live.copying import in_threads
-from mega_rl.converters.offline.checkpoint import WeightFiles, fill_windows, is_plain, rows_of
+from mega_rl.converters.offline.checkpoint import WeightFiles, fill_windows, is_plain
 from mega_rl.converters.offline.slabs import Slab
 from mega_rl.converters.offline.torch_dist import ChunkFile, Written
-from mega_rl.converters.plan.compose import ColumnRange
+from mega_rl.converters.plan.compose import ColumnRange, rows_of
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.output_folder import output_folder, require_space
 from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec, plan_shards

@@ -77,6 +77,20 @@ def _from_home(copy: Copy, home: Home) -> Copy | None:
     )
 
 
+def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
+    """Return the part of a plain window in rows [low, high), counted from 0."""
+    copies = []
+    for copy in window.copies:
+        first, last = max(copy.dst_row, low), min(copy.dst_row + copy.rows, high)
+        if first < last and copy.transposed:
+            assert (first, last) == (copy.dst_row, copy.dst_row + copy.rows), copy
+            copies.append(copy)
+        elif first < last:
+            src_row = copy.src_row + first - copy.dst_row
+            copies.append(copy._replace(src_row=src_row, dst_row=first - low, rows=last - first))
+    return window._replace(copies=tuple(copies))
+
+
 def _overlap(first: int, count: int, other: int, other_count: int) -> tuple[int, int]:
     return max(first, other), min(first + count, other + other_count)
 

@@ -113,8 +113,6 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
 
     An export takes them over from the model's source.
     """
-    if hf.own is not None:
-        return {name: False for name in sorted(names) if is_unread(hf, name)}
     if hf.mtp == "load" or not hf.mtp_layers or head != "lm":
         return {}
     known = mtp_tensors(hf)
@@ -122,9 +120,15 @@ def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, 
     return {name: name in known and known[name].float32 for name in sorted(layers.intersection(names))}
 
 
-def is_unread(hf: HFConfig, name: str) -> bool:
-    """Return whether the class of a model without a table says that it ignores a tensor."""
-    return hf.own is not None and any(re.search(pattern, name) for pattern in hf.own.unread)
+def outside(hf: HFConfig, names: Iterable[str], others: Iterable[str]) -> frozenset[str]:
+    """Return a checkpoint's tensors outside the language model; an export keeps their bytes.
+
+    Those that transformers' class says it ignores and, in a model of images and text, `others`, whose names do not
+    begin as the language model's.
+    """
+    unread = FAMILIES[hf.family].unread if hf.own is None else hf.own.unread
+    ignored = (name for name in names if any(re.search(pattern, name) for pattern in unread))
+    return frozenset(ignored).union(others if hf.wrapper is not None else ())
 
 
 def _own_heads(hf: HFConfig) -> Iterator[tuple[str, DiskTensor]]:

@@ -52,8 +52,6 @@ def check_layout(hf: HFConfig, layout: ParallelLayout) -> list[str]:
         sizes["intermediate_size"] = hf.ffn_hidden_size
     if hf.moe is not None and hf.moe.shared_ffn_hidden_size:
         sizes["the shared experts' intermediate size"] = hf.moe.shared_ffn_hidden_size
-    if hf.delta is not None:
-        sizes["linear_num_key_heads"] = hf.delta.num_key_heads  # and so the heads of values, a multiple
     if "mtp" in hf.switches:
         sizes["hidden_size"] = hf.hidden_size  # rows of the projection of multi-token prediction
     problems += [f"tp={tp} does not divide {name}={size}" for name, size in sizes.items() if size % tp]
@@ -67,6 +65,9 @@ def check_layout(hf: HFConfig, layout: ParallelLayout) -> list[str]:
             problems.append(f"tp={tp} does not divide the {qkv_rows} rows of q, k and v")
     if hf.uncut and layout.cp > 1:
         problems.append(f"cp={layout.cp}: context parallelism does not cut {hf.uncut} yet; set it to 1")
+    if hf.delta is not None and hf.delta.num_key_heads % (tp * layout.cp):
+        product = f"tp*cp={tp}*{layout.cp}={tp * layout.cp}"
+        problems.append(f"{product} does not divide linear_num_key_heads={hf.delta.num_key_heads}")
     problems += _check_experts(hf, layout)
     try:
         layout.layers_of(0, hf.num_layers)

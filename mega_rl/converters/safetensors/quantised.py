@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mega_rl.errors import UserErrors
 
@@ -31,6 +32,7 @@ INT4_PER_WORD = 8
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Bytes that decoding holds at a time for each decoded value, at most: 64-bit indices into the table, two floats.
 BYTES_PER_VALUE = 24
+_ROWS = 4096  # rows of a matrix that are quantised at a time
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
@@ -155,3 +157,35 @@ def _decode_matrix(packed: Packed, rows: Span, cols: Span, read: Read) -> Tensor
         return (wanted - 8).float() * scale.float()
     values = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)[wanted.long()]
     return torch.ldexp(values, scale.to(torch.int32) - 127)
+
+
+def quantisation_loss(packed: Packed, tensor: Tensor) -> float:
+    """Return |Q(X) - X| / |X| of a decoded tensor X; Q is its source's format, with new scales."""
+    high, wide = packed.block
+    rows = max(high, _ROWS // high * high)
+    lost = whole = 0.0
+    for matrix in tensor.transpose(1, 2) if packed.kind == "mxfp4" else tensor.split(rows):
+        padded = pad(matrix.float(), (0, -matrix.shape[1] % wide, 0, -matrix.shape[0] % high))
+        blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [R / high, high, C / wide, wide]
+        lost += float((_quantised(packed, blocks) - blocks).square().sum())
+        whole += float(blocks.square().sum())
+    return (lost / whole) ** 0.5 if whole else 0.0
+
+
+def _quantised(packed: Packed, blocks: Tensor) -> Tensor:
+    """Return the quantised values; each block (dimensions 1 and 3) is scaled by its largest."""
+    least, most, small = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True), 1e-30
+    if packed.kind == "int4":
+        scale = torch.maximum(most / 7, least / -8).clamp(min=small).to(packed.scales.dtype).float()
+        return (blocks / scale).round().clamp(-8, 7) * scale
+    largest = torch.maximum(most, -least).clamp(min=small)
+    if packed.kind == "fp8":
+        scale = largest / torch.finfo(torch.float8_e4m3fn).max
+        if packed.scales.dtype == torch.float8_e8m0fnu:  # a power of two, rounded up
+            fraction, exponent = torch.frexp(scale)
+            scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+        return (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 3)  # the largest one becomes 4 to 8
+    levels = blocks.new_tensor(FP4_VALUES[:8])
+    nearest = levels[torch.bucketize((blocks / scale).abs(), (levels[1:] + levels[:-1]) / 2)]
+    return nearest * blocks.sign() * scale

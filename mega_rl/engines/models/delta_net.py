@@ -13,15 +13,16 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mega_rl.engines.models.attention import PackedSequences
 from mega_rl.engines.models.layer import RMSNorm
 from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator.base import send
 
 
 class PackedDeltaNet(GatedDeltaNet):
     """Megatron-Core's layer, whose state ends with each packed sequence.
 
     The norm on its output multiplies by its weight, also where the other norms of the model multiply by 1 + weight.
+    Context-parallel ranks exchange their tokens, zigzag slices of each sequence, for all tokens of some heads.
     Upstream's deterministic mode knows no packed sequences: on a CPU, the only place where a run that asks for it gets
     here, the other mode runs on torch's functions too (`accelerator.patches`).
     """
@@ -33,16 +34,16 @@ class PackedDeltaNet(GatedDeltaNet):
 
     def forward(
         self,
-        hidden_states: Tensor,  # [S, B, H], or [T, 1, H] of packed sequences
+        hidden_states: Tensor,  # [S / cp, B, H], or [T / cp, 1, H] of packed sequences
         attention_mask: Tensor | None,
         *args: Any,
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (output [S, B, H], no bias); rows are right-padded, so padding follows every real token."""
+        """Return (output like `hidden_states`, no bias); rows are right-padded, so padding follows every real token."""
         if packed_seq_params is not None:
-            assert isinstance(packed_seq_params, PackedSequences)
-            packed_seq_params = packed_seq_params.by_sequence
+            bounds = send(packed_seq_params.cu_seqlens_q, hidden_states.device)
+            packed_seq_params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         made: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
         )

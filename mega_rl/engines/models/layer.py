@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -115,11 +115,11 @@ class JointRMSNorm(CutOverTensors):
         return (self.weight * normed.to(x.dtype)).view_as(x)
 
 
-class Xielu(torch.nn.Module):
+class Xielu(MegatronModule):
     """xIELU (arXiv:2411.13010) with a layer's own numbers, [1] each; `beta` and `eps` do not train."""
 
     def __init__(self, config: TransformerConfig, *, tp_group: ProcessGroup) -> None:
-        super().__init__()
+        super().__init__(config=config)
         self.tp_group, dtype = tp_group, config.params_dtype
         self.alpha_p, self.alpha_n = (torch.nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(2))
         self.beta, self.eps = (torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False) for _ in range(2))

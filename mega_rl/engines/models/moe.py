@@ -28,7 +28,8 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class RoutedTokens:
     """The n tokens of one micro-batch that this rank's routers see, in their order.
 
-    `replay` and `chosen` are keyed by the number of the layer among the model's mixtures.
+    `replay` and `chosen` are keyed by the number of the layer among the model's mixtures. Behind the last of those come
+    the indexers of sparse attention, whose choices are [b, S, k] int64 columns of the micro-batch.
     """
 
     real: Tensor  # [n] bool, False on padding
@@ -40,7 +41,36 @@ class RoutedTokens:
     chosen: dict[int, Tensor] | None = None  # [n, top_k] int16, what the routers took; None: not asked for
 
 
-class Router(TopKRouter):
+class Expecting:
+    """A module that is told the tokens of its forwards, and again when one is recomputed."""
+
+    number = 0  # number of its choice in `RoutedTokens`
+
+    def reset(self) -> None:
+        """Forget every expected token: a new mini-batch begins."""
+        self._expected: RoutedTokens | None = None
+        self._again: deque[RoutedTokens] = deque()
+
+    def expect(self, tokens: RoutedTokens | None) -> None:
+        """Set the tokens of the next forward pass; None makes it upstream's module."""
+        self._expected = tokens
+
+    def _tokens(self) -> RoutedTokens | None:
+        """Return the tokens of the present forward, which `expect` has announced; None without them.
+
+        The first pass over a layer that is recomputed runs without gradients. The backward comes back to it later, when
+        other micro-batches may have been expected meanwhile, but in the order of the first passes.
+        """
+        tokens = self._expected
+        if tokens is None or not tokens.training:
+            return tokens
+        if not torch.is_grad_enabled():
+            self._again.append(tokens)
+            return tokens
+        return self._again.popleft() if self._again else tokens
+
+
+class Router(Expecting, TopKRouter):
     """Top-k router of Megatron-Core that can replay choices, and counts and balances real tokens only.
 
     The caller announces the tokens of each forward (`expect`); without that it is upstream's router.
@@ -52,7 +82,6 @@ class Router(TopKRouter):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **place: bool
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **place)  # from 0.18: is_mtp_layer
-        self.mixture = 0  # number of this layer among the model's mixtures
         self.weight_floor: float | None = getattr(config, "moe_router_weight_floor", None)
         if self.weight_floor is not None:
             del self.expert_bias  # upstream's None
@@ -62,14 +91,9 @@ class Router(TopKRouter):
 
     def reset(self) -> None:
         """Forget every expected token, count and loss: a new mini-batch begins."""
-        self._expected: RoutedTokens | None = None
-        self._again: deque[RoutedTokens] = deque()
+        super().reset()
         self.loads: Tensor | None = None  # [experts] int64, real tokens of this rank; None before the first
         self.balance_loss: Tensor | None = None  # scalar float32, this rank's share
-
-    def expect(self, tokens: RoutedTokens | None) -> None:
-        """Set the tokens of the next forward pass; None makes it upstream's router."""
-        self._expected = tokens
 
     def gating(self, input: Tensor) -> Tensor:
         """[..., experts] logits of `config.moe_router_dtype` from hidden states [..., H].
@@ -90,7 +114,7 @@ class Router(TopKRouter):
             assert len(tokens.real) == logits[..., 0].numel(), f"{len(tokens.real)} tokens expected, not {logits.shape}"
         if tokens is not None or self.weight_floor is not None:
             bias = None if self.weight_floor is None else self.expert_bias
-            self.router_replay = _Choice(tokens, self.mixture, bias, self.weight_floor)
+            self.router_replay = _Choice(tokens, self.number, bias, self.weight_floor)
         probs, chosen = super().routing(logits)
         self.router_replay = None
         if tokens is None or not (tokens.training and torch.is_grad_enabled()):
@@ -104,20 +128,6 @@ class Router(TopKRouter):
         share = loss.detach()
         self.balance_loss = share if self.balance_loss is None else self.balance_loss + share
         return _WithLoss.apply(probs, loss), chosen
-
-    def _tokens(self) -> RoutedTokens | None:
-        """Return the tokens of the present forward, which `expect` has announced; None without them.
-
-        The first pass over a layer that is recomputed runs without gradients. The backward comes back to it later, when
-        other micro-batches may have been expected meanwhile, but in the order of the first passes.
-        """
-        tokens = self._expected
-        if tokens is None or not tokens.training:
-            return tokens
-        if not torch.is_grad_enabled():
-            self._again.append(tokens)
-            return tokens
-        return self._again.popleft() if self._again else tokens
 
     def _balance(self, logits: Tensor, chosen: Tensor, tokens: RoutedTokens) -> Tensor:
         """Return this rank's share of the balance loss, weighted: a scalar float32.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from mega_rl.engines.models.attention import PackedSequences
+from mega_rl.engines.models.moe import Expecting
 
 KEY_NORM_EPS = 1e-6  # built into the architecture's code
 
@@ -37,16 +38,18 @@ class HeadWeights(Linear):
         return linear(x.float(), self.weight.float()), None
 
 
-class SparseAttention(DSAttention):
-    """Core attention of latent attention over the tokens that its indexer chooses, a choice for all heads.
+class SparseAttention(Expecting, DSAttention):
+    """Core attention over the tokens that the indexer chooses, a choice for all heads.
 
     Packed tokens choose within their own sequence. The choice has no gradient, and so the indexer keeps its weights:
-    it has neither gradients nor optimizer state.
+    it has neither gradients nor optimizer state. Where the caller announces tokens, the choice is replayed or recorded
+    as another layer's of upstream, which looks it up instead of its indexer's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.indexer.requires_grad_(False)
+        self.reset()
 
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
@@ -55,8 +58,21 @@ class SparseAttention(DSAttention):
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, PackedSequences)
             packed_seq_params = packed_seq_params.by_sequence
+        tokens = self._tokens()
+        replay = None if tokens is None else tokens.replay.get(self.number)
+        self.index_share, self.skip_topk = tokens is not None, replay is not None
+        self._choice = {} if replay is None else {self.layer_number: replay}
         context: Tensor = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if tokens is not None and tokens.chosen is not None:
+            tokens.chosen[self.number] = self._choice[self.layer_number]
+        self._choice = {}
         return context
+
+    def _get_index_share_topk_holder(self, *args: Any) -> dict[int, Tensor]:
+        return self._choice
+
+    def _get_index_share_topk_length_holder(self, *args: Any) -> dict[int, Tensor]:
+        return {}
 
 
 def sparse_attention_spec() -> ModuleSpec:

@@ -42,12 +42,6 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
         problems += [f"{key}: {path}: {problem}" for problem in untrained(checkpoints[key])]
         if config.engine.backend == "megatron":
             problems += [f"{key}: {path}: {problem}" for problem in release_problems(checkpoints[key].family)]
-        quantization = checkpoints[key].quantization
-        if key == ACTOR and quantization is not None and config.rollout.backend == "sglang":
-            problems.append(
-                f"{key}: {path}: SGLang would serve {quantization} weights, and is sent bf16; convert the checkpoint "
-                "(mega-rl convert import, then export)"
-            )
     return checkpoints, problems
 
 

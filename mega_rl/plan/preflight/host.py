@@ -120,16 +120,16 @@ def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
         return
     actor = checkpoints.get("model.path")
     if actor is not None and actor.own is None and FAMILIES[actor.family].absent_in_sglang:
-        yield f"model.path: model_type={actor.family}: SGLang 0.5.20 has no such model; set rollout.backend=hf"
+        yield f"model.path: model_type={actor.family}: SGLang 0.5.21 has no such model; set rollout.backend=hf"
     if actor is not None and actor.own is None and actor.tied and FAMILIES[actor.family].untied_in_sglang:
         yield (
-            f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.20 gives its output "
+            f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.21 gives its output "
             "layer separate weights, which the checkpoint lacks; use an untied checkpoint or rollout.backend=hf"
         )
     needed = FAMILIES[actor.family].needed_by_sglang if actor is not None and actor.own is None else ()
     if actor is not None and (lacking := [key for key in needed if actor.raw.get(key) is None]):
         yield (
-            f"model.path: model_type={actor.family}: without {', '.join(lacking)} in config.json SGLang 0.5.20 "
+            f"model.path: model_type={actor.family}: without {', '.join(lacking)} in config.json SGLang 0.5.21 "
             "computes another model; add them as in the published file, or use rollout.backend=hf"
         )
     if sglang.urls:

@@ -1,4 +1,4 @@
-"""Rollouts by SGLang servers. Written for SGLang 0.5.20; see docs/workers/sglang_worker.md.
+"""Rollouts by SGLang servers. Written for SGLang 0.5.21; see docs/workers/sglang_worker.md.
 
 - `build`: starts or joins a run's servers and connects them with the trainer, from the sections of the config.
 - `weights`: `sync` (one update), `checks`, `reshard` (buckets), `transport` by `cuda_ipc` or `process_group`.

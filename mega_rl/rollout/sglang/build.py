@@ -14,6 +14,7 @@ import torch
 
 from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConfig
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.companions import config_changes
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
@@ -81,6 +82,7 @@ def start_servers(
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
     common = replace(
         _server_settings(rollout, trainer, settings),
+        config_changes=config_changes(hf),  # weights on disk may be quantised, and those that come are not
         host=listening_address(server.host, world, hosts=hosts),
         device=accelerator.device.type,
         mem_fraction=fraction,

@@ -1,6 +1,6 @@
 """Address, keys and control of one server: a deadline for each call. Imports no torch.
 
-Endpoints, bodies and answers are those of SGLang 0.5.20 (srt/entrypoints/http_server.py, srt/managers/io_struct.py).
+Endpoints, bodies and answers are those of SGLang 0.5.21 (srt/entrypoints/http_server.py, srt/managers/io_struct.py).
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ class FakeEngine:
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
 
-    def save_hf(self, directory: Path, *, source: Path) -> None:
+    def save_hf(self, directory: Path, *, source: Path) -> list[float]:
         if self.failure is not None:
             raise self.failure
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(str(source))
+        return [0.5, 0.25]
 
 
 def exports(tmp_path: Path, failure: Exception | None = None, *, on_error: str = "continue") -> HfExports:
@@ -32,7 +33,7 @@ def exports(tmp_path: Path, failure: Exception | None = None, *, on_error: str =
 
 
 def test_a_folder_per_step(tmp_path: Path) -> None:
-    exports(tmp_path)(10)
+    assert list(exports(tmp_path)(10).values()) == [0.5, 0.375]
     assert (tmp_path / "hf" / "step_000010" / "config.json").read_text() == "/model"
 
 

@@ -63,7 +63,8 @@ def test_model_without_table_has_the_half_of_fsdp(tmp_path: Path, capsys: pytest
     assert not_run == {"elements", "plan"}
     assert proofs["plan"]["text"] == "model_type=lfm2 has no table"
     assert "not packed: " in proofs["packing"]["text"]
-    assert main(["card", str(tmp_path), "--layouts", "tp2"]) == 2
+    assert main(["card", str(tmp_path), "--layouts", "tp2", "--out", str(tmp_path / "none")]) == 2
+    assert not (tmp_path / "none").exists()
     assert "--layouts=tp2: model_type=lfm2 has no table" in capsys.readouterr().err
 
 

@@ -72,10 +72,10 @@ def test_a_package_that_is_installed_and_does_not_load_is_missing(
     ("installation", "tools", "reason"),
     [
         (None, [], "not installed; "),
-        (Installation("0.5.9", None), [], "0.5.9 is installed; mega_rl works with 0.5.20 only"),
-        (Installation("0.5.20", None), ["no nvcc"], "no nvcc"),
-        (Installation("0.5.20", None), [], ""),
-        (Installation("0.5.20", Path("/v/sglang")), ["no nvcc"], ""),
+        (Installation("0.5.9", None), [], "0.5.9 is installed; mega_rl works with 0.5.21 and 0.5.20 only"),
+        (Installation("0.5.21", None), ["no nvcc"], "no nvcc"),
+        (Installation("0.5.21", None), [], ""),
+        (Installation("0.5.21", Path("/v/sglang")), ["no nvcc"], ""),
     ],
 )
 def test_sglang_is_reported_and_required(

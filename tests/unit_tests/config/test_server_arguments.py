@@ -85,7 +85,7 @@ def test_keys_that_only_sglang_reads_are_asked_for() -> None:
     config = load(None, [SGLANG, "trainer.device=cpu", "rollout.sglang.urls=[http://127.0.0.1:1]"])
     raw = {**TINY["minimax_m2"], "use_qk_norm": True}
     (line,) = check_servers(config, {"model.path": parse_hf_config(raw)})
-    assert "without use_routing_bias in config.json SGLang 0.5.20 computes another model" in line
+    assert "without use_routing_bias in config.json SGLang 0.5.21 computes another model" in line
     assert list(check_servers(config, {"model.path": parse_hf_config(raw | {"use_routing_bias": True})})) == []
 
 
@@ -107,4 +107,4 @@ def test_names_are_those_of_the_installed_sglang() -> None:
     assert names is not None
     assert (DECIDED.keys() | REFUSED.keys()) - names == {"config"}
     (line,) = check_servers(load(None, [SGLANG, "trainer.device=cpu", f"{KEY}.ep_sizes=2"]), {})
-    assert line == f"{KEY}.ep_sizes: SGLang 0.5.20 has no such argument; its ServerArgs lists them"
+    assert line == f"{KEY}.ep_sizes: SGLang 0.5.21 has no such argument; its ServerArgs lists them"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ def transformers_model(config: dict[str, Any]) -> PreTrainedModel:
     model_type = FAMILIES[config["model_type"]].transformers_type
     known = {key: value for key, value in config.items() if key != "auto_map"}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config_of(copy.deepcopy(known) | {"model_type": model_type}))
+    return AutoModelForCausalLM.from_config(config_of(known | {"model_type": model_type}))
 
 
 def shapes_on_disk(path: Path) -> dict[str, tuple[int, ...]]:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
+from mega_rl.converters.hf.config import release_problems
 from mega_rl.converters.offline import slabs
 from mega_rl.converters.offline.checkpoint import open_checkpoint
 from mega_rl.converters.offline.compare import compare
@@ -140,7 +141,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "decoder_sparse_step": 2, "vocab_size": 51},
     "deepseek_v3": {"family": "deepseek_v3", "tied": False, "mtp_layers": 1, "mtp": "load"},
     "gpt_oss": {"family": "gpt_oss", "tied": False},
+    "apertus": {"family": "apertus", "tied": False},
 }
+if not any(release_problems("qwen3_next")):
+    MODELS |= {family: {"family": family, "tied": False} for family in ("qwen3_next", "qwen3_5_text")}
 # What prediction layers repeat on disk, and the model has once.
 REPEATED = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
 
@@ -157,7 +161,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_megatron_and_converter_read_each_others_checkpoints(world_size: int, converted: Path) -> None:
-    moe = {"qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"}
+    moe = {"qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"}
     models = {name: {"moe": name in moe, "mtp": model.get("mtp", "drop")} for name, model in MODELS.items()}
     for actual in run_ranks(world_size, load_and_save, str(converted), world_size, models, timeout_s=240):
         assert {case: names for case, names in actual.items() if names} == {}

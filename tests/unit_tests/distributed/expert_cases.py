@@ -16,6 +16,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"ep": 2}),
     "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),
+    "cp2": (2, {"cp": 2}),
     "cp2-ep2": (2, {"cp": 2, "ep": 2}),
     "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
     "tp2-sp-etp1": (2, {"tp": 2, "sequence_parallel": True, "etp": 1}),

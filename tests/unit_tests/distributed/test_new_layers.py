@@ -11,10 +11,17 @@ from torch import Tensor
 
 from mega_rl.protocols import LossOutput
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import exported_gradients, make_config, replaced, running_engine, worst_difference
+from tests.helpers.engines import (
+    exported_gradients,
+    make_config,
+    own_rows,
+    replaced,
+    running_engine,
+    worst_difference,
+)
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import FULL, on_megatron
-from tests.unit_tests.distributed.expert_cases import LAYOUTS, run_cases
+from tests.unit_tests.distributed.expert_cases import LAYOUTS, config_of, run_cases
 
 pytestmark = [on_megatron("qwen3_next"), pytest.mark.timeout(900)]  # the first test pays for the launches of all
 
@@ -30,13 +37,16 @@ PLAN = {
     "dp2": ("qwen3_5_text", "qwen3_next", *SPARSE),
     "ep2": ("qwen3_next", "qwen3_5_moe_text", *SPARSE),
     "ep2-pp2": ("qwen3_5_moe_text",),
+    "cp2": ("qwen3_5_text",),
+    "cp2-ep2": ("qwen3_next", "qwen3_5_moe_text"),
     "tp2-sp-ep2-dp2": ("qwen3_next", "glm_moe_dsa"),
 }
 CASES = {f"{layout} {family}": (layout, family) for layout, families in PLAN.items() for family in families}
 if not FULL:
     CASES = {name: CASES[name] for name in ("tp2-sp qwen3_next", "tp2-sp qwen3_5_text", "pp2 qwen3_next",
                                             "dp2 qwen3_5_text", "ep2 qwen3_5_moe_text", "tp2-sp glm_moe_dsa",
-                                            "pp2 deepseek_v32", "dp2 glm_moe_dsa", "ep2 deepseek_v32")}  # fmt: skip
+                                            "pp2 deepseek_v32", "dp2 glm_moe_dsa", "ep2 deepseek_v32",
+                                            "cp2 qwen3_5_text", "cp2-ep2 qwen3_next")}  # fmt: skip
 
 
 class Weighted:
@@ -153,3 +163,56 @@ def test_layout_computes_what_one_rank_computes(results: dict[str, Any], name: s
     assert many["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=NORM_TOLERANCE)
     distance, worst = worst_difference(many["gradients"], one["gradients"])
     assert distance <= LAYOUT_GRADIENTS, worst
+
+
+def replay(rank: int, path: str, cases: list[tuple[str, bool, str]]) -> list[dict[str, Any]]:
+    """What indexers chose, and what comes of it when they would choose otherwise, with and without replay."""
+    actual = []
+    for layout, packing, recompute in cases:
+        config = config_of(Path(path), layout, routing_replay=True)
+        config = replaced(config, "trainer.microbatch", packing=packing, size=2)
+        with running_engine(replaced(config, "model", recompute=recompute)) as engine:
+            rows = own_rows(random_experience(), engine)
+            outputs = {"before": engine.forward(rows)}
+            recorded = rows.clone()
+            recorded.routing = outputs["before"].routing
+            engine.train_minibatch(rows, Weighted(), lr=0.0)
+            gradients = {"before": exported_gradients(engine)}
+            for model in engine.models:
+                for name, parameter in model.named_parameters():
+                    if "indexer.linear_wq_b" in name:
+                        parameter.data.neg_()
+            for name, batch in (("free", rows), ("again", recorded)):
+                outputs[name] = engine.forward(batch)
+                engine.train_minibatch(batch, Weighted(), lr=0.0)
+                gradients[name] = exported_gradients(engine)
+            actual.append({"outputs": outputs, "gradients": gradients})
+    return actual
+
+
+def test_choices_of_indexers_are_replayed(paths: dict[str, str]) -> None:
+    """Experts and chosen tokens alike: any layout records the same, and replays them in updates and recomputation."""
+    one: list[tuple[str, bool, str]] = [("1", True, "none"), ("1", False, "full")]
+    two = [("tp2-sp", True, "full"), ("pp2", False, "none")]
+    cases = [*run_ranks(1, replay, paths["deepseek_v32"], one, timeout_s=300)[0]]
+    cases += run_ranks(2, replay, paths["deepseek_v32"], two, timeout_s=300)[0]
+    first = cases[0]["outputs"]["before"]
+    assert first.routing.shape[2:] == (3 + 4 * 2, 4)  # three mixtures, then six tokens in two rows of each layer
+    assert (in_order(first) <= torch.arange(first.routing.size(1))[:, None, None]).all()  # positions in each sequence
+    for case in cases:
+        before, free, again = (case["outputs"][name] for name in ("before", "free", "again"))
+        assert torch.equal(again.routing, before.routing)
+        assert torch.equal(in_order(before), in_order(first))
+        assert not torch.equal(in_order(free), in_order(first))
+        assert (again.logprobs - first.logprobs).abs().max() <= LAYOUT_LOGPROBS
+        assert (free.logprobs - first.logprobs).abs().max() > 100 * LAYOUT_LOGPROBS
+        ways = case["gradients"]
+        free_way, again_way = (worst_difference(ways[name], ways["before"])[0] for name in ("free", "again"))
+        assert again_way <= LAYOUT_GRADIENTS
+        assert free_way > 100 * LAYOUT_GRADIENTS
+
+
+def in_order(outputs: Any) -> Tensor:
+    """The tokens that every indexer chose, whose order depends on the rounding of scores."""
+    chosen: Tensor = outputs.routing[:, :, 3:].unflatten(2, (4, 2)).flatten(3).sort(-1).values
+    return chosen

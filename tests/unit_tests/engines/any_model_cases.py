@@ -45,11 +45,11 @@ def small_config(model_type: str) -> Any:
     return shrink(CONFIG_MAPPING[model_type](**FIELDS.get(model_type, {})))
 
 
-def write_model(folder: Path, model_type: str) -> None:
+def write_model(folder: Path, model_type: str, *, seed: int = 0) -> None:
     """A checkpoint as transformers writes it."""
     from mega_rl.converters.hf.small import random_model
 
-    model = random_model(small_config(model_type), attention="eager", device=torch.device("cpu"))
+    model = random_model(small_config(model_type), attention="eager", device=torch.device("cpu"), seed=seed)
     model.save_pretrained(folder)
 
 

@@ -91,6 +91,9 @@ def computed(checkpoint: Path, *, head: str = "lm", rows: int | None = None, **m
         return {"outputs": actual, "start": start, "steps": steps, "weights": exported(engine), "buffers": buffers}
 
 
+FROZEN = {"indexer", "beta", "eps"}  # parts of names
+
+
 def distances(left: dict[str, Any], right: dict[str, Any]) -> dict[str, float]:
     """How far two of `computed` are from each other, `right` being the reference."""
     assert left["weights"].keys() == right["weights"].keys()
@@ -107,7 +110,7 @@ def distances(left: dict[str, Any], right: dict[str, Any]) -> dict[str, float]:
         "grad_norm": max(
             abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(left["steps"], right["steps"], strict=True)
         ),
-        "moved": min(float(way.norm()) for name, way in moved.items() if ".indexer." not in name),
+        "moved": min(float(way.norm()) for name, way in moved.items() if not FROZEN & {*name.split(".")}),
         "weights": max(
             float((left["weights"][name] - right["weights"][name]).norm() / way.norm().clamp(min=1e-6))
             for name, way in moved.items()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.live.load import model_config
 from mega_rl.errors import RunError
 from mega_rl.parallel.accelerator import prepare
 from tests.helpers.attention_probe import AttentionProbe
@@ -61,7 +62,12 @@ def cu_seqlens() -> Tensor:
 def model(path: Path, implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True, "dtype": torch.float32}
+    how: dict[str, Any] = {
+        "config": model_config(path),
+        "trust_remote_code": False,
+        "local_files_only": True,
+        "dtype": torch.float32,
+    }
     return AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation, **how).eval()
 
 

@@ -50,9 +50,12 @@ def test_fitting_runs_and_cpus_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
     assert refusal(monkeypatch, QWEN3_8B, 8, {**OF_8B, "trainer.device": "cpu"}, 80 * GB) == []
 
 
-def test_plan_refuses_untrained_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_families_that_transformers_computes_wrongly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mega_rl.plan.preflight.checkpoints.version", lambda package: "5.12.1")
     (tmp_path / "config.json").write_text(
-        json.dumps(TINY["kimi_k2"] | {"max_position_embeddings": 4096}), encoding="utf-8"
+        json.dumps(TINY["glm_moe_dsa"] | {"max_position_embeddings": 4096}), encoding="utf-8"
     )
     arguments = ["gsm8k_qwen3_8b_8gpu", f"model.path={tmp_path}", "engine.megatron.etp=1", "engine.megatron.tp=1"]
     assert main(["plan", *arguments, "--gpus", "8", "--gpu-memory", "80G"]) == 2

@@ -142,6 +142,14 @@ def test_known_reference_fault_is_not_reported(tmp_path: Path) -> None:
     assert "47435" in parity.details[0]
 
 
+@pytest.mark.parametrize(("deviation", "good"), [(0.1, False), (1.0, False), (10.0, True)])
+def test_gate_grows_with_the_logits(deviation: float, good: bool) -> None:
+    """Gemma 3 270M's logits have a deviation of 9.9, and float32 rounds them by 2e-4."""
+    twin, logits = shrink(parse_hf_config(DEEPSEEK_V3)), deviation * torch.randn(1, 64, 64)
+    same = [(torch.zeros(1, 2, 4),) * 2] * len(twin.layers)
+    assert judge(twin, logits, logits + 2 * GATE, same).good == good
+
+
 def test_nan_is_a_difference() -> None:
     """No comparison with nan holds, so the gate must not be written the other way round."""
     twin = shrink(parse_hf_config(DEEPSEEK_V3))

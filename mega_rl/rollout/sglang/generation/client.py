@@ -1,7 +1,7 @@
 """HTTP client for generation on one SGLang server, in token ids. Imports no torch.
 
 A server's bytes are input from outside: each answer is checked against its request, and a wrong one costs one sample.
-Answers are SGLang 0.5.20's, read with --skip-tokenizer-init: output_ids ends with the stop token.
+Answers are SGLang 0.5.21's, read with --skip-tokenizer-init: output_ids ends with the stop token.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from mega_rl.rollout.sglang.generation.samples import (
 )
 from mega_rl.tracking import progress
 
-# An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.20).
+# An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.21).
 STALL_S = 30.0
 _GRACE_S = 5.0  # for aborted requests to answer
 _SLACK_S = 30.0  # beyond a generation's deadline, until it is given up

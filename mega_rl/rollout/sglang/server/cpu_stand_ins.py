@@ -198,12 +198,11 @@ def noise_of_tokens() -> None:
 
     def sample(
         probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, need_min_p: bool, seed: Any, positions: Tensor,
-        *, return_filtered_probs: bool = False,
+        *, return_filtered_probs: bool = False, **more: Any,
     ) -> Any:  # fmt: skip
         if seed is None or need_min_p or return_filtered_probs:
-            return original(
-                probs, top_ks, top_ps, min_ps, need_min_p, seed, positions, return_filtered_probs=return_filtered_probs
-            )
+            more["return_filtered_probs"] = return_filtered_probs
+            return original(probs, top_ks, top_ps, min_ps, need_min_p, seed, positions, **more)
         ordered, tokens = probs.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered  # probability of all more likely tokens
         cut = (torch.arange(probs.shape[-1]) >= top_ks[:, None]) | (before > top_ps[:, None])

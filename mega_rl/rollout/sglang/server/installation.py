@@ -21,7 +21,8 @@ from pathlib import Path
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 
-SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with
+SGLANG_VERSION = "0.5.21"  # what is installed
+TESTED = (SGLANG_VERSION, "0.5.20")  # with launcher, client and weight updates
 CPU_REQUIREMENTS = Path(__file__).parents[1] / "requirements-cpu.txt"
 FOLDER = "sglang"  # below the environment's prefix
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")  # the last place where SGLang looks for nvcc
@@ -51,7 +52,7 @@ def find_sglang(prefix: Path | None = None) -> Installation | None:
 
 
 def argument_names(installation: Installation) -> frozenset[str] | None:
-    """Return the arguments in SGLang's source; None if the source is not as in 0.5.20."""
+    """Return the arguments in SGLang's source; None if the source is not as in 0.5.21."""
     spec = importlib.util.find_spec("sglang")
     own = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     package = installation.folder / "sglang" if installation.folder else own
@@ -73,7 +74,7 @@ def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installat
     Raises UserError with the command to install it, for no SGLang, another version, or on CUDA the one for CPUs.
     """
     installation = find_sglang(prefix)
-    if installation is None or installation.version != SGLANG_VERSION:
+    if installation is None or installation.version not in TESTED:
         there = "it is not installed" if installation is None else f"{installation.version} is installed"
         raise UserError(f"rollout.backend=sglang needs SGLang {SGLANG_VERSION}; {there}; {how_to_install(device)}")
     if device == "cuda" and installation.folder is not None:

@@ -24,7 +24,7 @@ GIB = 1 << 30
 TRAINER_RESIDUE = 3 * GIB  # context, NCCL's buffers, workspaces of libraries, memory that the allocator cannot return
 LEAST_CACHE = GIB  # below it a server takes requests one after the other
 _SETTING = "rollout.sglang.server.args.mem_fraction_static"
-# Tokens of one prefill that SGLang 0.5.20 chooses, by the size of the device (srt/arg_groups/memory_hook.py).
+# Tokens of one prefill that SGLang 0.5.21 chooses, by the size of the device (srt/arg_groups/memory_hook.py).
 _PREFILL_TOKENS = ((20 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192))
 _MOST_PREFILL_TOKENS = 16384
 

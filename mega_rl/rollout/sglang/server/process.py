@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
 import mega_rl
 from mega_rl.config.rules.rollout import is_loopback
+from mega_rl.converters.hf.companions import companions, copy_companions
 from mega_rl.environment import of_other_programs, processors, python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.processes import PIPE, STDOUT, Child
@@ -103,6 +104,10 @@ class ServerProcess:
         self._started, self._starts = time.monotonic(), self._starts + 1
         try:
             self._endpoint.keys.write(scratch / launcher.KEYS_FILE)
+            if own.config_changes:
+                own = replace(own, model_path=scratch / "model")
+                own.model_path.mkdir()
+                copy_companions(own.model_path, companions(self.settings.model_path), own.config_changes)
             if meeting is not None:
                 replace(meeting, number=self.settings.node).write(scratch)
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +120,7 @@ class ServerProcess:
                     env=environment(own, scratch=scratch, packages=packages),
                 )
             os.sched_setaffinity(self._child.pid, processors())  # its GPUs may be near others than this rank's
-        except (OSError, RunError):
+        except (OSError, RunError, UserError):
             self._remove_scratch()
             raise
 
@@ -231,6 +236,8 @@ class ServerSettings:
     """Settings of one server, or of one node's part of it."""
 
     model_path: Path  # checkpoint in Hugging Face's format
+    # Changes of its config.json, None for a key that goes; with any, weights come only from the trainer.
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"  # address to listen on, of this host
     tp: int = 1  # tensor-parallel ranks, on all nodes
     nodes: int = 1  # hosts that it spans
@@ -274,6 +281,8 @@ def arguments(settings: ServerSettings, port: int, meeting: Node | None = None) 
     }
     if meeting is not None:
         given |= {"--nnodes": settings.nodes, "--node-rank": settings.node, "--dist-init-addr": meeting.init_address}
+    if settings.config_changes:
+        given["--load-format"] = "dummy"
     flags = ["--skip-tokenizer-init", *(["--enable-return-routed-experts"] if settings.return_routing else [])]
     if settings.device == "cpu":
         given["--attention-backend"] = "torch_native"

@@ -1,6 +1,6 @@
 """Checks of a server before it gets weights (model, settings, shapes), and a probe of its log-probs afterwards.
 
-SGLang 0.5.20 crashes on a tensor of a wrong shape and ignores an unknown name silently, so the sender checks both.
+SGLang 0.5.21 crashes on a tensor of a wrong shape and ignores an unknown name silently, so the sender checks both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.export import export_plan
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors, outside
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
@@ -25,7 +25,7 @@ from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import Control, ServerError, each
 from mega_rl.rollout.sglang.generation.samples import NUCLEUS_OF_ONE, hidden_bias
-from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
+from mega_rl.rollout.sglang.server.installation import TESTED
 from mega_rl.types import Rollout, TokenOutputs
 
 _SHORT_DTYPES = {"half": "float16", "float": "float32"}
@@ -77,7 +77,7 @@ def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Ex
 def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """Return in words the settings of a server under which an update fails."""
     rules: list[tuple[str, tuple[object, ...], str]] = [
-        ("version", (SGLANG_VERSION,), "its endpoints are known for this release only"),
+        ("version", TESTED, "its endpoints are known for tested releases only"),
         ("pp_size", (1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
         ("quantization", (None, "", "unquant"), "weights are sent unquantised"),
         ("speculative_algorithm", (None, ""), "the draft model would keep its old weights"),
@@ -109,14 +109,14 @@ def _wrong_checkpoint(path: Path, expected: ExpectedServer) -> list[str]:
         shapes: dict[str, tuple[int, ...]] = {}
         if any(path.glob("*.safetensors")):  # a server with --load-format dummy needs none
             with CheckpointReader(path) as reader:
-                outside = set(reader.others if hf.wrapper is not None else ())
-                shapes = {name: info.shape for name, info in reader.tensors.items() if name not in outside}
+                aside = outside(hf, reader.tensors, reader.others)
+                shapes = {name: info.shape for name, info in reader.tensors.items() if name not in aside}
                 hf = as_on_disk(hf, shapes)
     except (UserErrors, UserError, OSError, ValueError, TypeError) as error:
         return [f"its checkpoint {path} cannot be read: {error}"]
     wanted = {name: tensor.shape for name, tensor in hf_tensors(hf, head="lm").items()}
-    aside = ignored_tensors(hf, head="lm")
-    return _wrong_tensors(expected, wanted | {name: shape for name, shape in shapes.items() if name not in aside})
+    ignored = ignored_tensors(hf, head="lm")
+    return _wrong_tensors(expected, wanted | {name: shape for name, shape in shapes.items() if name not in ignored})
 
 
 def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:

@@ -6,7 +6,7 @@ barrier, and speaks with the site's servers. While servers load a bucket the ran
 
 Sharing a tensor records an event, for which the receiver's stream waits; torch frees a buffer only once the receiver
 has counted its handle down. So each bucket is shared anew, and only on ranks whose server will open it: memory with a
-handle that nobody opens is never freed. Written from torch.multiprocessing.reductions and SGLang 0.5.20's
+handle that nobody opens is never freed. Written from torch.multiprocessing.reductions and SGLang 0.5.21's
 srt/utils/patch_torch.py, which names GPUs by their UUID. No machine with SGLang on a GPU has run this yet.
 """
 
@@ -110,7 +110,7 @@ class CudaDevice:
 def payload(data: object, bucket: Bucket, dtype: torch.dtype) -> str:
     """Return a bucket in SGLang's load format for one tensor-parallel rank of a server, base64 text.
 
-    SGLang's unpickler (srt/weight_sync/tensor_bucket.py) admits the names of some modules only; those used here are
+    SGLang's unpickler (SafeUnpickler in srt/utils/common.py) admits the names of a list only; those used here are
     among them. None is SGLang's own: of a tensor's metadata SGLang reads attributes only.
 
     `data`: unpickles to a uint8 tensor of the bucket's bytes; `dtype`: of all but the float32 slots.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -196,13 +196,31 @@ def _answers(control: Control) -> None:
 
 
 def _pause(control: Control) -> None:
-    """Stop generating, then empty the prefix cache of the old weights, which needs an idle server."""
+    """Stop generating, empty the prefix cache of the old weights, and begin an update."""
     control.call("POST", "/pause_generation", {"mode": "abort"})  # takes about a second with requests in flight
     control.flush()
+    try:
+        _session(control, "/begin_weight_update")
+    except ServerError as error:
+        if error.status != 400:
+            raise
+        with suppress(ServerError):  # an update that did not end has left a session open
+            _session(control, "/end_weight_update")
+        _session(control, "/begin_weight_update")
+
+
+def _session(control: Control, path: str) -> None:
+    """Begin or end a session, outside of which SGLang 0.5.21 refuses weights; 0.5.20 has none."""
+    try:
+        control.succeed(path, {})
+    except ServerError as error:
+        if error.status != 404:
+            raise
 
 
 def _finish(control: Control, version: int) -> None:
-    """Resume generation. Raises ServerError if the version of the last bucket has not arrived."""
+    """End the update and resume generation. Raises ServerError: the last bucket's version is missing."""
+    _session(control, "/end_weight_update")
     held = control.object("GET", "/model_info").get("weight_version")
     if held != str(version):
         what = f"weight_version is {held!r} after the update to version {version}"

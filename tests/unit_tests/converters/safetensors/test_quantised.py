@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from mega_rl.converters.live.load import check_tensors
 from mega_rl.converters.offline.convert import export_checkpoint, import_hf
 from mega_rl.converters.plan.parameters import as_on_disk
 from mega_rl.converters.safetensors import reader as reading
+from mega_rl.converters.safetensors.quantised import FP4_VALUES, quantisation_loss
 from mega_rl.converters.safetensors.reader import CheckpointReader, same_bits
 from mega_rl.errors import UserErrors
 from tests.unit_tests.converters.random_checkpoints import write_random
@@ -31,6 +35,10 @@ INT4 = {
         "group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}}
     },
 }
+
+
+FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+FP8 = FP8[FP8.isfinite()]
 
 
 def fp8(block: tuple[int, int] | None) -> dict[str, Any]:
@@ -73,6 +81,44 @@ def test_fp8_blocks_are_those_of_transformers(
     expected = Fp8Dequantize(None)._dequantize_one(stored, scales, output_dtype=torch.bfloat16)
     assert list(reader.tensors) == ["a.weight"]
     assert_reads(reader, "a.weight", expected)
+
+
+# kind, type of the scales -> rows and columns of a block, values, scale of a block by its least and its largest value
+FORMATS: dict[tuple[str, torch.dtype], tuple[int, int, Tensor, Callable[[float, float], float]]] = {
+    ("fp8", torch.float32): (4, 8, FP8, lambda low, high: max(-low, high) / 448),
+    ("fp8", torch.float8_e8m0fnu): (4, 8, FP8, lambda low, high: 2.0 ** math.ceil(math.log2(max(-low, high) / 448))),
+    ("mxfp4", torch.uint8): (
+        1,
+        32,
+        torch.tensor(FP4_VALUES),
+        lambda low, high: 2.0 ** (math.frexp(max(-low, high))[1] - 3),
+    ),
+    ("int4", torch.float32): (1, 8, torch.arange(-8.0, 8.0), lambda low, high: max(-low / 8, high / 7)),
+}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), FORMATS, ids=str)
+def test_quantising_again_loses_the_distance_to_the_nearest_values(kind: str, dtype: torch.dtype) -> None:
+    """Found by search, at the edges, too; what a format has lost once it loses no more."""
+    high, wide, values, scale_of = FORMATS[kind, dtype]
+    original = torch.randn(10, 64 if kind == "mxfp4" else 20)
+    nearest = original.clone()
+    for row in range(0, original.shape[0], high):
+        for col in range(0, original.shape[1], wide):
+            block = original[row : row + high, col : col + wide]
+            grid = values * scale_of(float(block.min()), float(block.max()))
+            chosen = (block[..., None] - grid).abs().argmin(-1)
+            nearest[row : row + high, col : col + wide] = grid[chosen]
+    packed: Any = SimpleNamespace(kind=kind, block=(high, wide), scales=SimpleNamespace(dtype=dtype))
+
+    def loss(matrix: Tensor) -> float:
+        return quantisation_loss(packed, matrix.T[None] if kind == "mxfp4" else matrix)
+
+    expected = float((nearest - original).norm() / original.norm())
+    assert 0.01 < expected < 0.2
+    assert loss(original) == pytest.approx(expected, rel=1e-5)
+    assert loss(nearest) < 1e-6
+    assert loss(torch.zeros_like(original)) == 0.0
 
 
 def test_one_fp8_scale_may_be_a_scalar(tmp_path: Path) -> None:

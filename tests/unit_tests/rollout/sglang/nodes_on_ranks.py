@@ -78,7 +78,7 @@ def lives(rank: int, folder: Path) -> dict[str, Any]:
     agreement.run_on_all.__kwdefaults__["beat_s"] = 0.2  # type: ignore[index]
     os.environ["TOGETHER"] = str(folder / "together")
     program = (sys.executable, "-c", SCRIPTED)
-    sglang = installation.Installation("0.5.20", None)
+    sglang = installation.Installation("0.5.21", None)
     with (
         mock.patch.object(server, "PROGRAM", program),
         mock.patch.object(server, "require_sglang", return_value=sglang),
@@ -159,6 +159,7 @@ def meet(rank: int, meeting: nodes.Node) -> tuple[float, list[str]]:
 def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     """Send a checkpoint to a server of two ranks over a process group; return failures."""
     from mega_rl.rollout.sglang.control import Control, Endpoint, Keys
+    from mega_rl.rollout.sglang.weights import sync
     from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
     from tests.helpers.engines import make_config, running_engine
@@ -167,13 +168,11 @@ def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
         Endpoint(address["index"], address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=60.0
     )
     with closing(control), running_engine(make_config(checkpoint), trainable=False) as engine:
-        control.call("POST", "/pause_generation", {"mode": "abort"})
-        control.flush()
+        sync._pause(control)
         servers = [Server(0, 2, (0, 1), control)]
         weights = TrainerWeights(engine, next(engine.models[0].parameters()).dtype)
         transport = DistributedTransport(weights, servers, bucket_bytes=20_000, timeout_s=60.0)
         failed = transport.send(version=5)
         transport.close()
-        assert control.object("GET", "/model_info")["weight_version"] == "5"
-        control.call("POST", "/continue_generation", {})
+        sync._finish(control, 5)
     return failed

@@ -1,4 +1,4 @@
-"""What is refused before anything is sent. Answers of servers are those of SGLang 0.5.20, cut to what is read."""
+"""What is refused before anything is sent. Answers of servers are those of SGLang 0.5.21, cut to what is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mega_rl.rollout.sglang.weights.checks import ExpectedServer, mismatches, se
 from tests.helpers.models import write_tiny_checkpoint
 
 SERVER = {
-    "version": "0.5.20",
+    "version": "0.5.21",
     "dtype": "float32",
     "tp_size": 2,
     "dp_size": 1,
@@ -80,7 +80,7 @@ MODELS = ({"model_type": "llama"}, {"architectures": ["LlamaForCausalLM"]}, {"is
         (MODELS[0], "serves model_type='llama', the trainer's model is 'qwen3'"),
         (MODELS[1], "serves architectures=['LlamaForCausalLM']"),
         (MODELS[2], "does not generate"),
-        ({"version": "0.4.9"}, "version='0.4.9' must be '0.5.20'"),
+        ({"version": "0.4.9"}, "version='0.4.9' must be '0.5.21'"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be 'float32'"),
         ({"dtype": "auto"}, "dtype='auto'"),
         ({"tp_size": 1}, "tp_size=1 must be 2: as rollout.sglang.server.tp"),

@@ -13,7 +13,7 @@ from tests.helpers.update_server import KEYS, UpdateServer
 @pytest.fixture
 def server() -> Iterator[UpdateServer]:
     with UpdateServer(3) as running:
-        running.paused = True
+        running.paused = running.in_session = True
         yield running
 
 

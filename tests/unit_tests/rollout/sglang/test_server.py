@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -156,12 +157,13 @@ http.server.ThreadingHTTPServer(address, Handler).serve_forever()
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Makes a ServerProcess whose program behaves as given; nothing of it may be left."""
-    monkeypatch.setattr(server, "require_sglang", lambda **_: installation.Installation("0.5.20", None))
+    monkeypatch.setattr(server, "require_sglang", lambda **_: installation.Installation("0.5.21", None))
     made: list[ServerProcess] = []
 
-    def make(how: str, *, timeout_s: float = 30.0) -> ServerProcess:
+    def make(how: str, *, timeout_s: float = 30.0, **given: Any) -> ServerProcess:
         monkeypatch.setattr(server, "PROGRAM", (sys.executable, "-c", SCRIPTED, how))
-        made.append(ServerProcess(replace(SETTINGS, start_timeout_s=timeout_s), index=5, folder=tmp_path / "logs"))
+        settings = replace(SETTINGS, start_timeout_s=timeout_s, **given)
+        made.append(ServerProcess(settings, index=5, folder=tmp_path / "logs"))
         made[-1].start()
         return made[-1]
 
@@ -223,6 +225,20 @@ def test_server_that_starts_again_has_new_keys(scripted: Any) -> None:
     process.stop()
     process.stop()
     assert process.exit_code == -signal.SIGKILL
+
+
+def test_quantised_checkpoint_is_served_without_its_weights(scripted: Any, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    for name, text in (("config.json", json.dumps(config)), ("model.safetensors", "")):
+        (tmp_path / name).write_text(text)
+    process = scripted("well", model_path=tmp_path, config_changes={"quantization_config": None})
+    given = psutil.Process(process.pid).cmdline()
+    folder = Path(given[given.index("--model-path") + 1])
+    assert given[given.index("--load-format") + 1] == "dummy"
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+    assert json.loads((folder / "config.json").read_text()) == {"model_type": "llama"}
+    process.stop()
+    assert not folder.exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,7 +317,7 @@ def routes(endpoint: Endpoint) -> list[tuple[str, str]]:
 def test_every_endpoint_refuses_missing_and_wrong_keys(own: Running) -> None:
     actual = routes(own.endpoint)
     assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= {path for _, path in actual}
-    assert len(actual) > 80, "SGLang 0.5.20 has about 90"
+    assert len(actual) > 80, "SGLang 0.5.21 has about 90"
     let_in = []
     for method, path in actual:
         wrong_for_it = "admin" if path in GENERATION else "api"

@@ -41,7 +41,7 @@ HF = parse_hf_config(CONFIG)
 EXPECTED = ExpectedServer(HF, sent_shapes(Sharding(HF)), "float32")
 INFO = {
     "model": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "is_generation": True, "model_path": "x"},
-    "server": {"version": "0.5.20", "dtype": "float32", "dp_size": 1, "pp_size": 1},
+    "server": {"version": "0.5.21", "dtype": "float32", "dp_size": 1, "pp_size": 1},
 }
 TEMPERATURE = 0.7
 UPDATE = "/update_weights_from_tensor"
@@ -151,7 +151,8 @@ def test_an_update_is_bracketed_and_proved(servers: list[UpdateServer]) -> None:
     run = run_of(servers)
     metrics = run.sync.publish()
     bracket = ["/server_info", "/model_info", "/server_info", "/pause_generation"]
-    rest = [*[UPDATE] * 3, "/model_info", "/continue_generation", "/generate"]
+    rest = ["/begin_weight_update", *[UPDATE] * 3, "/end_weight_update"]
+    rest += ["/model_info", "/continue_generation", "/generate"]
     assert servers[0].paths() == [*bracket, *["/flush_cache"] * 3, *rest]
     assert servers[1].paths() == [*bracket, "/flush_cache", *rest]
     versions = [body.get("weight_version") for path, body in servers[1].calls if path == UPDATE]
@@ -160,12 +161,24 @@ def test_an_update_is_bracketed_and_proved(servers: list[UpdateServer]) -> None:
     assert run.rotation.said == {0: "ready 1", 1: "ready 1", 2: "ready 1"}
     assert [word for index, word in run.rotation.history if index == 0] == ["stale", "ready 1"]
     assert metrics["rollout/weight_version"] == 1.0
-    assert metrics["sync/requests"] == 3 * 11 + 2  # buckets + constant, and two flushes more
+    assert metrics["sync/requests"] == 3 * 13 + 2  # buckets + constant, and two flushes more
     assert metrics["sync/failed_servers"] == 0.0
     assert 0.0 <= metrics["sync/probe_logprob_diff_max"] < 1e-6
     assert (metrics["sync/bytes"], metrics["sync/buckets"], metrics["sync/tensors"]) == (12.0, 3.0, 3.0)
     phases = [f"sync/{phase}_seconds" for phase in ("check", "pause", "send", "continue", "probe")]
     assert metrics["sync/seconds"] == pytest.approx(sum(metrics[phase] for phase in phases))
+
+
+def test_every_order_of_an_update_is_served(servers: list[UpdateServer]) -> None:
+    """A server that wants sessions, one whose last trainer left its session open, and one that knows none."""
+    servers[1].in_session, servers[2].has_sessions = True, False
+    run = run_of(servers)
+    for version in (1, 2):
+        run.trainer.step(version)
+        assert run.sync.publish()["sync/failed_servers"] == 0.0
+        assert [server.weights for server in servers] == [weights_of_version(version)] * 3
+        assert not any(server.in_session for server in servers)
+    assert [server.number("/end_weight_update") for server in servers] == [2, 3, 2]
 
 
 def test_later_updates_ask_less_and_probe_every_time(servers: list[UpdateServer]) -> None:
@@ -186,6 +199,9 @@ FAULTS = [
     ("/model_info", "html", 1, "stale", "no JSON"),
     ("/pause_generation", "hang", 1, "stale", "/pause_generation: waited 2 s"),
     ("/flush_cache", "refuse", 1, "stale", "waited 2 s for the server to be idle"),
+    ("/begin_weight_update", "unsuccessful", 1, "stale", "/begin_weight_update: HTTP 200: no success"),
+    ("/begin_weight_update", "refuse", 1, "stale", "/begin_weight_update: HTTP 400"),
+    ("/end_weight_update", "error", 1, "stale", "/end_weight_update: HTTP 500"),
     (UPDATE, "die", 2, "down", UPDATE),
     (UPDATE, "cut", 2, "stale", UPDATE),
     (UPDATE, "unsuccessful", 2, "stale", "no success: partially updated"),

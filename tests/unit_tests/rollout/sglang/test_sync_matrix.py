@@ -22,10 +22,11 @@ from mega_rl.rollout.sglang.control import Control, Endpoint, Keys, ServerError
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, telling_lines
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import make_config, replaced, running_engine
-from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.engines import make_config, own_rows, replaced, running_engine
+from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import FULL, without
 from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang
+from tests.unit_tests.engines.any_model_cases import VOCAB, write_model
 
 pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
 
@@ -36,12 +37,15 @@ ALL_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ep2": (2, "mixture", {"megatron": MegatronConfig(ep=2)}),
     "fsdp": (2, "dense", {"engine": "fsdp"}),
     "fsdp of experts": (2, "mixture", {"engine": "fsdp"}),
+    "fsdp of any model": (2, "untabled", {"engine": "fsdp"}),
     "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}),
 }
 CASES = without(ALL_CASES, "pp2", "fsdp of experts")  # the stages are those of "tp2-pp2"
 # Tensor-parallel ranks of the servers of each source, a server each.
 SERVERS = {"dense": (1, 2), "mixture": (1, 2)} if FULL else {"dense": (2,), "mixture": (1,)}
+SERVERS["untabled"] = (1,)
 FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False)}  # family, tied
+UNTABLED = "gpt2"  # no table of ours knows it; matrices stored transposed, learned positions, biases
 TEMPERATURE = 0.7
 PROMPTS = [[3, 4, 5, 6], [49], list(range(2, 40)), [7, 7, 7]]
 LIMIT = 1e-5  # nats, float32: matrices of other shapes are summed in another order
@@ -74,6 +78,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for source, (family, tied) in FAMILIES.items():
         for seed, name in enumerate("ab"):
             write_tiny_checkpoint(folder / f"{source}-{name}", family=family, tied=tied, seed=seed)
+    for seed, name in enumerate("ab"):
+        write_model(folder / f"untabled-{name}", UNTABLED, seed=seed)
     return folder
 
 
@@ -82,7 +88,7 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
     """All of them, started side by side."""
     with ExitStack() as stack:
         actual = {}
-        for source in FAMILIES:
+        for source in SERVERS:
             processes = [
                 ServerProcess(
                     ServerSettings(
@@ -182,7 +188,7 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
         source = CASES[case][1]
         for model in "ba":
             config = _config(root, case, model, servers[source])
-            with running_engine(config, trainable=False) as engine:
+            with running_engine(config, trainable=source == "untabled") as engine:
                 from mega_rl.parallel.comm import GroupRanks
 
                 world = GroupRanks(engine.groups.world)
@@ -197,6 +203,8 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                     }
                     if (case, model) == ("tp2", "a"):
                         actual["parity"] = _both_engines(root / "dense-a", connection, engine, world)
+                    if (source, model) == ("untabled", "a"):
+                        actual["steps"] = [_step(engine, connection, pool, world, seed) for seed in range(2)]
                     world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
                     groups = connection.sync._transport._groups
                     names = [] if groups is None else list(groups.names)
@@ -204,6 +212,18 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                     _has_left(endpoint, name) for endpoint in pool.endpoints for name in names if rank == 0
                 ]
     return actual
+
+
+def _step(engine: Any, connection: Any, pool: Any, world: Any, seed: int) -> Any:
+    """(metrics of the update, answers on rank 0) after a step of the trainer."""
+    from mega_rl.algorithms.kl import k3
+    from mega_rl.algorithms.policy_losses import PPO
+    from mega_rl.workers.models import PolicyLoss
+
+    world.sum(torch.zeros(1))  # rank 0 has the answers of the weights before
+    loss = PolicyLoss(PPO(clip_low=0.2, clip_high=0.3), kl=None, kl_estimator=k3)
+    engine.train_minibatch(own_rows(random_experience(vocab_size=VOCAB, seed=seed), engine), loss, lr=1e-2)
+    return connection.sync.publish(), [answers(one) for one in pool.endpoints if world.rank == 0]
 
 
 def _warnings() -> list[str]:
@@ -275,7 +295,7 @@ def sent(root: Path, servers: dict[str, Servers]) -> dict[str, Any]:
         cases = [name for name, case in CASES.items() if case[0] == size]
         ranks = run_ranks(size, _send_in_layouts, cases, str(root), entries, timeout_s=300.0, device=DEVICE)
         for name, result in ranks[0].items():
-            assert name in ("parity", "said") or all(rank[name]["ready"] == result["ready"] for rank in ranks)
+            assert name in ("parity", "steps", "said") or all(rank[name]["ready"] == result["ready"] for rank in ranks)
         actual |= ranks[0] | {"said": [*actual.get("said", []), *ranks[0]["said"]]}
     return actual
 
@@ -303,6 +323,16 @@ def test_every_update_is_proved(sent: dict[str, Any], case: str) -> None:
         assert 0.0 < actual["metrics"]["sync/probe_logprob_diff_max"] <= LIMIT
         stages = CASES[case][2].get("megatron", MegatronConfig()).pp
         assert actual["groups"] == [True] * len(servers) * stages, "a joined server keeps a group"
+
+
+def test_a_model_without_a_table_trains_with_its_server(servers: dict[str, Servers], sent: dict[str, Any]) -> None:
+    before = [tokens for tokens, _ in servers["untabled"].reference[0]]
+    for metrics, answers in sent["steps"]:
+        assert metrics["sync/failed_servers"] == 0.0
+        assert 0.0 < metrics["sync/probe_logprob_diff_max"] <= LIMIT
+        after = [tokens for tokens, _ in answers[0]]
+        assert after != before, "no new weights"
+        before = after
 
 
 def test_servers_of_both_sizes_say_the_same(servers: dict[str, Servers]) -> None:

@@ -1,4 +1,4 @@
-"""PPO at TP2 with a real server, started as a user would start it."""
+"""PPO at TP2 of a quantised checkpoint with a real server, started as a user would start it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mega_rl.cli.quickstart import sums
 from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
+from tests.unit_tests.converters.wrapped import quantise
 
 pytestmark = pytest.mark.skipif(not FULL, reason="make test-full: a minute of training with a real server")
 
@@ -35,6 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[int]]
     folder = tmp_path_factory.mktemp("ppo")
     sums.write_data(folder / "data", seed=0)
     sums.write_model(folder / "model", seed=0)
+    quantise(folder / "model")
     (folder / "reward.py").write_text(REWARD)
     (folder / "tmp").mkdir()
     overrides = [

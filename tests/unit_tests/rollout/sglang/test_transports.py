@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
@@ -19,6 +20,7 @@ from mega_rl.rollout.sglang.weights.cuda_ipc import (
     _DEVICE_ARGUMENT,
     CudaDevice,
     CudaIpcTransport,
+    _Handle,
     as_json,
     from_json,
     payload,
@@ -30,9 +32,13 @@ from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, slo
 from tests.helpers.weight_receiver import FakeReceiver
 from tests.unit_tests.distributed.test_weight_resharding import HostDevice
 
-# SafeUnpickler.ALLOWED_MODULE_PREFIXES and DENY_CLASSES of SGLang 0.5.20 (srt/utils/common.py), as far as they matter.
-ADMITTED = ("builtins.", "functools.", "types.", "torch.")
-DENIED = {("builtins", "eval"), ("builtins", "exec"), ("builtins", "compile"), ("types", "CodeType")}
+# What our payloads need of SafeUnpickler.ALLOWED_GLOBALS of SGLang 0.5.21 (srt/utils/common.py), which are exact names.
+ADMITTED = {
+    ("types", "SimpleNamespace"),
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+    ("torch.storage", "TypedStorage"),
+    *(("torch", name) for name in ("Size", "Tensor", "bfloat16", "float16", "float32", "uint8")),
+}
 
 BUCKET = Bucket((), (Slot("gate", (3,), True, 0, 12), Slot("w", (2, 3), False, 12, 24)))
 
@@ -70,12 +76,11 @@ def test_payload_says_where_tensors_are() -> None:
 
 
 def test_payload_has_no_name_that_sglang_refuses() -> None:
-    """And none of SGLang's, which is not installed here."""
-    names = globals_in(payload(torch.Size([1]), BUCKET, torch.bfloat16))
-    assert ("types", "SimpleNamespace") in names
-    for module, name in names:
-        assert (module + ".").startswith(ADMITTED), f"{module}.{name}"
-        assert (module, name) not in DENIED
+    """Of a handle as torch makes it on a GPU; and none of SGLang's, which is not installed here."""
+    arguments = (torch.Tensor, torch.Size([8]), (1,), 0, torch.TypedStorage, torch.uint8, "GPU-1", b"", 8, 0, False)
+    names = globals_in(payload(_Handle((rebuild_cuda_tensor, arguments)), BUCKET, torch.bfloat16))
+    assert {("types", "SimpleNamespace"), ("torch.multiprocessing.reductions", "rebuild_cuda_tensor")} <= names
+    assert names <= ADMITTED
 
 
 # --- requests
@@ -146,8 +151,6 @@ def test_servers_take_gpus_of_ranks_on_their_host() -> None:
 def test_cuda_handles_name_the_gpu_by_its_uuid() -> None:
     """The seventh argument of torch's rebuild_cuda_tensor is the device, as SGLang's patch of it says too."""
     import inspect
-
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
     assert _DEVICE_ARGUMENT == 6

@@ -41,7 +41,7 @@ class HostServer(UpdateServer):
         model = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "is_generation": True}
         info = {
             "model": {**model, "model_path": str(settings.model_path)},
-            "server": {"version": "0.5.20", "dtype": settings.dtype, "dp_size": 1, "pp_size": 1},
+            "server": {"version": "0.5.21", "dtype": settings.dtype, "dp_size": 1, "pp_size": 1},
         }
         super().__init__(index, tp=settings.tp, info=info, host=settings.host, keys=Keys.random())
         self._count = threading.Lock()
