@@ -161,6 +161,7 @@ class Adapter:
     alpha: float
     targets: tuple[str, ...]  # last parts of modules' names on disk: "q_proj"
     rank_stabilised: bool = False  # alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732)
+    path: str = ""  # PEFT folder that it begins as; empty: B is zero
 
     @property
     def scale(self) -> float:

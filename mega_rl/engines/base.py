@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from mega_rl.config.needs import Role
 from mega_rl.config.schema import EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.live.export import ModelPlace, export_hf, merged
+from mega_rl.converters.live.adapters import merged
+from mega_rl.converters.live.export import ModelPlace, export_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.packing import MicroBatch

@@ -59,13 +59,15 @@ def resolve_model(
     Raises UserError: the settings ask for what cannot run here.
     """
     hf = read_hf_config(path, any_model=settings.engine.backend == "fsdp")
-    hf = adapted(hf, settings.model.adapter) if trainable else hf
+    hf = adapted(hf, settings.model.adapter, head) if trainable else hf
     if settings.engine.backend == "fsdp" and needs_proof(hf.raw):
         proven = prove_rows(name, path, attention, packing=settings.microbatch.packing, device_type=device_type)
         return ModelRequest(name, path, hf, head, trainable, impl="hf", attention=proven[0], packs=proven[1])
     impl: Spec = "hf"
     if settings.engine.backend == "megatron":
-        impl = choose_transformer_impl(settings.engine.megatron.transformer_impl, device_type=device_type)
+        # Transformer Engine's linear layers norm their input themselves, so adapters would not see the normed one.
+        wanted = "local" if settings.model.adapter.rank else settings.engine.megatron.transformer_impl
+        impl = choose_transformer_impl(wanted, device_type=device_type)
     chosen = choose_attention(
         attention.word,
         key=attention.key,
@@ -191,7 +193,7 @@ def _build_fsdp(
     fsdp, device, dtype = settings.engine.fsdp, accelerator.device, DTYPES[settings.model.dtype]
     model, transformers_model = skeleton(request.path, head=request.head, attention=request.attention)
     if request.hf.adapter is not None:
-        add_adapters(model, request.hf.adapter)
+        add_adapters(model, request.hf, head=request.head)
     if request.trainable:
         freeze(model.named_parameters(), settings.model.frozen, everyone=SingleRank())
     else:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mega_rl.converters.architecture import DiskTensor
+from mega_rl.converters.live.adapters import add_stored
 from mega_rl.converters.live.copying import fill_all
 from mega_rl.converters.live.load import LoadReport, check_tensors
 from mega_rl.converters.plan.adapters import A
@@ -68,6 +69,7 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
     kept: list[str] = []
     with CheckpointReader(path) as reader:
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
+        add_stored(reader, hf.adapter)
         ignored, absent = check_tensors(reader, hf, sharding.head)
         renamed = {TokenClassifier.HEAD: hf.value_head}
         jobs: list[tuple[Tensor, list[Copy]]] = []

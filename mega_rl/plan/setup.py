@@ -88,7 +88,7 @@ class RunSetup:
         """Return the layers that run: transformers', Transformer Engine's, or Megatron-Core's own."""
         if self.config.engine.backend == "fsdp":
             return "hf"
-        wanted = self.config.engine.megatron.transformer_impl
+        wanted = "local" if self.config.model.adapter.rank else self.config.engine.megatron.transformer_impl
         return "te" if wanted == "transformer_engine" or (wanted == "auto" and self.machine.has_te) else "local"
 
     @property
@@ -141,7 +141,7 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
         hf = checkpoints.get(own.get(role, ""), checkpoints["model.path"])
         head: Head = "lm" if role in ("actor", "reference") else "value"
         trainable = role in ("actor", "critic")
-        hf = adapted(hf, config.model.adapter) if trainable else hf
+        hf = adapted(hf, config.model.adapter, head) if trainable else hf
         models[role] = PlannedModel(role, hf, head, trainable=trainable)
     return models
 

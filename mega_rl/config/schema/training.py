@@ -28,6 +28,7 @@ class AdapterConfig:
         "Modules with an adapter: last parts of their names in the checkpoint.",
     )
     rs: bool = setting(False, "Scale by alpha / sqrt(rank) (rank-stabilised).")
+    path: str = setting("", "PEFT folder that the actor's adapters begin from; empty: they add nothing at first.")
 
 
 @dataclass(frozen=True)

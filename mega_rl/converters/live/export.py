@@ -8,7 +8,7 @@ hold it, by broadcast: a gather over all expert-parallel ranks would take as man
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,9 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.live.load import weights_of
-from mega_rl.converters.plan.adapters import WEIGHT, A, B
 from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
@@ -149,19 +147,6 @@ def export_hf(
         _exchange(gathered, members, unit, pp_group=place.pp_group if stages > 1 else None)
         sizes = [prod(param.shape) for unit in bucket for param in unit.params]
         yield from _assemble(bucket, [torch.split(row, sizes) for row in gathered], wire)
-
-
-def merged(weights: Iterable[tuple[str, Tensor]], adapter: Adapter | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights W + scale B A of a model from those of `export_hf`, where adapters precede their weights."""
-    parts: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        if name.endswith((A, B)):
-            parts[name] = tensor
-            continue
-        a, b = (parts.pop(name.removesuffix(WEIGHT) + end, None) for end in (A, B))
-        if adapter is not None and a is not None and b is not None:
-            tensor = (tensor.float() + adapter.scale * (b.float() @ a.float())).to(tensor.dtype)
-        yield name, tensor
 
 
 def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> Iterator[list[ExportUnit]]:

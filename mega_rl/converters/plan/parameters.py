@@ -13,9 +13,10 @@ from typing import NamedTuple
 from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import LAYER_KINDS, Rule, Source
-from mega_rl.converters.plan.adapters import PART, WEIGHT, A, B, with_adapters
+from mega_rl.converters.plan.adapters import PART, WEIGHT, A, B, uncut, with_adapters
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -159,7 +160,7 @@ def _value_head(hf: HFConfig) -> Rule:
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
     """Return the rules in force, with the model's output head; a tied one has no tensor."""
     if hf.own is not None:
-        return list(with_adapters(_own_rules(hf, head), hf.adapter))
+        return with_adapters(_own_rules(hf, head), hf.adapter)
     rules = []
     for rule in FAMILIES[hf.family].rules:
         if not hf.switches.issuperset(set(rule.when) - LAYER_KINDS):
@@ -170,7 +171,15 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
             elif hf.tied:
                 rule = replace(rule, sources=())
         rules.append(rule)
-    return list(with_adapters(rules, hf.adapter))
+    return with_adapters(rules, hf.adapter)
+
+
+def adapter_problems(hf: HFConfig, layout: ParallelLayout) -> list[str]:
+    """Return why the adapters of a model cannot be made, or cut this way."""
+    try:
+        return [] if hf.adapter is None else list(dict.fromkeys(uncut(rules_of(hf, "lm"), hf, layout)))
+    except UserError as error:
+        return [str(error)]
 
 
 def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
