@@ -126,9 +126,9 @@ def replaced(config: Config, area: str, **changes: Any) -> Config:
     return with_settings(config, {f"{area}.{name}": value for name, value in changes.items()})
 
 
-def save_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
-    """The engine's state as a checkpoint of step 1; collective."""
-    _checkpoints(engine, folder, role).save(1, {})
+def save_state(engine: Any, folder: Path, *, role: str = "actor", config: Config | None = None) -> None:
+    """The engine's state as a checkpoint of step 1, with a run's config; collective."""
+    _checkpoints(engine, folder, role, {} if config is None else dataclasses.asdict(config.model)).save(1, {})
 
 
 def load_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
@@ -136,7 +136,7 @@ def load_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
     assert _checkpoints(engine, folder, role).restore() is not None
 
 
-def _checkpoints(engine: Any, folder: Path, role: str) -> Any:
+def _checkpoints(engine: Any, folder: Path, role: str, model: dict[str, Any] | None = None) -> Any:
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.parallel.comm import GroupRanks
 
@@ -147,7 +147,7 @@ def _checkpoints(engine: Any, folder: Path, role: str) -> Any:
         settings=CheckpointConfig(on_error="stop"),
         identity={"engine": "fsdp" if type(engine).__name__ == "FSDPEngine" else "megatron"},
         layout=engine.groups.layout,
-        config={},
+        config={"model": model} if model else {},
         rank_states={},
     )
 

@@ -17,7 +17,7 @@ from mega_rl.converters.families.rules import Primitive, Rule, Source
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.untrusted import parse_object
+from mega_rl.untrusted import is_count, is_number, parse_object
 
 PART = ".adapter."  # between a layer and a part of its adapter
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"  # ends of names on disk, PEFT's
@@ -72,8 +72,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise UserError(f"{path}: cannot be read ({error}); name a folder that PEFT has saved") from error
     rank, alpha, targets = (raw.get(key) for key in ("r", "lora_alpha", "target_modules"))
     faults = [f"{key}={raw[key]!r}" for key, plain in _PLAIN.items() if raw.get(key) and raw[key] != plain]
-    faults += [] if type(rank) is int and rank > 0 else [f"r={rank!r}"]
-    faults += [] if type(alpha) in (int, float) and alpha > 0 else [f"lora_alpha={alpha!r}"]
+    faults += [] if is_count(rank, 1) else [f"r={rank!r}"]
+    faults += [] if is_number(alpha) and alpha > 0 else [f"lora_alpha={alpha!r}"]
     is_list = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
     faults += [] if is_list else [f"target_modules={targets!r}"]
     if faults:
