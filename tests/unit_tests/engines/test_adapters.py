@@ -129,7 +129,7 @@ def test_adapters_equal_merged_weights(case: str, layout: str, tmp_path: Path) -
     got = run_ranks(ranks, compute, str(tmp_path / "adapted"), layout, targets)[0]
     for name, one in (("logprobs", merged), ("base", base)):
         torch.testing.assert_close(got[name], one["logprobs"], atol=2e-5, rtol=0, msg=f"{layout} {name}")
-    assert got["gradients"].keys() == expected.keys()
+    assert {name for name in got["gradients"] if "bias" not in name} == expected.keys()
     for name, one in expected.items():
         far = (got["gradients"][name].double() - one).norm() / one.norm().clamp(min=1e-9)
         assert far < TOLERANCE, f"{layout}: {name} is off by {far:.1e}"
