@@ -29,7 +29,6 @@ from mega_rl.engines.fsdp_proof import prove_rows
 from mega_rl.engines.fsdp_weights import load_rows
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.engines.microbatches import Batching
-from mega_rl.engines.models.adapters import freeze_base
 from mega_rl.engines.models.build import DTYPES, build_chunks, fuse_weight_gradients, transformer_config
 from mega_rl.engines.models.heads import use_fp32_logits
 from mega_rl.engines.models.routing import Routing
@@ -161,8 +160,6 @@ def _trainable(
 ) -> tuple[list[Any], MegatronOptimizer]:
     """Freeze what the config names, wrap the chunks, and return them with their optimizer."""
     megatron = settings.engine.megatron
-    if settings.model.adapter.rank:
-        freeze_base(chunks)
     freeze(named_parameters(chunks), settings.model.frozen, everyone=ranks_of(groups.world))
     for chunk in chunks:
         let_gradients_through(chunk)

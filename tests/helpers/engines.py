@@ -93,6 +93,14 @@ def exported(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.export_weights()}
 
 
+def parts(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights, with adapters apart, under Hugging Face's names, as copies."""
+    from mega_rl.converters.live.export import export_hf
+
+    tensors = export_hf(engine.whole_chunks(), engine.place, dtype=engine.export_dtype)
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
+
+
 def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
     """The main gradients under Hugging Face's names, without weights that are frozen.
 
@@ -106,7 +114,7 @@ def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
             kept.append((parameter, parameter.data))
             missing = torch.full_like(parameter, torch.nan)
             parameter.data = getattr(parameter, "main_grad", missing).to(parameter.dtype).clone()
-    gradients = {name: tensor.detach().cpu().clone() for name, tensor in engine.export_parts()}
+    gradients = parts(engine)
     for parameter, data in kept:
         parameter.data = data
     return {name: gradient for name, gradient in gradients.items() if not gradient.isnan().all()}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -33,13 +32,15 @@ from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.models.heads import ValueHead
 from mega_rl.parallel.groups import Groups
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Cut = Literal["rows", "columns", "none"]  # of the layer's weight, over tensor parallelism
 
 
 class LayerAdapter(nn.Module):
-    """The adapter of a layer; `enabled` says whether the layer's output has it."""
+    """The adapter of a layer."""
 
-    enabled = True
+    enabled: ClassVar[bool] = True  # whether the outputs of layers have theirs, in this process
 
 
 class LinearAdapter(LayerAdapter):
@@ -151,7 +152,7 @@ def _part_of_a(plan: ParamPlan, shape: tuple[int, ...]) -> Tensor:
 
 
 def attach(chunk: GPTModel, plan: Sequence[ParamPlan], *, hf: HFConfig, head: Head, groups: Groups) -> None:
-    """Give the linear layers of a chunk the adapters that its plan has."""
+    """Give the linear layers of a chunk the adapters that its plan has; only they and a value head then train."""
     assert hf.adapter is not None
     kind, layout = chunk.config.params_dtype, groups.layout
     shapes, weights = hf_tensors(hf, head=head), {param.name: param for param in plan}
@@ -167,15 +168,9 @@ def attach(chunk: GPTModel, plan: Sequence[ParamPlan], *, hf: HFConfig, head: He
             adapter.join(groups.tp, sequence_parallel=layout.sequence_parallel)
         layer.adapter = adapter
         layer.register_forward_hook(_add)
-
-
-def freeze_base(chunks: Iterable[nn.Module]) -> None:
-    """Take all weights out of training but adapters and value heads."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(
-                PART in name or isinstance(chunk.get_submodule(name.rpartition(".")[0]), ValueHead)
-            )
+    for name, parameter in chunk.named_parameters():
+        is_head = isinstance(chunk.get_submodule(name.rpartition(".")[0]), ValueHead)
+        parameter.requires_grad_(PART in name or is_head)
 
 
 def _add(layer: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -185,14 +180,14 @@ def _add(layer: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) 
     return (output[0] + adapter(inputs[0]).to(output[0].dtype), output[1]) if adapter.enabled else output
 
 
-@contextmanager
-def without_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute the model without its adapters in the block."""
-    adapters = [one for module in modules for one in module.modules() if isinstance(one, LayerAdapter)]
-    for adapter in adapters:
-        adapter.enabled = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.enabled = True
+def without_adapters(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a function that computes models without their adapters."""
+
+    def of_base(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        LayerAdapter.enabled = False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            LayerAdapter.enabled = True
+
+    return of_base

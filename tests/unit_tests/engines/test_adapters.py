@@ -18,6 +18,7 @@ from mega_rl.config.schema import MegatronOptimizerConfig
 from mega_rl.config.schema.training import AdapterConfig
 from mega_rl.converters.offline.convert import export_checkpoint, merge_adapter
 from mega_rl.engines.fsdp_model import sharded_parameters
+from mega_rl.engines.models.adapters import without_adapters
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import (
     LAYOUTS,
@@ -26,6 +27,7 @@ from tests.helpers.engines import (
     load_state,
     make_config,
     own_rows,
+    parts,
     replaced,
     running_engine,
     save_state,
@@ -62,8 +64,8 @@ def write_pair(folder: Path, family: str, targets: tuple[str, ...]) -> dict[str,
     save_file(weights, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
     write_tiny_checkpoint(folder / "base", family=family)
     base = load_file(folder / "base" / "model.safetensors")
-    parts = {f"{m}.lora_{end}.weight": part for m, (a, b) in adapters.items() for end, part in (("A", a), ("B", b))}
-    save_file(base | parts, folder / "adapted" / "model.safetensors", metadata={"format": "pt"})
+    tensors = {f"{m}.lora_{end}.weight": part for m, (a, b) in adapters.items() for end, part in (("A", a), ("B", b))}
+    save_file(base | tensors, folder / "adapted" / "model.safetensors", metadata={"format": "pt"})
     return adapters
 
 
@@ -83,7 +85,7 @@ def compute(rank: int, checkpoint: str, layout: str, targets: tuple[str, ...]) -
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
         logprobs = whole(engine.forward(rows).logprobs, engine)
-        base = whole(engine.forward_base(rows).logprobs, engine)
+        base = whole(without_adapters(engine.forward)(rows).logprobs, engine)
         metrics = engine.train_minibatch(rows, losses("lm"), lr=0.0)
         read = fsdp_gradients if engine_name == "fsdp" else exported_gradients
         return {"logprobs": logprobs, "base": base, "norm": metrics["grad_norm"], "gradients": read(engine)}
@@ -151,9 +153,8 @@ def steps(rank: int, checkpoint: str, layout: str, folder: str, start: str) -> d
         if start == "new":
             save_state(engine, Path(folder), config=config)
             engine.save_hf(Path(folder) / "hf", source=Path(checkpoint))
-        parts = {name: tensor.detach().cpu().clone() for name, tensor in engine.export_parts()}
         logprobs = whole(engine.forward(rows).logprobs, engine)
-        return {"parts": parts, "merged": exported(engine), "logprobs": logprobs}
+        return {"parts": parts(engine), "merged": exported(engine), "logprobs": logprobs}
 
 
 @pytest.fixture(scope="module", params=[("tp2-sp", "pp2"), ("fsdp2", "fsdp1")], ids=lambda pair: pair[0])
@@ -189,10 +190,10 @@ def test_base_stays_and_export_is_merged(trained: Any) -> None:
         assert all(torch.equal(tensor, first["merged"][name]) for name, tensor in weights.items()), where
     live, offline = (folder / "run" / "hf" / "adapter", folder / "offline" / "adapter")
     assert (live / "adapter_config.json").read_bytes() == (offline / "adapter_config.json").read_bytes()
-    parts, others = (load_file(path / "adapter_model.safetensors") for path in (live, offline))
-    assert len(parts) == 2 * 7 * 4  # A and B, modules, layers
-    assert parts.keys() == others.keys()
-    assert all(torch.equal(tensor, others[name]) for name, tensor in parts.items())
+    apart, others = (load_file(path / "adapter_model.safetensors") for path in (live, offline))
+    assert len(apart) == 2 * 7 * 4  # A and B, modules, layers
+    assert apart.keys() == others.keys()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in apart.items())
 
 
 def test_resume_is_equal_on_its_layout_and_close_on_another(trained: Any) -> None:
