@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -71,16 +72,13 @@ def inspect(
         show(facts, _as_yaml(facts), as_json=as_json)
         return
     sharding = _sharding(path, layout, head=head, mtp=mtp)
-    from mega_rl.converters.offline.compare import describe, describe_config
+    from mega_rl.converters.offline.compare import describe
+    from mega_rl.converters.safetensors.reader import CheckpointReader
 
-    kind = "hf"
-    if not any(path.glob("*.safetensors*")):
-        kind, description = "config", describe_config(sharding)
-    else:
-        from mega_rl.converters.safetensors.reader import CheckpointReader
-
-        with CheckpointReader(path) as reader:
-            sharding, description = describe(reader, sharding)
+    has_weights = any(path.glob("*.safetensors*"))
+    with CheckpointReader(path) if has_weights else nullcontext() as reader:
+        sharding, description = describe(sharding, reader)
+    kind = "hf" if has_weights else "config"
     facts = {"kind": kind, "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(description)}
     facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k not in ("raw", "wrapper")}
     show(facts, _as_yaml(facts), as_json=as_json)
