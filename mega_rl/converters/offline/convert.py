@@ -35,10 +35,10 @@ from mega_rl.converters.offline.checkpoint import (
 from mega_rl.converters.offline.slabs import extra_state_keys, parts_of, slab_of, whole_model
 from mega_rl.converters.offline.torch_dist import Written, write_metadata
 from mega_rl.converters.offline.writing import Conversion, Merge, Output, Report, convert, group_outputs
-from mega_rl.converters.plan.adapters import WEIGHT, A, B, adapted, read_adapter_config
+from mega_rl.converters.plan.adapters import WEIGHT, A, B, read_adapter_config
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, invert
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors, outside
+from mega_rl.converters.plan.parameters import adapted, as_on_disk, hf_tensors, kept_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, matrix_shape, renamed

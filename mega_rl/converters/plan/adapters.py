@@ -7,15 +7,14 @@ sources. A fused weight, such as q, k and v, so has the adapters of three module
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mega_rl.config.schema import AdapterConfig
 from mega_rl.converters.architecture import Adapter, HFConfig
 from mega_rl.converters.families.rules import Primitive, Rule, Source
-from mega_rl.converters.plan.sharding import Head
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.untrusted import is_count, is_number, parse_object
 
@@ -26,25 +25,6 @@ CONFIG_FILE = "adapter_config.json"
 _PLAIN = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
     ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "target_parameters")
 )
-
-
-def adapted(hf: HFConfig, settings: AdapterConfig, head: Head) -> HFConfig:
-    """Return a model with the adapters of `model.adapter`; rank 0: as it is.
-
-    Raises UserErrors: `path`, which is a policy's, holds another adapter than the settings describe.
-    """
-    if not settings.rank:
-        return hf
-    path = settings.path if head == "lm" else ""
-    if path:
-        stored = asdict(read_adapter_config(Path(settings.path)))
-        given = asdict(settings) | {"path": "", "targets": sorted(set(settings.targets))}
-        different = [name for name in stored if stored[name] != given[name]]
-        if different:
-            problem = "model.adapter.{}={}: the adapter in {} has {}; set that"
-            raise UserErrors([problem.format(n, given[n], settings.path, stored[n]) for n in different])
-    rank, alpha, targets = settings.rank, settings.alpha, tuple(settings.targets)
-    return replace(hf, adapter=Adapter(rank, alpha, targets, settings.rs, path))
 
 
 def adapter_config(adapter: Adapter, base: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 
 from mega_rl.config.schema import AdapterConfig
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.converters.plan.adapters import adapted, adapter_config, read_adapter_config
-from mega_rl.converters.plan.parameters import adapter_problems
+from mega_rl.converters.plan.adapters import adapter_config, read_adapter_config
+from mega_rl.converters.plan.parameters import adapted, adapter_problems
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 from tests.unit_tests.converters.tiny_configs import TINY
