@@ -127,7 +127,7 @@ class TokenClassifier(nn.Module):
 
 
 def add_adapters(model: nn.Module, hf: HFConfig, *, head: Head) -> None:
-    """Give the linear layers that adapters' targets name one each, and take all other weights out of training.
+    """Give the linear layers that adapters' targets name one each; all other weights stay as they are.
 
     Raises UserError: a target is no linear layer in transformers.
     """

@@ -1,6 +1,6 @@
-"""Low-rank adapters as rules: what a family's table says of a weight W says where the rows of B and columns of A go.
+"""Low-rank adapters as rules, derived from those of the weights.
 
-An adapter of a linear layer has one A for each module on disk that makes its weight, and one B for each of the rule's
+What a family's table says of a weight W says where the rows of B and the columns of A go. An adapter of a linear layer has one A for each module on disk that makes its weight, and one B for each of the rule's
 sources. A fused weight, such as q, k and v, so has the adapters of three modules, of which some may be missing.
 """
 
@@ -91,7 +91,7 @@ def uncut(rules: Iterable[Rule], hf: HFConfig, layout: ParallelLayout) -> Iterat
 
 
 def _is_linear(rule: Rule) -> bool:
-    """Return whether a rule is that of a linear layer's weight, made of tensors that adapters can follow."""
+    """Return whether a rule is a linear layer's weight, of tensors that adapters can follow."""
     whole = not any(source.stacked or source.transposed or source.share for source in rule.sources)
     named = rule.param.endswith(WEIGHT) and ".router." not in rule.param and rule.primitive != "vocab"
     return whole and named and not rule.optional and any(_is_matrix(source) for source in rule.sources)

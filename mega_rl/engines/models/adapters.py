@@ -119,7 +119,7 @@ class LowRank(LayerAdapter):
 
 
 def _rows_of_sources(weight: ParamPlan, held: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return (rows of each source in a layer's output here, the number of turns that they take).
+    """Return (rows of each source in a layer's output here, number of turns that they take).
 
     held: rows of the sources that have a B.
     """
@@ -139,7 +139,10 @@ def _disk_name(plan: ParamPlan) -> str:
 
 
 def first_a(module: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a new A [rank, in] of a module on disk, uniform within 1 / sqrt(in): the same on every layout."""
+    """Return a new A [rank, in] of a module on disk, uniform within 1 / sqrt(in).
+
+    It depends on the module's name alone, so it is the same on every layout.
+    """
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:7], "little")
     uniform = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
     return uniform * shape[1] ** -0.5
@@ -152,14 +155,17 @@ def _part_of_a(plan: ParamPlan, shape: tuple[int, ...]) -> Tensor:
 
 
 def attach(chunk: GPTModel, plan: Sequence[ParamPlan], *, hf: HFConfig, head: Head, groups: Groups) -> None:
-    """Give the linear layers of a chunk the adapters that its plan has; only they and a value head then train."""
+    """Give the linear layers of a chunk the adapters that its plan has.
+
+    Only they and a value head then train.
+    """
     assert hf.adapter is not None
     kind, layout = chunk.config.params_dtype, groups.layout
     shapes, weights = hf_tensors(hf, head=head), {param.name: param for param in plan}
     parts: dict[str, dict[str, ParamPlan]] = defaultdict(dict)
     for param in plan:
-        name, found, part = param.name.partition(PART)
-        if found:
+        name, is_part, part = param.name.partition(PART)
+        if is_part:
             parts[name][part] = param
     for name, of_layer in parts.items():
         layer, weight = chunk.get_submodule(name), weights[f"{name}.weight"]
