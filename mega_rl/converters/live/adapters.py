@@ -17,7 +17,7 @@ from mega_rl.converters.safetensors.reader import CheckpointReader, read_header
 from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec
 from mega_rl.errors import UserError
 
-FOLDER = "adapter"  # of a PEFT folder, in that of the merged weights
+FOLDER = "adapter"  # holds a PEFT folder, next to merged weights
 _FILE, _PREFIX = "adapter_model.safetensors", "base_model.model."
 
 

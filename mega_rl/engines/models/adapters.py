@@ -34,7 +34,7 @@ from mega_rl.parallel.groups import Groups
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Cut = Literal["rows", "columns", "none"]  # of the layer's weight, over tensor parallelism
+Cut = Literal["rows", "columns", "none"]  # cut of the layer's weight, over tensor parallelism
 
 
 class LayerAdapter(nn.Module):
@@ -141,7 +141,7 @@ def _disk_name(plan: ParamPlan) -> str:
 def first_a(module: str, shape: tuple[int, ...]) -> Tensor:
     """Return a new A [rank, in] of a module on disk, uniform within 1 / sqrt(in).
 
-    It depends on the module's name alone, so it is the same on every layout.
+    It depends on nothing but the module's name, so it is the same on every layout.
     """
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:7], "little")
     uniform = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
