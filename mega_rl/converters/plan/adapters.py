@@ -1,7 +1,8 @@
 """Low-rank adapters as rules, derived from those of the weights.
 
 What a family's table says of a weight W says where the rows of B and the columns of A go. An adapter of a linear layer
-has one A for each module on disk that makes its weight, and one B for each of the rule's sources. A fused weight, such as q, k and v, so has the adapters of three modules, of which some may be missing.
+has one A for each module on disk that makes its weight, and one B for each of the rule's sources. A fused weight, such as q, k
+and v, so has the adapters of three modules, of which some may be missing.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def _rules_of_adapter(rule: Rule, adapter: Adapter) -> Iterator[Rule]:
 def _derived(rule: Rule, param: str, primitive: Primitive, source: Source) -> Rule:
     """Return the rule of a part of an adapter.
 
-    A checkpoint without the part leaves it as it begins. One tensor on disk may make several parts, so all of a layer are exported together.
+    A checkpoint without the part leaves it as it begins. One tensor on disk may make several parts, so all of a layer
+    are exported together.
     """
     te = rule.te and param.replace(rule.param.removesuffix(WEIGHT), rule.te.removesuffix(WEIGHT))
     return replace(
