@@ -1,8 +1,8 @@
 """Low-rank adapters as rules, derived from those of the weights.
 
 What a family's table says of a weight W says where the rows of B and the columns of A go. An adapter of a linear layer
-has one A for each module on disk that makes its weight, and one B for each of the rule's sources. A fused weight, such as q, k
-and v, so has the adapters of three modules, of which some may be missing.
+has one A for each module on disk that makes its weight, and one B for each of the rule's sources. A fused weight,
+such as q, k and v, so has the adapters of three modules, of which some may be missing.
 """
 
 from __future__ import annotations
