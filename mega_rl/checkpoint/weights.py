@@ -15,10 +15,9 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.copying import ShapeAndDtype
 from mega_rl.converters.offline.checkpoint import WeightFiles, open_boxes
 from mega_rl.converters.offline.torch_dist import Chunk, DistTensor
-from mega_rl.converters.plan.adapters import adapted
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import Home
-from mega_rl.converters.plan.parameters import disk_tensors, hf_tensors
+from mega_rl.converters.plan.parameters import adapted, disk_tensors, hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader, TensorInfo

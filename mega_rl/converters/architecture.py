@@ -155,7 +155,7 @@ class OwnTable:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Low-rank adapters (arXiv:2106.09685): W + `scale` B A in the place of the weights W that `targets` name."""
+    """Low-rank adapters: W + `scale` B A in the place of weights W. Source: arXiv:2106.09685."""
 
     rank: int
     alpha: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.packing import MicroBatch
 from mega_rl.engines.microbatches import Batching
-from mega_rl.engines.models.adapters import without_adapters
 from mega_rl.engines.models.specs import Attention
 from mega_rl.engines.offload import PartsOffload, chosen_parts
 from mega_rl.parallel.boxes import EngineState
@@ -30,7 +29,7 @@ from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Engine
-from mega_rl.types import Experience, IdRanges, Lesson, Rollout, TokenOutputs
+from mega_rl.types import IdRanges, Lesson, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -107,21 +106,8 @@ class ModelEngine(Engine):
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return merged(self.export_parts(), self.sharding.hf.adapter)
-
-    @property
-    @abstractmethod
-    def models(self) -> Sequence[torch.nn.Module]:
-        """Return the modules that compute, without wrappers for data parallelism."""
-
-    def forward_base(self, batch: Rollout | Experience) -> TokenOutputs:
-        """Return what `forward` returns of the model without its adapters; collective."""
-        with without_adapters(self.models):
-            return self.forward(batch)
-
-    def export_parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights and adapters apart, as `export_hf` does; collective."""
-        return export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
+        weights = export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
+        return merged(weights, self.sharding.hf.adapter)
 
     def save_hf(self, directory: Path, *, source: Path) -> list[float]:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.

@@ -17,7 +17,7 @@ from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.config.schema import MoeConfig
 from mega_rl.converters.hf.config import needs_proof, read_hf_config
 from mega_rl.converters.live.load import load_hf
-from mega_rl.converters.plan.adapters import adapted
+from mega_rl.converters.plan.parameters import adapted, rules_of
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
 from mega_rl.ddp.optimizer import build_optimizer
@@ -29,7 +29,6 @@ from mega_rl.engines.fsdp_proof import prove_rows
 from mega_rl.engines.fsdp_weights import load_rows
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.engines.microbatches import Batching
-from mega_rl.engines.models.adapters import freeze_base
 from mega_rl.engines.models.build import DTYPES, build_chunks, fuse_weight_gradients, transformer_config
 from mega_rl.engines.models.heads import use_fp32_logits
 from mega_rl.engines.models.routing import Routing
@@ -161,8 +160,6 @@ def _trainable(
 ) -> tuple[list[Any], MegatronOptimizer]:
     """Freeze what the config names, wrap the chunks, and return them with their optimizer."""
     megatron = settings.engine.megatron
-    if settings.model.adapter.rank:
-        freeze_base(chunks)
     freeze(named_parameters(chunks), settings.model.frozen, everyone=ranks_of(groups.world))
     for chunk in chunks:
         let_gradients_through(chunk)
@@ -195,7 +192,9 @@ def _build_fsdp(
     if request.hf.adapter is not None:
         add_adapters(model, request.hf, head=request.head)
     if request.trainable:
-        freeze(model.named_parameters(), settings.model.frozen, everyone=SingleRank())
+        rules = rules_of(common["sharding"].merged.hf, request.head)
+        constant = {one.name.format(layer="*", expert="*") for rule in rules if rule.frozen for one in rule.sources}
+        freeze(model.named_parameters(), [*settings.model.frozen, *constant], everyone=SingleRank())
     else:
         model.requires_grad_(False)
     scratch = shard(

@@ -132,10 +132,6 @@ class FSDPEngine(ModelEngine):
     def export_dtype(self) -> torch.dtype:
         return self.dtype
 
-    @property
-    def models(self) -> list[nn.Module]:
-        return [self.model]
-
     def whole_chunks(self) -> list[nn.Module]:
         return [WholeModel(self.model, sharding=self.sharding, dtype=self.dtype, device=self.device)]
 

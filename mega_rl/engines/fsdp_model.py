@@ -127,7 +127,7 @@ class TokenClassifier(nn.Module):
 
 
 def add_adapters(model: nn.Module, hf: HFConfig, *, head: Head) -> None:
-    """Give the linear layers that adapters' targets name one each, and take all other weights out of training.
+    """Give targeted linear layers an adapter each; only adapters and a value head then train.
 
     Raises UserError: a target is no linear layer in transformers.
     """

@@ -92,7 +92,7 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
 
 
 def _first_rows(name: str, parameter: DTensor) -> Tensor:
-    """Return this rank's rows of a tensor that a checkpoint does not have: zeros, but for an adapter's A."""
+    """Return this rank's rows of a tensor that is new: zeros, except for an adapter's A."""
     box = rows_here(parameter)
     if not name.endswith(A):
         return torch.zeros(box.shape)

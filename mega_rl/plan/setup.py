@@ -16,7 +16,7 @@ from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config
-from mega_rl.converters.plan.adapters import adapted
+from mega_rl.converters.plan.parameters import adapted
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.downloads import checkpoint_folder, checkpoint_paths
 from mega_rl.errors import UserError, UserErrors

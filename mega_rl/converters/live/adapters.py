@@ -17,16 +17,16 @@ from mega_rl.converters.safetensors.reader import CheckpointReader, read_header
 from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec
 from mega_rl.errors import UserError
 
-FOLDER = "adapter"  # of a PEFT folder, in that of the merged weights
+FOLDER = "adapter"  # holds a PEFT folder, next to merged weights
 _FILE, _PREFIX = "adapter_model.safetensors", "base_model.model."
 
 
 def merged(
     weights: Iterable[tuple[str, Tensor]], adapter: Adapter | None, parts: dict[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights W + scale B A of a model from those of `export_hf`, where adapters precede their weights.
+    """Yield the weights W + scale B A of a model.
 
-    parts: gets every A and B.
+    weights: as `export_hf` yields them, adapters before their weights. parts: gets every A and B.
     """
     waiting: dict[str, Tensor] = {}
     for name, tensor in weights:
@@ -48,7 +48,7 @@ def add(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def add_stored(reader: CheckpointReader, adapter: Adapter | None) -> None:
-    """Let the reader of a model's weights also read those of the PEFT folder that its adapters begin from."""
+    """Let the reader of a model's weights also read the PEFT folder that adapters begin from."""
     if adapter is None or not adapter.path:
         return
     for name, info in read_header(Path(adapter.path) / _FILE).items():
@@ -58,7 +58,10 @@ def add_stored(reader: CheckpointReader, adapter: Adapter | None) -> None:
 
 
 def incomplete(adapter: Adapter | None, absent: Iterable[str]) -> list[str]:
-    """Return a line if the PEFT folder of an adapter lacks tensors. absent: the model's that are in no file."""
+    """Return a line if the PEFT folder of an adapter lacks tensors.
+
+    absent: names of the model's tensors that are in no file.
+    """
     parts = sorted(name for name in absent if name.endswith((A, B)))
     if adapter is None or not adapter.path or not parts:
         return []

@@ -35,10 +35,10 @@ from mega_rl.converters.offline.checkpoint import (
 from mega_rl.converters.offline.slabs import extra_state_keys, parts_of, slab_of, whole_model
 from mega_rl.converters.offline.torch_dist import Written, write_metadata
 from mega_rl.converters.offline.writing import Conversion, Merge, Output, Report, convert, group_outputs
-from mega_rl.converters.plan.adapters import WEIGHT, A, B, adapted, read_adapter_config
+from mega_rl.converters.plan.adapters import WEIGHT, A, B, read_adapter_config
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, invert
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors, outside
+from mega_rl.converters.plan.parameters import adapted, as_on_disk, hf_tensors, kept_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, matrix_shape, renamed
@@ -192,14 +192,7 @@ def _to_hf(
     dropped = options.mtp == "drop" and hf.mtp_layers > 0
     sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
     prove_complete(sharding)
-    if origin.kind == "hf":  # stored in parts
-        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
-        outputs = [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
-    else:
-        windows = invert(whole_model(sharding))
-        wholes = hf_wholes(origin, sharding, windows, cast=cast)
-        outputs = [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
-    outputs, parts = _with_merges(outputs, hf.adapter)
+    outputs, parts = _with_merges(_tensors(origin, sharding, cast), hf.adapter)
     prefixes = PLAIN_NAMES if weights is None else weights.files.prefixes
     if weights is not None:
         made = {output.spec.name for output in outputs}
@@ -229,6 +222,16 @@ def _to_hf(
 
     report = Report(ignored=origin.ignored, absent=origin.absent, kept=tuple(kept), config_changes=tuple(changes))
     return Conversion(shards, complete, [origin] if weights is None else [origin, weights], report)
+
+
+def _tensors(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
+    """Return the Hugging Face tensors of a model that a checkpoint of any kind has."""
+    if origin.kind == "hf":  # stored in parts
+        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
+        return [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
+    windows = invert(whole_model(sharding))
+    wholes = hf_wholes(origin, sharding, windows, cast=cast)
+    return [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
 
 
 def _with_merges(outputs: list[Output], adapter: Adapter | None) -> tuple[list[Output], dict[str, Output]]:

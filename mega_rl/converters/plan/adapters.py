@@ -1,23 +1,23 @@
-"""Low-rank adapters as rules: what a family's table says of a weight W says where the rows of B and columns of A go.
+"""Low-rank adapters as rules, derived from those of the weights.
 
-An adapter of a linear layer has one A for each module on disk that makes its weight, and one B for each of the rule's
-sources. A fused weight, such as q, k and v, so has the adapters of three modules, of which some may be missing.
+What a family's table says of a weight W says where the rows of B and the columns of A go. An adapter of a linear layer
+has one A for each module on disk that makes its weight, and one B for each of the rule's sources. A fused weight,
+such as q, k and v, so has the adapters of three modules, of which some may be missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mega_rl.config.schema import AdapterConfig
 from mega_rl.converters.architecture import Adapter, HFConfig
 from mega_rl.converters.families.rules import Primitive, Rule, Source
-from mega_rl.converters.plan.sharding import Head
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.untrusted import parse_object
+from mega_rl.untrusted import is_count, is_number, parse_object
 
 PART = ".adapter."  # between a layer and a part of its adapter
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"  # ends of names on disk, PEFT's
@@ -26,25 +26,6 @@ CONFIG_FILE = "adapter_config.json"
 _PLAIN = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
     ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "target_parameters")
 )
-
-
-def adapted(hf: HFConfig, settings: AdapterConfig, head: Head) -> HFConfig:
-    """Return a model with the adapters of `model.adapter`; rank 0: as it is.
-
-    Raises UserErrors: `path`, which is a policy's, holds another adapter than the settings describe.
-    """
-    if not settings.rank:
-        return hf
-    path = settings.path if head == "lm" else ""
-    if path:
-        stored = asdict(read_adapter_config(Path(settings.path)))
-        given = asdict(settings) | {"path": "", "targets": sorted(set(settings.targets))}
-        different = [name for name in stored if stored[name] != given[name]]
-        if different:
-            problem = "model.adapter.{}={}: the adapter in {} has {}; set that"
-            raise UserErrors([problem.format(n, given[n], settings.path, stored[n]) for n in different])
-    rank, alpha, targets = settings.rank, settings.alpha, tuple(settings.targets)
-    return replace(hf, adapter=Adapter(rank, alpha, targets, settings.rs, path))
 
 
 def adapter_config(adapter: Adapter, base: str) -> dict[str, Any]:
@@ -72,8 +53,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise UserError(f"{path}: cannot be read ({error}); name a folder that PEFT has saved") from error
     rank, alpha, targets = (raw.get(key) for key in ("r", "lora_alpha", "target_modules"))
     faults = [f"{key}={raw[key]!r}" for key, plain in _PLAIN.items() if raw.get(key) and raw[key] != plain]
-    faults += [] if type(rank) is int and rank > 0 else [f"r={rank!r}"]
-    faults += [] if type(alpha) in (int, float) and alpha > 0 else [f"lora_alpha={alpha!r}"]
+    faults += [] if is_count(rank, 1) else [f"r={rank!r}"]
+    faults += [] if is_number(alpha) and alpha > 0 else [f"lora_alpha={alpha!r}"]
     is_list = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
     faults += [] if is_list else [f"target_modules={targets!r}"]
     if faults:
@@ -111,7 +92,7 @@ def uncut(rules: Iterable[Rule], hf: HFConfig, layout: ParallelLayout) -> Iterat
 
 
 def _is_linear(rule: Rule) -> bool:
-    """Return whether a rule is that of a linear layer's weight, made of tensors that adapters can follow."""
+    """Return whether a rule is a linear layer's weight, of tensors that adapters can follow."""
     whole = not any(source.stacked or source.transposed or source.share for source in rule.sources)
     named = rule.param.endswith(WEIGHT) and ".router." not in rule.param and rule.primitive != "vocab"
     return whole and named and not rule.optional and any(_is_matrix(source) for source in rule.sources)
@@ -149,9 +130,10 @@ def _rules_of_adapter(rule: Rule, adapter: Adapter) -> Iterator[Rule]:
 
 
 def _derived(rule: Rule, param: str, primitive: Primitive, source: Source) -> Rule:
-    """Return the rule of a part of an adapter; a checkpoint without it leaves the part as it begins.
+    """Return the rule of a part of an adapter.
 
-    One tensor on disk may make several parts, so all of a layer are exported together.
+    A checkpoint without the part leaves it as it begins. One tensor on disk may make several parts, so all of a layer
+    are exported together.
     """
     te = rule.te and param.replace(rule.param.removesuffix(WEIGHT), rule.te.removesuffix(WEIGHT))
     return replace(

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NamedTuple
 
-from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, is_delta_net, is_moe
+from mega_rl.config.schema import AdapterConfig
+from mega_rl.converters.architecture import Adapter, DiskTensor, HFConfig, OwnTable, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import LAYER_KINDS, Rule, Source
-from mega_rl.converters.plan.adapters import PART, WEIGHT, A, B, uncut, with_adapters
+from mega_rl.converters.plan.adapters import PART, WEIGHT, A, B, read_adapter_config, uncut, with_adapters
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -172,6 +174,25 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
                 rule = replace(rule, sources=())
         rules.append(rule)
     return with_adapters(rules, hf.adapter)
+
+
+def adapted(hf: HFConfig, settings: AdapterConfig, head: Head) -> HFConfig:
+    """Return a model with the adapters of `model.adapter`; rank 0: as it is.
+
+    Raises UserErrors: `path`, which is a policy's, holds another adapter than the settings describe.
+    """
+    if not settings.rank:
+        return hf
+    path = settings.path if head == "lm" else ""
+    if path:
+        stored = asdict(read_adapter_config(Path(settings.path)))
+        given = asdict(settings) | {"path": "", "targets": sorted(set(settings.targets))}
+        different = [name for name in stored if stored[name] != given[name]]
+        if different:
+            problem = "model.adapter.{}={}: the adapter in {} has {}; set that"
+            raise UserErrors([problem.format(n, given[n], settings.path, stored[n]) for n in different])
+    rank, alpha, targets = settings.rank, settings.alpha, tuple(settings.targets)
+    return replace(hf, adapter=Adapter(rank, alpha, targets, settings.rs, path))
 
 
 def adapter_problems(hf: HFConfig, layout: ParallelLayout) -> list[str]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -33,13 +32,15 @@ from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.models.heads import ValueHead
 from mega_rl.parallel.groups import Groups
 
-Cut = Literal["rows", "columns", "none"]  # of the layer's weight, over tensor parallelism
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Cut = Literal["rows", "columns", "none"]  # cut of the layer's weight, over tensor parallelism
 
 
 class LayerAdapter(nn.Module):
-    """The adapter of a layer; `enabled` says whether the layer's output has it."""
+    """The adapter of a layer."""
 
-    enabled = True
+    enabled: ClassVar[bool] = True  # whether the outputs of layers have theirs, in this process
 
 
 class LinearAdapter(LayerAdapter):
@@ -118,7 +119,7 @@ class LowRank(LayerAdapter):
 
 
 def _rows_of_sources(weight: ParamPlan, held: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return (rows of each source in a layer's output here, the number of turns that they take).
+    """Return (rows of each source in a layer's output here, number of turns that they take).
 
     held: rows of the sources that have a B.
     """
@@ -138,7 +139,10 @@ def _disk_name(plan: ParamPlan) -> str:
 
 
 def first_a(module: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a new A [rank, in] of a module on disk, uniform within 1 / sqrt(in): the same on every layout."""
+    """Return a new A [rank, in] of a module on disk, uniform within 1 / sqrt(in).
+
+    It depends on nothing but the module's name, so it is the same on every layout.
+    """
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:7], "little")
     uniform = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
     return uniform * shape[1] ** -0.5
@@ -151,14 +155,17 @@ def _part_of_a(plan: ParamPlan, shape: tuple[int, ...]) -> Tensor:
 
 
 def attach(chunk: GPTModel, plan: Sequence[ParamPlan], *, hf: HFConfig, head: Head, groups: Groups) -> None:
-    """Give the linear layers of a chunk the adapters that its plan has."""
+    """Give the linear layers of a chunk the adapters that its plan has.
+
+    Only they and a value head then train.
+    """
     assert hf.adapter is not None
     kind, layout = chunk.config.params_dtype, groups.layout
     shapes, weights = hf_tensors(hf, head=head), {param.name: param for param in plan}
     parts: dict[str, dict[str, ParamPlan]] = defaultdict(dict)
     for param in plan:
-        name, found, part = param.name.partition(PART)
-        if found:
+        name, is_part, part = param.name.partition(PART)
+        if is_part:
             parts[name][part] = param
     for name, of_layer in parts.items():
         layer, weight = chunk.get_submodule(name), weights[f"{name}.weight"]
@@ -167,15 +174,9 @@ def attach(chunk: GPTModel, plan: Sequence[ParamPlan], *, hf: HFConfig, head: He
             adapter.join(groups.tp, sequence_parallel=layout.sequence_parallel)
         layer.adapter = adapter
         layer.register_forward_hook(_add)
-
-
-def freeze_base(chunks: Iterable[nn.Module]) -> None:
-    """Take all weights out of training but adapters and value heads."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(
-                PART in name or isinstance(chunk.get_submodule(name.rpartition(".")[0]), ValueHead)
-            )
+    for name, parameter in chunk.named_parameters():
+        is_head = isinstance(chunk.get_submodule(name.rpartition(".")[0]), ValueHead)
+        parameter.requires_grad_(PART in name or is_head)
 
 
 def _add(layer: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -185,14 +186,14 @@ def _add(layer: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) 
     return (output[0] + adapter(inputs[0]).to(output[0].dtype), output[1]) if adapter.enabled else output
 
 
-@contextmanager
-def without_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute the model without its adapters in the block."""
-    adapters = [one for module in modules for one in module.modules() if isinstance(one, LayerAdapter)]
-    for adapter in adapters:
-        adapter.enabled = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.enabled = True
+def without_adapters(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a function that computes models without their adapters."""
+
+    def of_base(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        LayerAdapter.enabled = False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            LayerAdapter.enabled = True
+
+    return of_base

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "adapters, tp2-sp": (2, "qwen3", {"megatron": {"tp": 2, **SP}, "adapter": 4}),
     "adapters, pp2, critic": (2, "qwen3", {"megatron": {"pp": 2}, "adapter": 4, "head": "value"}),
     "fsdp, adapters": (2, "llama", {"engine": "fsdp", "adapter": 4}),
+    "fsdp, indexers": (2, "deepseek_v32", {"engine": "fsdp"}),
     "tp2-pp2, tied": (4, "qwen3 odd", {"megatron": {"tp": 2, "pp": 2}}),
     "dp4, buckets": (4, "qwen3", {"ddp": BUCKETS}),
     "dp4, instances": (4, "qwen3", {"ddp": {"optimizer_instances": 2}}),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.converters.plan.adapters import adapted
+from mega_rl.converters.plan.parameters import adapted
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
 from mega_rl.plan.state import Parameter, lay_out, state_of
 from tests.helpers.models import write_tiny_checkpoint
