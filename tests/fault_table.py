@@ -476,6 +476,18 @@ TABLE: Table = {
             "values = corrected.gather(1, experts)",
         ),
     ],
+    ("engines", "engines/test_tenants.py"): [
+        (
+            "moments of a tenant stay for the next one",
+            "(piece for piece in state.pieces if PART in piece.name)",
+            '(piece for piece in state.pieces if PART in piece.name and "exp_avg/" not in piece.name)',
+        ),
+        (
+            "steps of a tenant count for the next one",
+            "self.engine.resume_from(coming.numbers)",
+            "self.engine.resume_from(state.numbers)",
+        ),
+    ],
     ("engines", "engines/test_fsdp.py"): [
         ("weights of experts' biases decay", 'or name.endswith("bias")}', "}"),
         (

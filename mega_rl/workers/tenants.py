@@ -1,7 +1,7 @@
 """Tenants of one engine: adapters on one base, each with its optimizer state, at work in turn.
 
-A tenant's weights are those that it gets when it trains alone, bit for bit: what a step reads and writes of a model with
-adapters is the frozen base and the state that is exchanged here.
+A tenant's weights are those that it gets when it trains alone, bit for bit: a step on a model with adapters reads the
+frozen base, and reads and writes the state that is exchanged here.
 """
 
 from __future__ import annotations
