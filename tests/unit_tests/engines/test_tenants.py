@@ -15,7 +15,7 @@ from mega_rl.config.schema.training import AdapterConfig
 from mega_rl.workers.models import LearningWorker, PolicyLoss
 from mega_rl.workers.tenants import Tenants
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import make_config, own_rows, replaced, running_engine
+from tests.helpers.engines import exported, make_config, own_rows, parts, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import FULL, without
 
@@ -47,9 +47,9 @@ def make_step(name: str, step: int, engine: Any) -> None:
 def digest(engine: Any) -> str:
     """Return the SHA-256 of adapters and merged weights."""
     found = hashlib.sha256()
-    for weights in (engine.export_parts(), engine.export_weights()):
-        for name, tensor in weights:
-            found.update(name.encode() + tensor.detach().cpu().view(-1).float().numpy().tobytes())
+    for weights in (parts(engine), exported(engine)):
+        for name, tensor in weights.items():
+            found.update(name.encode() + tensor.view(-1).float().numpy().tobytes())
     return found.hexdigest()
 
 
