@@ -19,7 +19,7 @@ from tests.helpers.engines import exported, make_config, own_rows, parts, replac
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import FULL, without
 
-NAMES = [f"tenant {number}" for number in range(8 if FULL else 5)]
+NAMES = [f"tenant {number}" for number in range(8 if FULL else 4)]
 STEPS = 3
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"layout": "1"}),
