@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.adapter_faults import ADAPTERS
 from tests.evaluation_faults import EVALUATION
 from tests.fault import UNIT, Fault, Table
 from tests.order_faults import ORDER
@@ -766,7 +767,7 @@ TABLE: Table = {
 }
 FAULTS = [
     Fault(area, *row, tuple(UNIT + target for target in targets))
-    for table in (RL, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, TABLE)
+    for table in (RL, ADAPTERS, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, TABLE)
     for (area, *targets), rows in table.items()
     for row in rows
 ]
