@@ -1,4 +1,4 @@
-"""`mega-rl train` and `mega-rl eval`: check the settings without torch, then run or start ranks.
+"""`mega-rl train`, `sft`, `dpo`, `rm` and `eval`: check the settings without torch, then run or start ranks.
 
 Exit codes of `eval`: 0 when every sample is scored, 1 when the evaluation cannot continue, 2 for mistakes.
 """
@@ -18,6 +18,7 @@ from mega_rl.cli.launch import become
 from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.keys import pinned_overrides
+from mega_rl.config.packaged import parse_value, read_recipe
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
@@ -92,19 +93,62 @@ class LaunchOptions:
         return replace(launch, master_addr=LOOPBACK, master_port=0) if self.nnodes == 1 else launch
 
 
+Config = Annotated[
+    Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
+]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
+]
+KIND = "algorithm.kind"
+# Command -> kinds of training, the first its own.
+KINDS = {"sft": ("sft",), "dpo": ("dpo", "ipo", "simpo", "orpo", "kto"), "rm": ("rm",)}
+
+
 @with_options
 def train(
-    launch: LaunchOptions,
-    overrides: Overrides = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
-    ] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
-    ] = False,
+    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
 ) -> None:
     """Train a policy with the settings of a recipe and of the command line."""
-    settings = overrides or []
+    _run(launch, overrides or [], config, print_config=print_config)
+
+
+@with_options
+def sft(
+    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
+) -> None:
+    """Train a model on given answers by maximum likelihood: conversations, completions or text."""
+    _run(launch, of_kind("sft", config, overrides or []), config, print_config=print_config)
+
+
+@with_options
+def dpo(
+    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
+) -> None:
+    """Train a policy on preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled answers."""
+    _run(launch, of_kind("dpo", config, overrides or []), config, print_config=print_config)
+
+
+@with_options
+def rm(
+    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
+) -> None:
+    """Train a reward model on pairs of answers: a sequence-classification checkpoint with one label."""
+    _run(launch, of_kind("rm", config, overrides or []), config, print_config=print_config)
+
+
+def of_kind(command: str, recipe: Path | None, settings: Sequence[str]) -> list[str]:
+    """Return the settings with the command's kind of training. Raises UserError for a kind of another command."""
+    section = read_recipe(recipe).get("algorithm") if recipe is not None else None
+    given = [parse_value(text.partition("=")[2]) for text in settings if text.startswith((f"{KIND}=", f"{KIND}.name="))]
+    kind = (given or [section.get("kind") if isinstance(section, Mapping) else None])[-1]
+    kind = kind.get("name") if isinstance(kind, Mapping) else kind
+    legal = KINDS[command]
+    if kind is not None and kind not in legal:
+        raise UserError(f"{KIND}={kind}: is not for mega-rl {command}; legal: {', '.join(legal)}")
+    return [*settings] if given else [f"{KIND}={kind or legal[0]}", *settings]
+
+
+def _run(launch: LaunchOptions, settings: list[str], config: Path | None, *, print_config: bool) -> None:
     if launch.nproc_per_node is None:
         become_rank()
     progress.show_progress()

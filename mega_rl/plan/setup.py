@@ -136,10 +136,9 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
     """Return the models of a run by role; without a checkpoint it is the actor's."""
     own = {"critic": "model.critic_path", "reference": "model.ref_path", "reward": "reward.source.path"}
     models: dict[Role, PlannedModel] = {}
-    for role in requested_models(config):
+    for role, asked in requested_models(config).items():
         hf = checkpoints.get(own.get(role, ""), checkpoints["model.path"])
-        head: Head = "lm" if role in ("actor", "reference") else "value"
-        models[role] = PlannedModel(role, hf, head, trainable=role in ("actor", "critic"))
+        models[role] = PlannedModel(role, hf, asked.head, trainable=role in ("actor", "critic"))
     return models
 
 

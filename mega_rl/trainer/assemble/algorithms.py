@@ -6,12 +6,21 @@ import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.losses import AGGREGATIONS, Correction, PolicyObjective
-from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects, reads_reference
+from mega_rl.config.choices import (
+    ADVANTAGE,
+    CORRECTION,
+    LOSS,
+    chosen,
+    corrects,
+    is_sampled,
+    kind_of_run,
+    reads_reference,
+)
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.schema import (
     AlgorithmConfig,
@@ -32,19 +41,31 @@ from mega_rl.tracking.metrics.flops import peak_flops
 from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
 from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
-from mega_rl.trainer.loop import Stages, StepLog
+from mega_rl.trainer.given import EvaluateLoss, ExampleSource, FromAnswers, Reference, ReferenceOnce, reference_logprobs
+from mega_rl.trainer.loop import Algorithm, BatchSource, Event, Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
 from mega_rl.types import Rollout
 from mega_rl.workers.ahead import OneStepAhead
-from mega_rl.workers.models import LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
+from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
 if TYPE_CHECKING:
+    from mega_rl.algorithms.preferences import TrainingKind
     from mega_rl.trainer.assemble.load import LoadedRun
     from mega_rl.trainer.assemble.plan import Roles
 
 log = logging.getLogger(__name__)
+
+
+class Batches(BatchSource, Protocol):
+    """Source of batches that counts the rows drawn."""
+
+    def drawn_after(self, done: int) -> int:
+        """Return the number of prompts drawn when `done` steps are done; a checkpoint keeps it."""
+
+
+Parts = tuple[Batches, Algorithm, list[Event]]  # of a run's loop
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,7 @@ class Method:
 
 def choose_method(config: Config) -> Method:
     """Return the algorithm that a recipe chooses. Raises UserError as `Choice.build` does."""
-    if config.algorithm.correction.name == "auto":
+    if config.algorithm.correction.name == "auto" and is_sampled(config):
         log.info("algorithm.correction=auto takes %s", chosen(config, CORRECTION))
     return Method(
         config.algorithm,
@@ -96,14 +117,19 @@ def build_actor_role(
 ) -> LearningWorker:
     """Return the role of the policy on its engine; it learns after the critic's warm-up."""
     algorithm, objective = method.settings, method.objective
-    loss = PolicyLoss(
-        objective,
-        kl=kl if algorithm.kl.name == "loss" else None,
-        kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
-        entropy_coef=algorithm.entropy_coef,
-        drift_coef=getattr(objective, "drift_coef", 0.0),
-        correction=method.correction,
-        on_policy=method.on_policy,
+    kind = cast("TrainingKind", algorithm.kind)
+    loss: PolicyLoss | GivenLoss = (
+        GivenLoss(kind)
+        if kind.form != "prompts"
+        else PolicyLoss(
+            objective,
+            kl=kl if algorithm.kl.name == "loss" else None,
+            kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
+            entropy_coef=algorithm.entropy_coef,
+            drift_coef=getattr(objective, "drift_coef", 0.0),
+            correction=method.correction,
+            on_policy=method.on_policy,
+        )
     )
     first = algorithm.critic_warmup_steps
     rate = partial(learning_rate, peak=optim.lr, optim=optim, total_steps=total_steps - first)
@@ -199,6 +225,35 @@ def build_algorithm(
         run.roles, run.trainer, guard, stage, step_log,
         max_response_tokens=rollout.max_new_tokens, filter_truncated=overlong.filter,
     )  # fmt: skip
+
+
+def build_given(
+    config: Config, run: LoadedRun, prompts: RunPrompts, stage: Stages, step_log: StepLog, start: tuple[int, int]
+) -> Parts:
+    """Return batches, algorithm and events of a run that learns from given answers."""
+    kind, roles, trainer, settings = kind_of_run(config), run.roles, run.trainer, config.data
+    assert isinstance(roles.actor, LearningWorker)
+    source = ExampleSource(prompts.order, run.replicas, kind.scores, stage, step_log)
+    by_tokens = kind.form == "answers"
+    plan = MinibatchPlan(
+        minibatch_size=trainer.minibatch_size,
+        epochs=1,
+        aggregation=AGGREGATIONS["token-mean" if by_tokens else "seq-mean-token-mean"],
+        max_response_tokens=settings.max_prompt_tokens,
+        seed=trainer.seed,
+        ranks=run.replicas,
+    )
+    reference: Reference | None = None
+    if (frozen := roles.reference) is not None:
+        held_out = [prompt for one in prompts.held_out for prompt in one.prompts]
+        once = ReferenceOnce(
+            frozen, [*prompts.train, *held_out], source, trainer.prompts_per_step, roles.engines["reference"].offload
+        )
+        reference = once if kind.reference == "once" else partial(reference_logprobs, frozen)
+    algorithm = FromAnswers(roles.actor, reference, plan, kind.compares, stage, step_log)
+    loss, interval = roles.actor.loss, trainer.val_interval
+    evaluate = EvaluateLoss(prompts.held_out, source, algorithm, loss, trainer.steps, interval, by_tokens)
+    return source, algorithm, [evaluate]
 
 
 def build_policy_gradient(
