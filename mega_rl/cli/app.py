@@ -57,7 +57,6 @@ _COMMANDS = (
     Later("Convert", "convert", "convert:app",
           "Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core."),
     Later("Cluster", "launch", "launch:app", "Runs on several nodes, by the scheduler of a cluster."),
-    Later("", "quickstart-warm-start", "quickstart.run:warm_start", ""),
 )  # fmt: skip
 
 _HELP = "Post-training of language models by reinforcement learning on Megatron-Core."
