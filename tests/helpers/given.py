@@ -54,7 +54,7 @@ def write_inputs(folder: Path) -> None:
         write_fresh_model(folder / kind, VOCABULARY, r"[\s\S]", max_positions=64, seed=3)
     torch.manual_seed(5)
     scorer = Qwen3ForSequenceClassification.from_pretrained(folder / "rm", num_labels=1, dtype=torch.float32)
-    torch.nn.init.normal_(scorer.score.weight, std=0.3)
+    torch.nn.init.normal_(scorer.score.weight, std=0.1)
     scorer.save_pretrained(folder / "rm")
 
 
