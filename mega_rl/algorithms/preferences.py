@@ -253,8 +253,16 @@ def preference_loss(
         pairs = kind.losses(answers(lambda x: x[0::2]), answers(lambda x: x[1::2]), worths[0::2])
         unit, chosen, rejected = (x.repeat_interleave(2) for x in pairs)
         right = (chosen > rejected).float()
-    columns = {"loss": unit, "accuracy": right, "chosen_reward": chosen, "rejected_reward": rejected}
-    means = {name: (loss_weights * sequences.spread(column)).sum() for name, column in columns.items()}
-    metrics = {f"preference/{name}": mean.detach() for name, mean in means.items()}
-    metrics["preference/margin"] = metrics["preference/chosen_reward"] - metrics["preference/rejected_reward"]
-    return LossOutput(loss=means["loss"], sums=metrics)
+
+    def mean(column: Tensor) -> Tensor:
+        return (loss_weights * sequences.spread(column)).sum()
+
+    loss = mean(unit)
+    metrics = {
+        "preference/loss": loss,
+        "preference/accuracy": mean(right),
+        "preference/chosen_reward": mean(chosen),
+        "preference/rejected_reward": mean(rejected),
+        "preference/margin": mean(chosen - rejected),
+    }
+    return LossOutput(loss=loss, sums={name: value.detach() for name, value in metrics.items()})

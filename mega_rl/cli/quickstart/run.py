@@ -142,9 +142,10 @@ def quickstart(
         chosen.inputs.write_data(folder / "data", seed=seed)
         chosen.inputs.write_model(folder / "fresh_model", seed=seed)
 
+    recipe_tp = load(Path(chosen.recipe)).engine.megatron.tp
     log.info("warm start: %d supervised steps on %d ranks", chosen.steps, NUM_RANKS)
     # The warm start is Megatron-Core's, so runs of both engines begin with the same weights.
-    warm_start_s = launch(["sft", *chosen.warm_start(folder, seed=seed, tp=config.engine.megatron.tp)], folder)
+    warm_start_s = launch(["sft", *chosen.warm_start(folder, seed=seed, tp=recipe_tp)], folder)
     shutil.move(folder / "warm_start" / "hf" / f"step_{chosen.steps:06d}", folder / "model")
     log.info("training on %d ranks", NUM_RANKS)
     train_s = launch(["train", "--config", chosen.recipe, *overrides], folder)

@@ -101,7 +101,7 @@ def test_earlier_quickstart_keeps_its_runs(started: list[list[str]]) -> None:
     assert cli.main(["quickstart", "--run-dir", "q"]) == 0
     checkpoint, weights = Path("q/checkpoints/step_000060/shard"), Path("q/model/old.safetensors")
     for file in (checkpoint, weights):
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     assert cli.main(["quickstart", "--run-dir", "q"]) == 0
     assert checkpoint.is_file()
