@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-STEPS, BATCH, LR, EPS = 20, 4, 1e-3, 1e-3  # a large epsilon: Adam divides rounding errors of small gradients by it
+STEPS, BATCH, LR, EPS = 20, 4, 3e-4, 1e-3  # a large epsilon: Adam divides rounding errors of small gradients by it
 VOCABULARY = ("<pad>", "<eos>", "<unk>", *"abcdefghij =+;:?!")
 SETTINGS: dict[str, object] = {
     "model.dtype": "fp32", "data.shuffle": False, "data.max_prompt_tokens": 40,

@@ -21,6 +21,7 @@ from mega_rl.config.schema import ChatConfig, Config, RolloutConfig, TrainerConf
 from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order
 from mega_rl.data.chat import check_template
+from mega_rl.data.columns import RewardColumns
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.data.prompts import fingerprint, load_prompts, split
 from mega_rl.data.rows import DataContext, RowSource
@@ -118,10 +119,10 @@ class RunPrompts(NamedTuple):
     fingerprint: str
 
 
-def prompt_reader(config: Config, tokens: Tokens, rewards: RunRewards, *, vocab_size: int) -> PromptReader:
+def prompt_reader(config: Config, tokens: Tokens, columns: RewardColumns, *, vocab_size: int) -> PromptReader:
     """Return the reading of a run's rows, of prompts or with given answers."""
-    data, tokenizer, chat = config.data, tokens.tokenizer, config.data.chat.template != "false"
-    reader = PromptReader(data, tokenizer, vocab_size, rewards.columns(data.answer_key, data.source_key))
+    tokenizer, chat = tokens.tokenizer, config.data.chat.template != "false"
+    reader = PromptReader(config.data, tokenizer, vocab_size, columns)
     if is_sampled(config):
         return reader
     stop_ids = {*tokens.stop_ids, *dict(token_endings(tokenizer, chat_template=chat))}

@@ -55,7 +55,8 @@ def build_trainer(
     # Mistakes in data, rewards and attention end the run before weights are loaded and before anything is written.
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     world, run_dir, tokens = inputs.world, Path(config.trainer.run_dir), inputs.tokens
-    reader = prompt_reader(config, tokens, inputs.rewards, vocab_size=inputs.plan.models["actor"].hf.vocab_size)
+    columns = inputs.rewards.columns(config.data.answer_key, config.data.source_key)
+    reader = prompt_reader(config, tokens, columns, vocab_size=inputs.plan.models["actor"].hf.vocab_size)
     prompts = build_prompts(
         reader, config.validation.sets, config.trainer, tokens, inputs.rewards, inputs.rows, world=world
     )

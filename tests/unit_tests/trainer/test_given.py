@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import worst_difference
-from tests.helpers.given import LAYOUTS, train_given, write_inputs
+from tests.helpers.given import LAYOUTS, SETTINGS, train_given, write_inputs
 from tests.helpers.selection import FULL
 from tests.peers import package
 
@@ -36,8 +36,26 @@ def run_cases(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tupl
 def run_alone(rank: int, folder: str) -> dict[str, Any]:
     """Every kind on one rank; one run in two parts, and with the reference's log-probs computed once."""
     answers: dict[str, Any] = {kind: train_given(folder, kind, "1") for kind in (*KINDS, "kto")}
+    answers["scores"] = exported_scores(folder)
     answers["once"] = train_given(folder, "dpo", "1", **{"algorithm.kind.reference": "once"})
     return answers | resumed(folder)
+
+
+def exported_scores(folder: str) -> torch.Tensor:
+    """Train a reward model for a step, write it for transformers, and score all answers, [rows]."""
+    from mega_rl.parallel.accelerator import prepare
+
+    accelerator = prepare("cpu")
+    from mega_rl.config.loader import load
+    from mega_rl.trainer.assemble import running
+
+    own = {"model.path": f"{folder}/rm", "data.train_files": [f"{folder}/rm.jsonl"], "algorithm.kind": "rm"}
+    more = {"trainer.steps": 1, "checkpoint.hf_final": True, "trainer.run_dir": f"{folder}/runs/scores"}
+    with running(load(None, {**SETTINGS, **own, **more}), accelerator) as (trainer, _):
+        trainer.fit()
+        source, actor = trainer.batches, trainer.algorithm.actor  # type: ignore[attr-defined]
+        rows = source.rows(source.order.take(0, 80)).rows  # type: ignore[attr-defined]
+        return (actor.evaluate(rows).values * rows.loss_mask).sum(dim=1)
 
 
 def resumed(folder: str) -> dict[str, Any]:
@@ -48,7 +66,6 @@ def resumed(folder: str) -> dict[str, Any]:
     from mega_rl.config.loader import load
     from mega_rl.trainer.assemble import running
     from tests.helpers.engines import exported
-    from tests.helpers.given import SETTINGS
 
     answers: dict[str, Any] = {}
     own = {"model.path": f"{folder}/dpo", "data.train_files": [f"{folder}/dpo.jsonl"], "algorithm.kind": "dpo"}
@@ -119,6 +136,21 @@ def test_layouts_train_as_one_rank(
     kind: str, layout: str, alone: dict[str, Any], on_two: dict[tuple[str, str], Any]
 ) -> None:
     same_training(on_two[kind, layout], alone[kind])
+
+
+def test_exported_reward_model_scores_alike_in_transformers(folder: Path, alone: dict[str, Any]) -> None:
+    """Within 1e-5: float32 kernels of two implementations, and rows that are padded on one side only."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    exported = folder / "runs/scores/hf/step_000001"
+    model = AutoModelForSequenceClassification.from_pretrained(exported)
+    assert (type(model).__name__, model.config.num_labels) == ("Qwen3ForSequenceClassification", 1)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    rows = [json.loads(line) for line in (folder / "rm.jsonl").read_text().splitlines()]
+    texts = [row["prompt"] + row[side] + "<eos>" for row in rows for side in ("chosen", "rejected")]
+    with torch.no_grad():
+        scores = model(**tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)).logits[:, 0]
+    torch.testing.assert_close(alone["scores"], scores, rtol=0, atol=NEAR)
 
 
 def test_reference_once_gives_the_same_training(alone: dict[str, Any]) -> None:
