@@ -5,6 +5,7 @@ Exit codes of `eval`: 0 when every sample is scored, 1 when the evaluation canno
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,9 @@ from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.keys import pinned_overrides
 from mega_rl.config.packaged import parse_value, read_recipe
-from mega_rl.errors import UserError
+from mega_rl.data.rows import read_jsonl
+from mega_rl.disk import replace_text
+from mega_rl.errors import UserError, no_such
 from mega_rl.operations.diagnosis import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
 from mega_rl.operations.launcher.ranks import LOOPBACK
@@ -134,6 +137,43 @@ def rm(
 ) -> None:
     """Train a reward model on pairs of answers: a sequence-classification checkpoint with one label."""
     _run(launch, of_kind("rm", config, overrides or []), config, print_config=print_config)
+
+
+@with_options
+def distill(
+    launch: LaunchOptions,
+    samples: Annotated[
+        Path, typer.Option("--samples", metavar="FILE", help="samples.jsonl that mega-rl eval wrote of the teacher.")
+    ],
+    overrides: Overrides = None,
+    config: Config = None,
+    right: Annotated[
+        bool, typer.Option("--right", help="Train on right answers only: validation.right_above.")
+    ] = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Train a student on the answers of a teacher, or of itself, that mega-rl eval has sampled."""
+    rows = samples.with_name("right_answers.jsonl" if right else "answers.jsonl")
+    write_answers(samples, rows, only_right=right)
+    files = f"data.train_files={json.dumps([str(rows)])}"
+    _run(launch, [*of_kind("sft", config, overrides or []), files], config, print_config=print_config)
+
+
+def write_answers(samples: Path, rows: Path, *, only_right: bool) -> None:
+    """Write the samples that a stop token ended as rows with given answers. Raises UserError without any."""
+    if not samples.is_file():
+        raise UserError(
+            f"--samples={samples}: {no_such('file', samples)}; sample a teacher with mega-rl eval --out DIR"
+        )
+    kept = []
+    for where, one in read_jsonl(samples):
+        if not isinstance(one, dict) or not {"prompt", "response", "finish"} <= one.keys():
+            raise UserError(f"{where}: is no sample of mega-rl eval, with prompt, response and finish")
+        if one["finish"] == "stop" and (one.get("right") or not only_right):
+            kept.append({"prompt": one.get("messages") or one["prompt"], "completion": one["response"]})
+    if not kept:
+        raise UserError(f"--samples={samples}: no answer ended at a stop token" + " and is right" * only_right)
+    replace_text(rows, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
 
 def of_kind(command: str, recipe: Path | None, settings: Sequence[str]) -> list[str]:
