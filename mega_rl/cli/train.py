@@ -147,9 +147,7 @@ def distill(
     ],
     overrides: Overrides = None,
     config: Config = None,
-    right: Annotated[
-        bool, typer.Option("--right", help="Train on right answers only: validation.right_above.")
-    ] = False,
+    right: Annotated[bool, typer.Option("--right", help="Train on right answers only.")] = False,
     print_config: PrintConfig = False,
 ) -> None:
     """Train a student on the answers of a teacher, or of itself, that mega-rl eval has sampled."""
