@@ -169,7 +169,13 @@ class FromAnswers:
         assert self.reference is not None
         prompts = batch.prompts
         others = [
-            Prompt(one.index, one.token_ids, one.text, None, given=(_answer_to(one, after),))
+            Prompt(
+                one.index,
+                one.token_ids,
+                one.text,
+                None,
+                given=(_answer_to(one, after, self.minibatches.max_response_tokens),),
+            )
             for one, after in zip(prompts, [*prompts[1:], prompts[0]], strict=True)
         ]
         ranks = self.minibatches.ranks
@@ -181,12 +187,12 @@ class FromAnswers:
         return max(0.0, float(ranks.sum(ratio.double().sum())) / len(prompts))
 
 
-def _answer_to(prompt: Prompt, other: Prompt) -> Given:
-    """Return the answer of another prompt as one to this prompt."""
-    given, start = other.given[0], len(prompt.token_ids)
-    first = given.spans[0][0]
-    spans = tuple((begin - first + start, end - first + start) for begin, end in given.spans)
-    return Given((*prompt.token_ids, *given.token_ids[first:]), spans)
+def _answer_to(prompt: Prompt, other: Prompt, most: int) -> Given:
+    """Return the answer of another prompt as one to this prompt, cut to `most` tokens with it."""
+    given = other.given[0]
+    moved = len(prompt.token_ids) - given.spans[0][0]
+    spans = tuple((begin + moved, min(end + moved, most)) for begin, end in given.spans if begin + moved < most)
+    return Given((*prompt.token_ids, *given.token_ids[given.spans[0][0] :])[:most], spans)
 
 
 @dataclass

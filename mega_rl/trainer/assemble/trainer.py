@@ -117,6 +117,7 @@ def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
     names = [*named.train_files, *named.mixture.files()]
     files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
     known = {"seed": config.trainer.seed, "data": fingerprint, "engine": config.engine.backend}
+    known |= {} if is_sampled(config) else {"algorithm.kind": config.algorithm.kind.name}
     return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 
