@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
 
     batch = ["trainer.prompts_per_step=256", "trainer.minibatch_size=256"]
     of_pairs = [f"data.train_files=[{folder}/data/pairs.jsonl]", *batch]
-    demonstrations = [f"data.train_files=[{folder}/data/demonstrations.jsonl]", "data.columns={completion: response}"]
+    demonstrations = [f"data.train_files=[{folder}/data/demonstrations.jsonl]", "data.answer_key=response"]
     decay = ["optim.schedule=cosine", "optim.lr=3e-3", "optim.warmup_steps=40"]
     sft = stage("sft", "sft", folder / "base", *demonstrations, *batch, *decay, steps=400)
     rm = stage("rm", "rm", sft, *of_pairs, "optim.lr=1e-3", steps=150)

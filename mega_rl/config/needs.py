@@ -25,7 +25,7 @@ _UNSAMPLED = {"reward.source.name": "none", "rollout.backend": "none", "rollout.
 _OF_SAMPLES = (
     "algorithm.advantage algorithm.loss algorithm.correction algorithm.entropy_coef algorithm.loss_aggregation "
     "algorithm.old_logprobs algorithm.value_clip algorithm.epochs algorithm.critic_warmup_steps algorithm.kl "
-    "data.answer_key data.source_key data.curriculum reward rollout trainer.async_steps model.critic_path "
+    "data.source_key data.curriculum reward rollout trainer.async_steps model.critic_path "
     "optim.critic_lr metrics.rollout_interval metrics.rollout_samples metrics.print_samples metrics.records "
     "validation.n validation.temperature validation.top_p validation.top_k validation.max_new_tokens validation.chunk "
     "validation.k validation.right_above validation.right_part"
@@ -74,7 +74,6 @@ _GIVEN = {
 # Keys, their condition as a user would write it, and whether a config has that.
 _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     (_OF_SAMPLES, "algorithm.kind=rl: other kinds sample nothing", is_sampled),
-    ("data.columns", "an algorithm.kind with given answers, as sft or dpo", lambda c: not is_sampled(c)),
     (
         "model.critic_path model.critic_attn_implementation optim.critic_lr algorithm.value_clip "
         "algorithm.critic_warmup_steps",

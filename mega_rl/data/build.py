@@ -79,7 +79,7 @@ class PromptReader:
         if self.kind is None:
             return reading
         form, train_on = getattr(self.kind, "form", ""), getattr(self.kind, "train_on", "assistant")
-        columns = ExampleColumns(keys[0], "", self.columns, source_key, names=data.columns)
+        columns = ExampleColumns(*keys, self.columns, source_key)
         of_answers: dict[str, Any] = {
             "form": form,
             "train_on": train_on,

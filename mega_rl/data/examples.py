@@ -8,11 +8,10 @@ problem of the row, since the model would learn to answer another prompt than it
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from mega_rl.config.schema.rollout import GIVEN_COLUMNS
 from mega_rl.config.values import shown
 from mega_rl.data.chat import TemplateRefusal
 from mega_rl.data.columns import Message, RowColumns, RowProblem, kind_of, messages_of, template_columns
@@ -23,20 +22,20 @@ from mega_rl.types import Given, Prompt
 _SHOWN = 30  # characters of a text in a message, on both sides of a place
 
 
+# Columns of rows with given answers, next to data.prompt_key and data.answer_key.
+COLUMNS = ("messages", "completion", "text", "chosen", "rejected", "margin", "label")
+
+
 @dataclass(frozen=True)
 class ExampleColumns(RowColumns):
-    """Columns of rows with given answers; `names` are those that files have for `GIVEN_COLUMNS`."""
-
-    names: Mapping[str, str] = field(default_factory=dict)
+    """Columns of rows with given answers."""
 
     @property
     def needed(self) -> tuple[str, ...]:
         return ()
 
     def read_of(self, names: Sequence[str]) -> list[str] | None:
-        own = [self.prompt, *(self.names.get(name, name) for name in GIVEN_COLUMNS)]
-        others = super().read_of(names) or []
-        return [*others, *(name for name in own if name in names and name not in others)]
+        return [*(super().read_of(names) or []), *(name for name in COLUMNS if name in names)]
 
 
 @dataclass(frozen=True)
@@ -76,25 +75,26 @@ class ExampleReading(PromptReading):
             raise row
         if not isinstance(row, dict):
             raise RowProblem(f"is {kind_of(row)}, not an object")
-        of = {name: row.get(self.columns.names.get(name, name)) for name in GIVEN_COLUMNS}
         prompt, variables, worth = row.get(self.columns.prompt), template_columns(row), 0.0
+        answer = row.get(self.columns.answer, row.get("completion"))
         if self.form == "pairs":
-            given = [self._need(of, "chosen"), self._need(of, "rejected")]
-            worth = self._number(of["margin"], "margin")
-            if not self.holds_conversation(given[0]) and prompt is None:
+            given = [_need(row, "chosen"), _need(row, "rejected")]
+            worth = _number(row.get("margin", 0), "margin")
+            if not _is_conversation(given[0]) and prompt is None:
                 raise RowProblem(f"has no {self.columns.prompt!r}, and 'chosen' is no whole conversation")
         elif self.form == "labelled":
-            given = [self._need(of, "completion")]
-            worth = 1.0 if self._number(self._need(of, "label"), "label") > 0 else -1.0
+            given = [_need({"completion": answer}, "completion")]
+            worth = 1.0 if _number(_need(row, "label"), "label") > 0 else -1.0
         else:
-            there = [name for name in ("messages", "completion", "text") if of[name] is not None]
-            if not there:
+            talk = row.get("messages", prompt if answer is None and _is_conversation(prompt) else None)
+            there = [(talk, None), (answer, prompt), (row.get("text"), "")]
+            if all(one is None for one, _ in there):
                 raise RowProblem(
-                    f"has none of 'messages', 'completion' and 'text'; its keys are {', '.join(map(repr, row))}; "
-                    "data.columns={completion: response} names another column"
+                    f"has none of 'messages', {self.columns.answer!r}, 'completion' and 'text'; its keys are "
+                    f"{', '.join(map(repr, row))}; set data.prompt_key and data.answer_key"
                 )
-            given = [of[there[0]]]
-            prompt = "" if there[0] == "text" else None if there[0] == "messages" else prompt
+            whole_or_answer, prompt = next(one for one in there if one[0] is not None)
+            given = [whole_or_answer]
         talks = [self._messages(prompt, one, number) for number, one in enumerate(given)]
         if any(talk is None for talk in talks) or self.template is None:
             answers, messages = [self._plain(prompt, one) for one in given], list[Message]()
@@ -121,23 +121,6 @@ class ExampleReading(PromptReading):
         longest = max((one.text for one in answers), key=len)
         return ExampleRow(where, prompt_row, longest, unread, answers)
 
-    @staticmethod
-    def holds_conversation(value: object) -> bool:
-        """Return whether a column holds messages from the first one on, not only the assistant's."""
-        return isinstance(value, list) and bool(value) and dict(value[0]).get("role") != "assistant"
-
-    def _need(self, of: Mapping[str, Any], name: str) -> Any:
-        if of[name] is None:
-            raise RowProblem(f"has no {self.columns.names.get(name, name)!r}, which algorithm.kind needs of its rows")
-        return of[name]
-
-    def _number(self, value: object, name: str) -> float:
-        if value is None:
-            return 0.0
-        if not isinstance(value, bool | int | float):
-            raise RowProblem(f"{self.columns.names.get(name, name)!r} is {kind_of(value)}, not a number")
-        return float(value)
-
     def _messages(self, prompt: object, given: object, number: int) -> tuple[list[Message], int] | None:
         """Return (whole conversation, messages of the prompt); None of plain text. Raises RowProblem."""
         of_strings = self.template is not None and self.template.of_strings and prompt != ""
@@ -147,7 +130,7 @@ class ExampleReading(PromptReading):
             raise RowProblem(
                 "has lists of messages, which need data.chat.template=auto and a tokenizer with a template"
             )
-        if self.holds_conversation(given):
+        if _is_conversation(given):
             asked: list[Any] = []
         elif isinstance(prompt, str):
             asked = [{"role": "user", "content": prompt}]
@@ -267,6 +250,23 @@ class ExampleReading(PromptReading):
                 "end the prompt, or begin the answer, with a space or a line's end"
             )
         return len(own)
+
+
+def _is_conversation(value: object) -> bool:
+    """Return whether a column holds messages from the first one on, not only the assistant's."""
+    return isinstance(value, list) and bool(value) and dict(value[0]).get("role") != "assistant"
+
+
+def _need(row: Mapping[str, Any], name: str) -> Any:
+    if row.get(name) is None:
+        raise RowProblem(f"has no {name!r}, which algorithm.kind needs of its rows")
+    return row[name]
+
+
+def _number(value: object, name: str) -> float:
+    if value is not None and not isinstance(value, bool | int | float):
+        raise RowProblem(f"{name!r} is {kind_of(value)}, not a number")
+    return float(value or 0.0)
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:

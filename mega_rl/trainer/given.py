@@ -211,9 +211,10 @@ class EvaluateLoss(Event):
         due = done == 0 if evaluated is None else done == self.steps or is_due(done, self.interval)
         if due and self.interval:
             for one in self.sets:
-                prefix = f"val/{one.name}/" if one.name else "val/"
                 means = self._means(one.prompts)
-                self.source.log.add({prefix + name.rpartition("/")[2]: value for name, value in means.items()})
+                own = {HELD_OUT[name]: value for name, value in means.items() if name in HELD_OUT}
+                named = {name.replace("val/", f"val/{one.name}/"): value for name, value in own.items()}
+                self.source.log.add(named if one.name else own)
         return False
 
     def _means(self, prompts: Sequence[Prompt]) -> Metrics:
@@ -237,4 +238,6 @@ class EvaluateLoss(Event):
         return {name: value / max(count, 1.0) for name, value in totals.items()}
 
 
+# Metric of updates -> its name for held-out rows.
+HELD_OUT = {"sft/loss": "val/loss", "preference/loss": "val/loss", "preference/accuracy": "val/accuracy"}
 LOSS_FIELDS = ("ref_logprobs", "advantages", "returns", "token_weights", "loss_weights", "loss_mask", "rows")

@@ -73,7 +73,7 @@ class QuickstartTask(NamedTuple):
             setting("data.train_files", [str(run_dir / DEMONSTRATIONS)]),
             *(f"trainer.{key}={value}" for key, value in (("seed", seed), ("steps", self.steps), ("timeout_s", 60))),
             *(f"trainer.{key}={self.batch_size}" for key in ("prompts_per_step", "minibatch_size")),
-            *(f"engine.megatron.tp={tp}", "model.dtype=fp32", "data.columns={completion: response}"),
+            *(f"engine.megatron.tp={tp}", "model.dtype=fp32", "data.answer_key=response"),
             *(f"data.max_prompt_tokens={self.inputs.MAX_POSITIONS - 1}", f"optim.lr={WARM_START_LR}"),
             *("optim.schedule=cosine", f"optim.warmup_steps={self.steps // 10}", "checkpoint.resume=never"),
             *("checkpoint.save_final=false", "checkpoint.hf_final=true"),

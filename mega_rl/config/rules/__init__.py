@@ -23,7 +23,7 @@ from mega_rl.config.needs import may_have_parts, unmet, updates_of_a_batch
 from mega_rl.config.rules.parallel import engine, fits_models, has_own_layout, layout
 from mega_rl.config.rules.rollout import data, rollouts, validation
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.rollout import GIVEN_COLUMNS, runs_code
+from mega_rl.config.schema.rollout import runs_code
 from mega_rl.config.values import ModelFacts, divisors, leave_out, listed
 
 
@@ -88,8 +88,6 @@ def _lengths(config: Config) -> Iterator[str]:
 def _given(config: Config) -> Iterator[str]:
     """Yield the problems of a run that learns from given answers."""
     kind, micro, data = kind_of_run(config), config.trainer.microbatch, config.data
-    if unknown := sorted(set(data.columns) - set(GIVEN_COLUMNS)):
-        yield f"data.columns.{unknown[0]}: no such column of given answers; legal: {', '.join(GIVEN_COLUMNS)}"
     longest = kind.rows * (data.max_prompt_tokens + kind.scores)
     if micro.packing and micro.max_tokens < longest:
         yield (

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from mega_rl.config.schema.data import AllPrompts, MixtureConfig, StreamConfig, SuccessCurriculum
 from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 
-# Columns of rows with given answers; data.columns gives them other names.
-GIVEN_COLUMNS = ("messages", "completion", "text", "chosen", "rejected", "margin", "label")
 CODE_TESTS = "code_tests"  # the reward function that reads these settings
 
 
@@ -59,11 +57,7 @@ class DataConfig:
     val_files: list[str] = setting([], "Held-out prompts, named like train_files; empty splits off val_size rows.")
     val_size: int = setting(0, "Rows split off the training files if val_files is empty.", unit="rows", min=0)
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
-    columns: dict[str, str] = setting(
-        {},
-        f"Columns of given answers with other names, as {{completion: response}}: {', '.join(GIVEN_COLUMNS)}.",
-    )
-    answer_key: str = setting("answer", "Column handed to the reward as the reference answer; empty: none.")
+    answer_key: str = setting("answer", "Column with the reward's reference, or a given answer; empty: none.")
     source_key: str = setting("data_source", "Column with the name of a row's data source, for reward.sources.")
     max_prompt_tokens: int = setting(1024, "Longest prompt; of given answers, the longest row.", unit="tokens", min=1)
     overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))

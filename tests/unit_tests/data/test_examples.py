@@ -25,7 +25,7 @@ CHAT = (
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 # As templates that leave the thoughts of earlier turns out.
-FORGETS = CHAT.replace("m.content", "(m.content if loop.last else 'gone')")
+FORGETS = CHAT.replace("m.content", "('gone' if m.role == 'assistant' and not loop.last else m.content)")
 TURNS = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "ab"},
@@ -68,16 +68,14 @@ def trained(tokenizer: Any, given: Given) -> list[str]:
     ],
 )
 def test_turns_of_a_conversation_train(tokenizer: Any, train_on: str, texts: list[str]) -> None:
-    (given,) = read(tokenizer, {"messages": TURNS}, Supervised(train_on=train_on)).given
+    prompt = read(tokenizer, {"messages": TURNS}, Supervised(train_on=train_on))
+    (given,) = prompt.given
     assert trained(tokenizer, given) == texts
+    if train_on == "last":
+        asked = tokenizer.apply_chat_template(TURNS[:-1], add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(prompt.token_ids) == asked, "a run would sample from another prompt"
     whole = tokenizer.apply_chat_template(TURNS, tokenize=False)
     assert whole.startswith(tokenizer.decode(given.token_ids))
-
-
-def test_prompt_of_a_row_is_what_a_run_would_sample_from(tokenizer: Any) -> None:
-    prompt = read(tokenizer, {"messages": TURNS}, Supervised(train_on="last"))
-    asked = tokenizer.apply_chat_template(TURNS[:-1], add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(prompt.token_ids) == asked
 
 
 @pytest.mark.parametrize(
@@ -86,6 +84,7 @@ def test_prompt_of_a_row_is_what_a_run_would_sample_from(tokenizer: Any) -> None
         ({"prompt": "ab ", "completion": "cd"}, "ab cd<eos>", ["cd<eos>"]),
         ({"prompt": "ab ", "completion": "cd<eos>"}, "ab cd<eos>", ["cd<eos>"]),
         ({"text": "abc"}, "abc<eos>", ["bc<eos>"]),
+        ({"prompt": TURNS}, None, ["cd<end>", "fgh<end>"]),
         ({"prompt": TURNS[:2], "completion": "cd"}, "s:be brief<end>\nu:ab<end>\na:cd<end>", ["cd<end>"]),
         ({"prompt": TURNS[:4], "completion": TURNS[4:]}, None, ["fgh<end>"]),
     ],
@@ -144,7 +143,11 @@ def test_labels_become_signs(tokenizer: Any, label: object, worth: float) -> Non
 @pytest.mark.parametrize(
     ("row", "kind", "problem"),
     [
-        ({"question": "a"}, Supervised(), "has none of 'messages', 'completion' and 'text'; its keys are 'question'"),
+        (
+            {"question": "a"},
+            Supervised(),
+            "has none of 'messages', 'answer', 'completion' and 'text'",
+        ),
         ({"prompt": "a", "chosen": "b"}, DPO(), "has no 'rejected', which algorithm.kind needs of its rows"),
         ({"chosen": "b", "rejected": "c"}, DPO(), "has no 'prompt', and 'chosen' is no whole conversation"),
         ({"prompt": "a", "completion": " "}, Supervised(), "the answer is empty"),
@@ -160,5 +163,5 @@ def test_rows_that_cannot_train_are_named(tokenizer: Any, row: object, kind: Any
 
 def test_columns_of_other_names_are_read(tokenizer: Any) -> None:
     row = {"question": "ab", "response": "cd"}
-    (given,) = read(tokenizer, row, Supervised(), prompt_key="question", columns={"completion": "response"}).given
+    (given,) = read(tokenizer, row, Supervised(), prompt_key="question", answer_key="response").given
     assert trained(tokenizer, given) == ["cd<eos>"]
