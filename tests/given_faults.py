@@ -13,7 +13,6 @@ GIVEN: Table = {
             "stop = ends[-1] if ends else stop",
         ),
         ("templates that break prefixes pass", "if not whole.startswith(text):", "if not whole:"),
-        ("an answer without its end", "whole = [*whole, self.end_id]", "whole = [*whole]"),
     ],
     ("given answers", "algorithms/test_preferences.py"): [
         (
@@ -26,7 +25,6 @@ GIVEN: Table = {
             "x, e = rewards[0] - rewards[1], self.label_smoothing",
             "x, e = rewards[0] / chosen.tokens - rewards[1] / rejected.tokens, self.label_smoothing",
         ),
-        ("margin added", "rewards[0] - rewards[1] - margin", "rewards[0] - rewards[1] + margin"),
         (
             "pairs split over micro-batches",
             'units = rows_of_units(len(lengths), getattr(batch, "unit", None))',
@@ -43,11 +41,6 @@ GIVEN: Table = {
             "the reference moves with the policy",
             "partial(reference_logprobs, frozen)",
             "partial(reference_logprobs, roles.actor)",
-        ),
-        (
-            "pairs split over ranks",
-            "units = None if experience.unit is None else gather_column(experience.unit, ranks)",
-            "units = None",
         ),
     ],
 }
