@@ -11,7 +11,7 @@ from typing import TypeAlias
 import typer
 
 from mega_rl.cli.output import print_table
-from mega_rl.config.choices import DATA
+from mega_rl.config.choices import DATA, kind_of_run
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
@@ -41,7 +41,7 @@ def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int) -> Non
     columns = RewardColumns(answer=False, structured=True, source=source)  # any reward
     make, validates = DATA.maker(config), config.trainer.val_interval > 0 and DATA.needs(config, "has_validation")
     rows = make and OwnRows(make, data.source.name, config.trainer.seed, validates)
-    reader, seed = prompt_reader(config, tokens, columns, vocab_size=vocab_size), config.trainer.seed
+    reader, seed = prompt_reader(kind_of_run(config), data, tokens, columns, vocab_size=vocab_size), config.trainer.seed
     train, held_out = load_data(reader, config.validation.sets, tokens, seed=seed, source=rows)
     if data.stream.rows:
         sets = [*_streams(config.trainer, reader)]

@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
@@ -18,7 +18,6 @@ from mega_rl.config.choices import (
     chosen,
     corrects,
     is_sampled,
-    kind_of_run,
     reads_reference,
 )
 from mega_rl.config.needs import is_on_policy
@@ -41,8 +40,7 @@ from mega_rl.tracking.metrics.flops import peak_flops
 from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
 from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
-from mega_rl.trainer.given import EvaluateLoss, ExampleSource, FromAnswers, Reference, ReferenceOnce, reference_logprobs
-from mega_rl.trainer.loop import Algorithm, BatchSource, Event, Stages, StepLog
+from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
@@ -56,16 +54,6 @@ if TYPE_CHECKING:
     from mega_rl.trainer.assemble.plan import Roles
 
 log = logging.getLogger(__name__)
-
-
-class Batches(BatchSource, Protocol):
-    """Source of batches that counts the rows drawn."""
-
-    def drawn_after(self, done: int) -> int:
-        """Return the number of prompts drawn when `done` steps are done; a checkpoint keeps it."""
-
-
-Parts = tuple[Batches, Algorithm, list[Event]]  # of a run's loop
 
 
 @dataclass(frozen=True)
@@ -225,35 +213,6 @@ def build_algorithm(
         run.roles, run.trainer, guard, stage, step_log,
         max_response_tokens=rollout.max_new_tokens, filter_truncated=overlong.filter,
     )  # fmt: skip
-
-
-def build_given(
-    config: Config, run: LoadedRun, prompts: RunPrompts, stage: Stages, step_log: StepLog, start: tuple[int, int]
-) -> Parts:
-    """Return batches, algorithm and events of a run that learns from given answers."""
-    kind, roles, trainer, settings = kind_of_run(config), run.roles, run.trainer, config.data
-    assert isinstance(roles.actor, LearningWorker)
-    source = ExampleSource(prompts.order, run.replicas, kind.scores, stage, step_log)
-    by_tokens = kind.form == "answers"
-    plan = MinibatchPlan(
-        minibatch_size=trainer.minibatch_size,
-        epochs=1,
-        aggregation=AGGREGATIONS["token-mean" if by_tokens else "seq-mean-token-mean"],
-        max_response_tokens=settings.max_prompt_tokens,
-        seed=trainer.seed,
-        ranks=run.replicas,
-    )
-    reference: Reference | None = None
-    if (frozen := roles.reference) is not None:
-        held_out = [prompt for one in prompts.held_out for prompt in one.prompts]
-        once = ReferenceOnce(
-            frozen, [*prompts.train, *held_out], source, trainer.prompts_per_step, roles.engines["reference"].offload
-        )
-        reference = once if kind.reference == "once" else partial(reference_logprobs, frozen)
-    algorithm = FromAnswers(roles.actor, reference, plan, kind.compares, stage, step_log)
-    loss, interval = roles.actor.loss, trainer.val_interval
-    evaluate = EvaluateLoss(prompts.held_out, source, algorithm, loss, trainer.steps, interval, by_tokens)
-    return source, algorithm, [evaluate]
 
 
 def build_policy_gradient(

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mega_rl.config.choices import is_sampled
+from mega_rl.algorithms.preferences import TrainingKind
 from mega_rl.config.rules.rollout import files_of
-from mega_rl.config.schema import ChatConfig, Config, RolloutConfig, TrainerConfig
+from mega_rl.config.schema import ChatConfig, DataConfig, RolloutConfig, TrainerConfig
 from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order
 from mega_rl.data.chat import check_template
@@ -119,15 +119,17 @@ class RunPrompts(NamedTuple):
     fingerprint: str
 
 
-def prompt_reader(config: Config, tokens: Tokens, columns: RewardColumns, *, vocab_size: int) -> PromptReader:
+def prompt_reader(
+    kind: TrainingKind, data: DataConfig, tokens: Tokens, columns: RewardColumns, *, vocab_size: int
+) -> PromptReader:
     """Return the reading of a run's rows, of prompts or with given answers."""
-    tokenizer, chat = tokens.tokenizer, config.data.chat.template != "false"
-    reader = PromptReader(config.data, tokenizer, vocab_size, columns)
-    if is_sampled(config):
+    tokenizer, chat = tokens.tokenizer, data.chat.template != "false"
+    reader = PromptReader(data, tokenizer, vocab_size, columns)
+    if kind.form == "prompts":
         return reader
     stop_ids = {*tokens.stop_ids, *dict(token_endings(tokenizer, chat_template=chat))}
     end_id = tokens.stop_ids[0] if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    return replace(reader, kind=config.algorithm.kind, stop_ids=frozenset(stop_ids), end_id=end_id)
+    return replace(reader, kind=kind, stop_ids=frozenset(stop_ids), end_id=end_id)
 
 
 def build_prompts(

@@ -12,7 +12,7 @@ from pathlib import Path
 from mega_rl.checkpoint.identity import run_identity
 from mega_rl.checkpoint.run_state import ORDER, RandomState
 from mega_rl.checkpoint.store import HfExports, RunCheckpoints
-from mega_rl.config.choices import is_sampled
+from mega_rl.config.choices import is_sampled, kind_of_run
 from mega_rl.config.keys import as_record, recorded
 from mega_rl.config.schema import CheckpointConfig, Config
 from mega_rl.parallel.accelerator import Accelerator
@@ -22,15 +22,9 @@ from mega_rl.protocols import MetricsSink, Ranks
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.sinks import make_sink
-from mega_rl.trainer.assemble.algorithms import (
-    Batches,
-    Parts,
-    build_algorithm,
-    build_collector,
-    build_given,
-    build_meter,
-)
+from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector, build_meter
 from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, prompt_reader, with_length
+from mega_rl.trainer.assemble.given import Batches, Parts, build_given
 from mega_rl.trainer.assemble.load import LoadedRun, build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES
 from mega_rl.trainer.assemble.records import build_recorder, show_run
@@ -56,7 +50,9 @@ def build_trainer(
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     world, run_dir, tokens = inputs.world, Path(config.trainer.run_dir), inputs.tokens
     columns = inputs.rewards.columns(config.data.answer_key, config.data.source_key)
-    reader = prompt_reader(config, tokens, columns, vocab_size=inputs.plan.models["actor"].hf.vocab_size)
+    reader = prompt_reader(
+        kind_of_run(config), config.data, tokens, columns, vocab_size=inputs.plan.models["actor"].hf.vocab_size
+    )
     prompts = build_prompts(
         reader, config.validation.sets, config.trainer, tokens, inputs.rewards, inputs.rows, world=world
     )
@@ -84,8 +80,12 @@ def build_trainer(
     in_bf16, scores = config.model.dtype == "bf16", config.reward.source.name != "none"
     meter = build_meter(run, accelerator, in_bf16=in_bf16, scores=scores, done=done)
     stage, steps = Stages(meter, run.rollouts.devices), StepLog(sink, meter)
-    build = build_sampled if is_sampled(config) else build_given
-    batches, algorithm, events = build(config, run, prompts, stage, steps, (done, drawn))
+    if is_sampled(config):
+        parts = build_sampled(config, run, prompts, stage, steps, (done, drawn))
+    else:
+        longest = config.data.max_prompt_tokens
+        parts = build_given(kind, run, prompts, stage, steps, longest=longest)
+    batches, algorithm, events = parts
     saves = build_saves(run, config.checkpoint, checkpoints, batches, stage, steps, done=done, stop=stop_requested)
     return Trainer(batches, algorithm, run.rollouts.sync, [*events, saves], stage, steps, trainer.steps, done)
 
