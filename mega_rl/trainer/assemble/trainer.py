@@ -50,9 +50,8 @@ def build_trainer(
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     world, run_dir, tokens = inputs.world, Path(config.trainer.run_dir), inputs.tokens
     columns = inputs.rewards.columns(config.data.answer_key, config.data.source_key)
-    reader = prompt_reader(
-        kind_of_run(config), config.data, tokens, columns, vocab_size=inputs.plan.models["actor"].hf.vocab_size
-    )
+    kind, vocab_size = kind_of_run(config), inputs.plan.models["actor"].hf.vocab_size
+    reader = prompt_reader(kind, config.data, tokens, columns, vocab_size=vocab_size)
     prompts = build_prompts(
         reader, config.validation.sets, config.trainer, tokens, inputs.rewards, inputs.rows, world=world
     )
