@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
@@ -49,7 +49,6 @@ from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
 if TYPE_CHECKING:
-    from mega_rl.algorithms.preferences import TrainingKind
     from mega_rl.trainer.assemble.load import LoadedRun
     from mega_rl.trainer.assemble.plan import Roles
 
@@ -105,7 +104,7 @@ def build_actor_role(
 ) -> LearningWorker:
     """Return the role of the policy on its engine; it learns after the critic's warm-up."""
     algorithm, objective = method.settings, method.objective
-    kind = cast("TrainingKind", algorithm.kind)
+    kind: Any = algorithm.kind
     loss: PolicyLoss | GivenLoss = (
         GivenLoss(kind)
         if kind.form != "prompts"
