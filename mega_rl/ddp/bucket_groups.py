@@ -93,7 +93,9 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             self.param_gather_handle.wait()
             self.param_gather_handle = None
             return
-        works = Works([work for bucket in self.buckets for work in self._broadcast(bucket).works])
+        size = self.group.size()
+        sent = [broadcast_shards(shard_buffer(one.param_data, size), group=self.group) for one in self.buckets]
+        works = Works([work for one in sent for work in one.works])
         self.param_gather_dispatched = True
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = works
@@ -114,9 +116,6 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
         )
         assert reduction is not None
         return reduction
-
-    def _broadcast(self, bucket: _ParamAndGradBucket) -> Works:
-        return broadcast_shards(shard_buffer(bucket.param_data, self.group.size()), group=self.group)
 
 
 def wait(reductions: Sequence[Reduction]) -> None:

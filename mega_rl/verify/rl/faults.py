@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import pstdev
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from mega_rl.verify.layouts import REFERENCE, TOLERANCES
 from mega_rl.verify.rl.compare import UpdateErrors, off
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.formulas import Formulas, Row
-from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
+from mega_rl.verify.rl.independent.records import NamedSettings
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.rewards import ALGORITHMS
 from mega_rl.verify.rl.run import Trial, follow_config, problem_of, record_runs, write_inputs
@@ -61,21 +62,6 @@ def _rule(**changes: Any) -> Callable[[Trial], Trial]:
     return lambda trial: (*trial[:2], replace(trial[2], **changes))
 
 
-def _next_samples(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
-    """Return for each sample the one after it."""
-    return [*samples[1:], *samples[:1]]
-
-
-def _population_deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-
-
-def _shifted(row: Row) -> Row:
-    """Return each advantage on the token before its own."""
-    return [*row[1:], 0.0]
-
-
 def _sample_whitened(rows: list[Row]) -> list[Row]:
     """Return advantages whitened with n - 1 below."""
     n = sum(map(len, rows))
@@ -86,10 +72,6 @@ def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[
     """Return GAE that continues after the last token, as if every response was cut off."""
     advantages, returns = formulas.gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
     return advantages, returns
-
-
-def _unclipped(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
-    return -ratio * advantages
 
 
 def _clipped_alone(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
@@ -107,16 +89,9 @@ def _sums_differ(rewards: Sequence[Row]) -> bool:
     return len({sum(row) for row in rewards}) > 1
 
 
-def _swapped(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
-    return formulas.divergence(teacher, student, temperature, beta)
-
-
-def _untempered(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
-    return formulas.divergence(student, teacher, 1.0, beta)
-
-
-def _untempered_teacher(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
-    return formulas.divergence(student, teacher * temperature, temperature, beta)
+def _divergence(changed: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, float]]) -> Callable[[Trial], Trial]:
+    """Return the fault of another student, teacher or temperature in the divergence."""
+    return _by(divergence=lambda *given: formulas.divergence(*changed(*given[:3]), given[3]))
 
 
 def _ratio_of_tokens(trial: Trial) -> Trial:
@@ -131,15 +106,15 @@ def _other_beta(trial: Trial) -> Trial:
 
 _UNDIVIDED, _DIVIDED = (NamedSettings("grpo", words={"std": std}) for std in ("none", "group"))
 FAULTS = (
-    Fault("rewards of the next sample", "grpo", "rewards", _rule(placed=_next_samples)),
+    Fault("rewards of the next sample", "grpo", "rewards", _rule(placed=lambda samples: [*samples[1:], *samples[:1]])),
     Fault("stop token in the text", "grpo", "rewards", _rule(stop_tokens=frozenset())),
     Fault("prompts without their answers", "grpo", "rewards", _rule(answers={})),
     Fault("sum of parts without weights", "gdpo", "rewards", _rule(weights={})),
-    Fault("population instead of sample deviation", "grpo", "advantages", _by(deviation=_population_deviation)),
+    Fault("population instead of sample deviation", "grpo", "advantages", _by(deviation=pstdev)),
     Fault("no division by the deviation", "grpo", "advantages", _run(advantage=_UNDIVIDED)),
     Fault("temperature 1", "grpo", "log-probs", _run(temperature=1.0)),
     Fault("token-mean instead of seq-mean-token-mean", "grpo", "loss", _run(aggregation="token-mean")),
-    Fault("no clip", "grpo", "loss", _by(clipped_term=_unclipped)),
+    Fault("no clip", "grpo", "loss", _by(clipped_term=lambda ratio, advantages, _: -ratio * advantages)),
     Fault("clip without the minimum", "grpo", "loss", _by(clipped_term=_clipped_alone)),
     Fault("old log-probs of every update", "grpo", "log-probs", _by(anchor=lambda before, now: now)),
     Fault("no gradient clipping", "grpo", "gradient", _run(clip_grad=0.0)),
@@ -151,7 +126,7 @@ FAULTS = (
     Fault("entropy bonus with the wrong sign", "grpo_kl", "loss", _run(entropy_coef=-0.01)),
     Fault("importance weights without a cap", "tis", "loss", _but("correction", cap=1e9)),
     Fault("no importance weights", "tis", "loss", _run(correction=NamedSettings("none"))),
-    Fault("advantages one token early", "ppo", "advantages", _by(placed=_shifted)),
+    Fault("advantages one token early", "ppo", "advantages", _by(placed=lambda row: [*row[1:], 0.0])),
     Fault("KL in the reward with the wrong sign", "ppo", "advantages", _run(kl_coef=-0.05)),
     Fault("lambda 1", "ppo", "advantages", _but("advantage", gae_lambda=1.0)),
     Fault("whitening with the sample deviation", "ppo", "advantages", _by(whitened=_sample_whitened)),
@@ -172,15 +147,13 @@ FAULTS = (
     Fault("groups of close rewards dropped", "dapo_sampling", "sampling", _by(differ=_far_apart)),
     Fault("one generation only", "dapo_sampling", "sampling", _run(max_generations=1)),
     Fault("sums of parts compared", "gdpo_sampling", "sampling", _by(differ=_sums_differ)),
-    Fault(
-        "population instead of sample deviation of parts", "gdpo", "advantages", _by(deviation=_population_deviation)
-    ),
+    Fault("population instead of sample deviation of parts", "gdpo", "advantages", _by(deviation=pstdev)),
     Fault("weights of parts ignored", "gdpo", "advantages", _run(part_weights={})),
     Fault("parts summed before they are normalised", "gdpo", "advantages", _run(advantage=_DIVIDED)),
     Fault("punishment of long responses without its weight", "gdpo_sampling", "advantages", _run(overlong_penalty=1.0)),
-    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", _by(divergence=_swapped)),
-    Fault("divergence without temperature", "teacher_reverse_kl", "loss", _by(divergence=_untempered)),
-    Fault("teacher without temperature", "teacher_forward_kl", "loss", _by(divergence=_untempered_teacher)),
+    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", _divergence(lambda p, q, t: (q, p, t))),
+    Fault("divergence without temperature", "teacher_reverse_kl", "loss", _divergence(lambda p, q, t: (p, q, 1.0))),
+    Fault("teacher without temperature", "teacher_forward_kl", "loss", _divergence(lambda p, q, t: (p, q * t, t))),
     Fault("beta of the other model", "teacher_jensen_shannon", "loss", _other_beta),
     Fault("reverse KL instead of the mixture's", "teacher_jensen_shannon", "loss", _but("loss", beta=1.0)),
 )
