@@ -22,17 +22,7 @@ from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
-from mega_rl.verify.layouts import (
-    TOLERANCES,
-    UPDATES,
-    Layout,
-    Plan,
-    fsdp,
-    read_changes,
-    resolve_all,
-    tolerances,
-    usual,
-)
+from mega_rl.verify.layouts import TOLERANCES, UPDATES, Layout, Plan, fsdp, read_changes, resolve_all, tolerances, usual
 from mega_rl.verify.learn.tasks import MOST_SEEDS, TASKS, TaskResult, record
 from mega_rl.verify.rl.inputs import STEPS, read_run
 

@@ -9,23 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.param_and_grad_buffer import (
-    _ParamAndGradBucket,
-    _ParamAndGradBucketGroup,
-    shard_buffer,
-)
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup, shard_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.ddp.reduce_scatter import (
-    Reduction,
-    Scratch,
-    Works,
-    all_reduce_fp32,
-    broadcast_shards,
-    reduce_scatter_fp32,
-)
+from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, all_reduce_fp32, broadcast_shards, reduce_scatter_fp32
 
 
 class SummingBucketGroup(_ParamAndGradBucketGroup):

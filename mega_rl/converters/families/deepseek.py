@@ -8,15 +8,7 @@ from mega_rl.converters.architecture import Indexer, Mla, Moe
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
 from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT, mistral_yarn
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
-from mega_rl.converters.families.moe import (
-    EXPERTS,
-    MOE_NORM,
-    ROUTER,
-    expert_bias,
-    mixture,
-    shared_experts,
-    softmax_moe,
-)
+from mega_rl.converters.families.moe import EXPERTS, MOE_NORM, ROUTER, expert_bias, mixture, shared_experts, softmax_moe
 from mega_rl.converters.families.rules import col, copy, in_layers, in_mtp_layers, of_mtp, row
 
 # SGLang fuses the two down projections as they arrive, so they are exported together.

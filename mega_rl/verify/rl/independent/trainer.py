@@ -21,13 +21,7 @@ from mega_rl.verify.rl.independent.formulas import (
     token_rewards,
 )
 from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES, ResponseTokens
-from mega_rl.verify.rl.independent.networks import (
-    CriticNetwork,
-    PolicyNetwork,
-    TrainedNetwork,
-    moved,
-    of_response,
-)
+from mega_rl.verify.rl.independent.networks import CriticNetwork, PolicyNetwork, TrainedNetwork, moved, of_response
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample, StepBatch
 
 
