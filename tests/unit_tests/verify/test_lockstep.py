@@ -19,7 +19,6 @@ from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import REFERENCE, REWARDS, TOLERANCES, Layout, fsdp, parse
 from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import off
-from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.rewards import ALGORITHMS, FORMULAS, coverage, lockstep_settings
 from mega_rl.verify.rl.run import follow_config, problem_of, write_inputs
@@ -28,6 +27,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import ROUTED, bare_config
+from tests.unit_tests.verify.lockstep_faults import FAULTS, SHARED, Fault
 from tests.unit_tests.verify.lockstep_on_ranks import record_runs
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all

@@ -1,6 +1,6 @@
 """Formulas of several algorithms and of the optimizer; lists have a number per response token.
 
-`Formulas` holds those that a planted fault may replace (`mega_rl.verify.rl.faults`).
+`Formulas` holds those that a planted fault may replace.
 """
 
 from __future__ import annotations

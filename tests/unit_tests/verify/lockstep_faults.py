@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import pstdev
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import Config
-from mega_rl.errors import RunError
-from mega_rl.tracking import progress
-from mega_rl.verify.layouts import REFERENCE, TOLERANCES
-from mega_rl.verify.rl.compare import UpdateErrors, off
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.formulas import Formulas, Row
 from mega_rl.verify.rl.independent.records import NamedSettings
-from mega_rl.verify.rl.inputs import algorithm_run, with_layout
-from mega_rl.verify.rl.rewards import ALGORITHMS
-from mega_rl.verify.rl.run import Trial, follow_config, problem_of, record_runs, write_inputs
+from mega_rl.verify.rl.run import Trial
 
 # Settings of the runs with planted faults; every one of them has an effect.
 SHARED: dict[str, object] = {
@@ -70,8 +62,7 @@ def _sample_whitened(rows: list[Row]) -> list[Row]:
 
 def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
     """Return GAE that continues after the last token, as if every response was cut off."""
-    advantages, returns = formulas.gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
-    return advantages, returns
+    return formulas.gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
 
 
 def _clipped_alone(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
@@ -157,25 +148,3 @@ FAULTS = (
     Fault("beta of the other model", "teacher_jensen_shannon", "loss", _other_beta),
     Fault("reverse KL instead of the mixture's", "teacher_jensen_shannon", "loss", _but("loss", beta=1.0)),
 )
-
-
-def self_check(folder: Path, *, timeout_s: float) -> Iterator[tuple[Fault, UpdateErrors | None, str]]:
-    """Yield each fault with the update and phase that the lockstep names; None and "" if it names none.
-
-    Raises RunError if a run is off without a fault.
-    """
-    runs: dict[str, tuple[Config, Path]] = {}
-    for name in dict.fromkeys(fault.algorithm for fault in FAULTS):
-        inputs, trace = folder / f"inputs_{name}", folder / "traces" / name
-        inputs.mkdir()
-        config, _ = write_inputs(algorithm_run({**SHARED, **ALGORITHMS[name]}), inputs, multiple=1)
-        runs[name] = with_layout(config, REFERENCE, run_dir=trace / "run"), trace
-    record_runs({trace: config for config, trace in runs.values()}, label="real runs", ranks=1, timeout_s=timeout_s)
-    for name, (config, trace) in runs.items():
-        if problem := problem_of(tuple(follow_config(config, trace)), TOLERANCES):
-            raise RunError(f"{name} is off without a planted fault: {problem}")
-    with progress.rounds("fault", len(FAULTS)) as rounds:
-        for fault in FAULTS:
-            update, phase = off(follow_config(*runs[fault.algorithm], fault.plant)) or (None, "")
-            yield fault, update, phase
-            rounds.advance()
