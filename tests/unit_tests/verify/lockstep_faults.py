@@ -1,21 +1,29 @@
-"""Faults to plant into the independent trainer: a lockstep must find each and name its phase."""
+"""Small runs of every algorithm, and faults of the independent trainer, of which a lockstep names the phase."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import pstdev
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mega_rl.config.keys import flattened
+from mega_rl.config.loader import load
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.formulas import Formulas, Row
 from mega_rl.verify.rl.independent.records import NamedSettings
+from mega_rl.verify.rl.inputs import FIXED, REWARD, SIZES, STAND_IN, STEPS, LockstepRun, without_idle
 from mega_rl.verify.rl.run import Trial
 
+_TEXT = Path(__file__).with_name("algorithms.toml").read_text("utf-8")
+# Settings of an algorithm that differ from the defaults, by its name.
+ALGORITHMS: dict[str, Mapping[str, object]] = {name: flattened(own) for name, own in tomllib.loads(_TEXT).items()}
 # Settings of the runs with planted faults; every one of them has an effect.
 SHARED: dict[str, object] = {
     "rollout.temperature": 0.7,
@@ -29,11 +37,18 @@ SHARED: dict[str, object] = {
 }
 
 
+def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
+    """A small run with these settings; source: folder of the architecture's config.json."""
+    fixed = FIXED if settings.get("reward.source") == "none" else {**FIXED, "reward.function": REWARD}
+    config = load(None, {**fixed, **SIZES, "trainer.steps": STEPS, **settings})
+    return LockstepRun(without_idle(config, set(settings)), source, str(source or STAND_IN))
+
+
 class Fault(NamedTuple):
     """A fault: other settings, other formulas or another rule of rewards than the run's."""
 
     name: str
-    algorithm: str  # run of `rewards.ALGORITHMS` in which the fault is planted
+    algorithm: str  # run of `ALGORITHMS` in which the fault is planted
     phase: str  # phase that must be named
     plant: Callable[[Trial], Trial]
 
