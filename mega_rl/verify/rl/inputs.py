@@ -54,6 +54,16 @@ SIZES: Mapping[str, object] = {
     "optim.critic_lr": 3e-3,
     "optim.eps": 1e-3,
 }
+# Settings of a run on CPUs whose files nobody reads.
+UNSEEN: Mapping[str, object] = {
+    "checkpoint.save_final": False,
+    "checkpoint.resume": "never",
+    "metrics.tensorboard": False,
+    "metrics.progress_bar": False,
+    "metrics.rollout_interval": 0,
+    "trainer.device": "cpu",
+    "trainer.timeout_s": 120.0,
+}
 # The rollout engine's log-probs are shifted on purpose (`mega_rl.verify.rl.record`), so its guards are wide open.
 FIXED: Mapping[str, object] = {
     "model.dtype": "fp32",
@@ -64,13 +74,7 @@ FIXED: Mapping[str, object] = {
     "rollout.mismatch.mean_limit": 10.0,
     "rollout.mismatch.share_limit": 1.0,
     "rollout.mismatch.max_limit": 100.0,
-    "checkpoint.save_final": False,
-    "checkpoint.resume": "never",
-    "metrics.tensorboard": False,
-    "metrics.progress_bar": False,
-    "metrics.rollout_interval": 0,
-    "trainer.device": "cpu",
-    "trainer.timeout_s": 120.0,
+    **UNSEEN,
 }
 
 

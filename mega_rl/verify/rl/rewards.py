@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -98,18 +98,16 @@ def _unknown(config: Config, choice: Choice) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RewardRule:
-    """Rule by which each response is rewarded; a planted fault replaces a field."""
+    """Rule by which each response is rewarded."""
 
     function: Callable[..., float | Mapping[str, float]] | None  # None: the run has no reward
     weights: Mapping[str, float]  # weight of each named part; default 1
     stop_tokens: frozenset[int]  # one at the end of a response is not in its text
-    # Samples in the order in which their rewards go to the samples: each has its own.
-    placed: Callable[[Sequence[ScoredSample]], Sequence[ScoredSample]] = list
-    answers: Mapping[str, str] = field(default_factory=dict)  # answers of the data's rows, by prompt text
+    answers: Mapping[str, str]  # answers of the data's rows, by prompt text
 
     def scored(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
         """Return the samples with rewards computed from their own tokens."""
-        scores = [self._score(sample) for sample in self.placed(samples)]
+        scores = [self._score(sample) for sample in samples]
         return [
             replace(sample, reward=reward, parts=parts, greedy_reward=math.nan)
             for sample, (reward, parts) in zip(samples, scores, strict=True)

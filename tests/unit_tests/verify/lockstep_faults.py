@@ -20,9 +20,10 @@ from mega_rl.config.loader import load
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, generalized
 from mega_rl.verify.rl.independent.formulas import Row, divergence, gae, value_term, whitened
-from mega_rl.verify.rl.independent.records import NamedSettings
+from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
 from mega_rl.verify.rl.independent.trainer import EvaluatedSample, IndependentTrainer
 from mega_rl.verify.rl.inputs import FIXED, REWARD, SIZES, STAND_IN, STEPS, LockstepRun, without_idle
+from mega_rl.verify.rl.rewards import RewardRule
 from mega_rl.verify.rl.run import Trial
 
 _TEXT = Path(__file__).with_name("algorithms.toml").read_text("utf-8")
@@ -84,7 +85,12 @@ def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[
     return gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
 
 
-update_actor = IndependentTrainer._update_actor
+update_actor, scored = IndependentTrainer._update_actor, RewardRule.scored
+
+
+def _of_next(self: RewardRule, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
+    own = scored(self, samples)
+    return [replace(one, reward=it.reward, parts=it.parts) for one, it in zip(own, [*own[1:], *own[:1]], strict=True)]
 
 
 def _anchored(self: Any, rows: list[EvaluatedSample], place: tuple[int, int]) -> Any:
@@ -132,7 +138,7 @@ _ANCHORED = patch.object(IndependentTrainer, "_update_actor", _anchored)
 _EARLY = patch.dict(ADVANTAGES, gae=(_early, ADVANTAGES["gae"][1]))
 _UNDIVIDED, _DIVIDED = (NamedSettings("grpo", words={"std": std}) for std in ("none", "group"))
 FAULTS = (
-    Fault("rewards of the next sample", "grpo", "rewards", _rule(placed=lambda samples: [*samples[1:], *samples[:1]])),
+    Fault("rewards of the next sample", "grpo", "rewards", patch.object(RewardRule, "scored", _of_next)),
     Fault("stop token in the text", "grpo", "rewards", _rule(stop_tokens=frozenset())),
     Fault("prompts without their answers", "grpo", "rewards", _rule(answers={})),
     Fault("sum of parts without weights", "gdpo", "rewards", _rule(weights={})),
