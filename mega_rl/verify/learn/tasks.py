@@ -282,7 +282,7 @@ REUSED_BATCH = LearningTask(
     summary="16 updates on every batch: without a clip the policy settles on the luck of a few rows",
     vocabulary=LETTERS,
     prompts=_reused_rows(),
-    reward=lambda response, answer: float(response in answer),  # answer: the arms that pay on this row
+    reward=lambda prompt, response, answer: float(response in answer),  # answer: arms that pay on this row
     settings={
         **_sizes(steps=40, prompts=16, n=16, tokens=1, lr=1e-3),
         "algorithm.advantage": "rloo",
