@@ -94,6 +94,8 @@ def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
     names = [*named.train_files, *named.mixture.files()]
     files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
     known = {"seed": config.trainer.seed, "data": fingerprint, "engine": config.engine.backend}
+    if config.model.adapter.rank:
+        known["adapter"] = str(replace(config.model.adapter, path=""))
     return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 
