@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from mega_rl.checkpoint.identity import run_identity
@@ -18,7 +17,7 @@ from mega_rl.config.schema import CheckpointConfig, Config
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink, Ranks
+from mega_rl.protocols import Ranks
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.sinks import make_sink
@@ -75,7 +74,7 @@ def build_trainer(
         config.metrics, run_dir,
         is_writer=world.rank == 0, resume_step=done + 1, total_steps=trainer.steps, settings=record,
     )  # fmt: skip
-    resources.push(partial(_close_sink, sink))
+    resources.push(lambda kind, *_: sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt)))
     in_bf16, scores = config.model.dtype == "bf16", config.reward.source.name != "none"
     meter = build_meter(run, accelerator, in_bf16=in_bf16, scores=scores, done=done)
     stage, steps = Stages(meter, run.rollouts.devices), StepLog(sink, meter)
@@ -104,10 +103,6 @@ def build_sampled(
     )  # fmt: skip
     validate = Validate(evaluation, dumps, stage, log, trainer.steps, trainer.val_interval)
     return batches, algorithm, [*([] if recorder is None else [recorder]), dumps, Warn(log), validate]
-
-
-def _close_sink(sink: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
-    sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
 
 
 def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
