@@ -15,6 +15,7 @@ from mega_rl.config.schema.rollout import runs_code
 _EQUAL = {
     "engine.backend=megatron": "engine.megatron model.recompute_layers",
     "engine.backend=fsdp": "engine.fsdp",
+    "optim.name=muon": "optim.momentum",
     "model.recompute=selective": "model.recompute_modules",
     "model.recompute=full": "model.recompute_layers",
     "reward.source=function": "reward.function reward.functions",

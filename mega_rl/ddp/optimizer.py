@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
 from mega_rl.ddp.host_adam import HOST, HostAdamW
 from mega_rl.errors import UserError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
@@ -130,13 +132,13 @@ def trained_parameters(optimizer: MegatronOptimizer) -> Iterator[Trained]:
     for part in parts(optimizer):
         if part.optimizer is None:
             continue  # nothing trains on this rank
-        for parameter, first, stepped in _stepped(part):
+        for parameter, first, stepped in stepped_parameters(part):
             state = part.optimizer.state[stepped]
             main = stepped if stepped.dtype != parameter.dtype else state.get("master_param")
             yield Trained(parameter, first, None if parameter.dtype == torch.float32 else main, state)
 
 
-def _stepped(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
+def stepped_parameters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
     """Yield (model parameter, its first element, the tensor that torch's optimizer steps)."""
     if isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp:
         # Pairs of lists: its map of indices (0.16.1) is wrong for a group that has FP32 parameters too.
@@ -174,8 +176,13 @@ def _create_state_of(parameter: Tensor, optimizer: Any, group: dict[str, Any]) -
     if isinstance(optimizer, torch.optim.Adam):
         on_device = not on_host and (group["fused"] or group["capturable"])
         state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in MOMENTS:
         state[name] = torch.zeros_like(parameter, requires_grad=False, device=HOST if on_host else None)
+
+
+def moments_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return Adam's moments of a parameter by name; Muon's matrices have only the first."""
+    return {name: state[name] for name in MOMENTS if name in state}
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int | None:

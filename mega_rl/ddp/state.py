@@ -3,7 +3,7 @@
     weights/KEY     the parameter, or persistent buffer, in its dtype
     main/KEY        its FP32 main parameter, where that is separate memory: of a bf16 model. A precision-aware
                     optimizer has only the lower half of its bits, int16
-    exp_avg/KEY, exp_avg_sq/KEY    Adam's moments
+    exp_avg/KEY, exp_avg_sq/KEY    Adam's moments; of a matrix under Muon only the first
 
 That is 14 bytes per trained parameter of a bf16 model and 12 of an fp32 one. Under PyTorch's FSDP2 the weights are the
 FP32 main parameters, whatever dtype the model computes in, and there is no `main`.
@@ -28,12 +28,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mega_rl.ddp.access import unwrapped
-from mega_rl.ddp.optimizer import Trained, parts, trained_parameters
+from mega_rl.ddp.optimizer import Trained, moments_of, parts, trained_parameters
 from mega_rl.ddp.regions import Region, find_regions
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.parallel.boxes import Box, Piece, flat_boxes, intersection, moved, within
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ def _of_megatron_fsdp(
 def _state(trained: Trained, first: int) -> dict[str, Elements]:
     """Return main parameter and moments, whose first element is the parameter's element `first`."""
     tensors = {} if trained.main is None else {"main": trained.main}
-    tensors |= {name: trained.state[name] for name in MOMENTS}
+    tensors |= moments_of(trained.state)
     return {name: Elements(first, _flat(tensor)) for name, tensor in tensors.items()}
 
 

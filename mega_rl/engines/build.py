@@ -19,6 +19,7 @@ from mega_rl.converters.hf.config import needs_proof, read_hf_config
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
+from mega_rl.ddp.muon import muon_of_chunks, muon_of_rows
 from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
@@ -148,6 +149,10 @@ def _build_megatron(
     optimizer: MegatronOptimizer | None = None
     if request.trainable:
         chunks, optimizer = _trainable(chunks, model_config=model_config, settings=settings, groups=groups)
+        if settings.optim.name == "muon":
+            common["muon"] = muon_of_chunks(
+                chunks, optimizer, sharding=sharding, groups=groups, momentum=settings.optim.momentum
+            )
     return MegatronEngine(chunks=chunks, optimizer=optimizer, config=model_config, routing=routing, **common)
 
 
@@ -203,9 +208,19 @@ def _build_fsdp(
     with progress.phase(f"{request.name}: reading the weights"):
         report = load_rows(model, request.path, sharding=common["sharding"])
     log.info("%s: read %s", request.name, report)
+    parameters = sharded_parameters(model)
+    optimizer = build_adam(parameters, settings.optim) if request.trainable else None
+    if optimizer is not None and settings.optim.name == "muon":
+        common["muon"] = muon_of_rows(
+            parameters,
+            optimizer,
+            sharding=common["sharding"],
+            groups=common["groups"],
+            momentum=settings.optim.momentum,
+        )
     return FSDPEngine(
         model=model,
-        optimizer=build_adam(sharded_parameters(model), settings.optim) if request.trainable else None,
+        optimizer=optimizer,
         dtype=dtype,
         scratch=scratch,
         clip_grad=settings.optim.clip_grad,

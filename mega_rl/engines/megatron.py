@@ -213,6 +213,8 @@ class MegatronEngine(ModelEngine):
         norm = float(optimizer.get_grad_norm())
         check_norm(self.name, norm, metrics)
         clip(optimizer, norm=norm)
+        if self.muon is not None:
+            self.muon.step()
         step(optimizer, self.chunks)
         return norm
 
