@@ -19,8 +19,8 @@ from mega_rl.converters.hf.config import needs_proof, read_hf_config
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
-from mega_rl.ddp.muon import muon_of_chunks, muon_of_rows
-from mega_rl.ddp.optimizer import build_optimizer
+from mega_rl.ddp.muon import Muon, shares_of_chunks, shares_of_rows
+from mega_rl.ddp.optimizer import build_optimizer, torch_optimizers
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.fsdp import FSDPEngine, build_adam
@@ -150,9 +150,9 @@ def _build_megatron(
     if request.trainable:
         chunks, optimizer = _trainable(chunks, model_config=model_config, settings=settings, groups=groups)
         if settings.optim.name == "muon":
-            common["muon"] = muon_of_chunks(
-                chunks, optimizer, sharding=sharding, groups=groups, momentum=settings.optim.momentum
-            )
+            shares = shares_of_chunks(chunks, optimizer, sharding, groups.coordinates)
+            how = {"momentum": settings.optim.momentum, "sharding": sharding, "groups": groups}
+            common["muon"] = Muon(torch_optimizers(optimizer), shares, **how)
     return MegatronEngine(chunks=chunks, optimizer=optimizer, config=model_config, routing=routing, **common)
 
 
@@ -208,16 +208,11 @@ def _build_fsdp(
     with progress.phase(f"{request.name}: reading the weights"):
         report = load_rows(model, request.path, sharding=common["sharding"])
     log.info("%s: read %s", request.name, report)
-    parameters = sharded_parameters(model)
-    optimizer = build_adam(parameters, settings.optim) if request.trainable else None
-    if optimizer is not None and settings.optim.name == "muon":
-        common["muon"] = muon_of_rows(
-            parameters,
-            optimizer,
-            sharding=common["sharding"],
-            groups=common["groups"],
-            momentum=settings.optim.momentum,
-        )
+    parameters, optim = sharded_parameters(model), settings.optim
+    optimizer = build_adam(parameters, optim) if request.trainable else None
+    if optimizer is not None and optim.name == "muon":
+        how = {"momentum": optim.momentum, "sharding": common["sharding"], "groups": common["groups"]}
+        common["muon"] = Muon([optimizer], shares_of_rows(parameters, common["sharding"]), **how)
     return FSDPEngine(
         model=model,
         optimizer=optimizer,

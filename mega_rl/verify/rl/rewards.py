@@ -50,10 +50,18 @@ def lockstep_settings(config: Config) -> LockstepSettings:
             "derivative at the old policy, where rounding decides its sign, so two right trainers differ; legal: "
             "rollout"
         )
+    if config.optim.name != "adam":
+        problems.append(
+            f"optim.name={config.optim.name}: Newton-Schulz in bf16 rounds by more than the tolerances; legal: adam"
+        )
     if problems:
         raise UserErrors(problems)
     algorithm, kl, overlong = config.algorithm, config.algorithm.kl, config.reward.overlong
-    optim = {name: value for name, value in vars(config.optim).items() if name != "max_skipped_steps"}
+    optim = {
+        name: value
+        for name, value in vars(config.optim).items()
+        if name not in ("name", "momentum", "max_skipped_steps")
+    }
     return LockstepSettings(
         advantage=_followed(config, ADVANTAGE),
         loss=_followed(config, LOSS),
