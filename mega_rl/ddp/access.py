@@ -13,7 +13,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mega_rl.ddp import megatron_fsdp
 from mega_rl.ddp.bucket_groups import finish_param_sync
@@ -143,12 +144,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def rows_here(parameter: DTensor) -> Box:
     """Return the place of this rank's rows in the whole; empty beyond the last row."""
-    mesh = parameter.device_mesh
-    dimension = next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
-    shape = tuple(parameter.to_local().shape)
-    each = -(-parameter.shape[0] // mesh.size(dimension))
-    first = min(mesh.get_local_rank(dimension) * each, parameter.shape[0])
-    return Box((first, *(0 for _ in shape[1:])), shape)
+    place = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Box(*reversed(place))
 
 
 def freeze(named: Iterable[tuple[str, torch.nn.Parameter]], patterns: Sequence[str], *, everyone: Ranks) -> None:

@@ -18,12 +18,12 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim import _muon as upstream
 
 from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.plan.matrices import Window, matrices, windows_of
 from mega_rl.converters.plan.parameters import disk_tensors
-from mega_rl.converters.plan.proof import tiling_faults
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
@@ -36,6 +36,7 @@ from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import RankCoordinates
 
+Sizes = list[int]  # elements by rank
 ROUND = 1 << 26  # elements per rank that travel at a time, about
 SETTINGS = (upstream.DEFAULT_A, upstream.DEFAULT_B, upstream.DEFAULT_C), upstream.DEFAULT_NS_STEPS, upstream.EPS
 
@@ -48,15 +49,11 @@ class Share(NamedTuple):
     start: int  # elements before the rectangle in this rank's part of the parameter
     strides: tuple[int, int]
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor | None) -> Tensor:
         """Return the rectangle of the parameter, its gradient or its momentum, [rows, cols], a view."""
+        assert tensor is not None
         memory = local(tensor)
         return memory.as_strided(self.window[3:5], self.strides, memory.storage_offset() + self.start)
-
-
-# Shares of this rank in the order of the ranks that they go to, and elements to each; rectangles that come in the order
-# of the ranks that they come from, and elements from each.
-Round = tuple[list[Share], list[int], list[Window], list[int]]
 
 
 class Muon:
@@ -68,44 +65,38 @@ class Muon:
     """
 
     def __init__(
-        self,
-        optimizers: Iterable[torch.optim.Optimizer],
-        shares: Iterable[Share],
-        *,
-        momentum: float,
-        sharding: Sharding,
-        groups: Groups,
+        self, optimizers: Iterable[Optimizer], shares: list[Share], momentum: float, sharding: Sharding, groups: Groups
     ) -> None:
         self._momentum, self._shapes = momentum, matrices(sharding.hf, sharding.head)[0]
         self._ranks = GroupRanks(groups.collection.tp_dp_cp)
-        held, own = torch.zeros(len(self._shapes), dtype=torch.float64), list(shares)
-        for share in own:
+        held = torch.zeros(len(self._shapes), dtype=torch.float64)
+        for share in shares:
             held[share.window.matrix] += share.window.numel / self._ranks.size
-        if not GroupRanks(groups.world).max(torch.tensor(len(own))):
+        if not GroupRanks(groups.world).max(torch.tensor(len(shares))):
             raise UserError("optim.name=muon: no weight that trains is a matrix inside a layer; set optim.name=adam")
         self._members: dict[Tensor, tuple[dict[str, Tensor], dict[str, Any]]] = {}  # parameter -> state, settings
         for optimizer in optimizers:
             for settings in optimizer.param_groups:
-                for parameter in {share.parameter for share in own}.intersection(settings["params"]):
-                    state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter, requires_grad=False)}
-                    optimizer.state[parameter] = state
-                    self._members[parameter] = state, settings
+                for parameter in {share.parameter for share in shares}.intersection(settings["params"]):
+                    optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter)}
+                    self._members[parameter] = optimizer.state[parameter], settings
         homes = _homes(self._shapes, self._ranks.sum(held).tolist(), ranks=self._ranks.size)
-        self._rounds = [self._agree(own, home) for home in homes]
+        self._rounds = [self._agree(shares, home) for home in homes]
 
-    def _agree(self, shares: Iterable[Share], homes: Mapping[int, int]) -> Round:
-        """Return the round of some matrices, by the rank of each; collective."""
+    def _agree(self, shares: list[Share], homes: Mapping[int, int]) -> tuple[list[Share], Sizes, list[Window], Sizes]:
+        """Return this rank's shares of some matrices and the rectangles that come; collective; homes: ranks.
+
+        Both are in the order of the other ranks, and each is followed by its elements by rank.
+        """
         shares = sorted((s for s in shares if s.window.matrix in homes), key=lambda s: homes[s.window.matrix])
         counts, sent = [0] * self._ranks.size, [0] * self._ranks.size
         for share in shares:
             counts[homes[share.window.matrix]] += 1
             sent[homes[share.window.matrix]] += share.window.numel
         table = torch.tensor([share.window[:5] for share in shares], dtype=torch.int64).view(-1, 5)
-        rows = self._ranks.send(table, counts, self._ranks.exchange_counts(counts)).tolist()
-        windows = [Window(*row) for row in rows]
-        for matrix, several in groupby(sorted(windows), key=lambda window: window.matrix):
-            tiles = tuple({(w.row, w.row + w.rows, w.col, w.col + w.cols) for w in several})
-            assert not tiling_faults(tiles, self._shapes[matrix]), f"matrix {matrix} {self._shapes[matrix]}: {tiles}"
+        windows = [
+            Window(*row) for row in self._ranks.send(table, counts, self._ranks.exchange_counts(counts)).tolist()
+        ]
         return shares, sent, windows, self._ranks.exchange_counts(sent)
 
     @torch.no_grad()
@@ -122,30 +113,25 @@ class Muon:
         for parameter in self._members:
             parameter.grad = None
 
-    def _update(self, shares: list[Share], sent: list[int], windows: list[Window], received: list[int]) -> None:
+    def _update(self, shares: list[Share], sent: Sizes, windows: list[Window], received: Sizes) -> None:
         """Add the updates of a round's matrices to this rank's shares."""
         sizes = [share.window.numel for share in shares]
         momentum = torch.empty(sum(sent), dtype=torch.bfloat16, device=self._ranks.device)
         for share, part in zip(shares, momentum.split(sizes), strict=True):
-            gradient, average = share.parameter.grad, self._members[share.parameter][0]["exp_avg"]
-            assert gradient is not None
-            part.copy_(share.of(gradient).lerp(share.of(average), self._momentum).flatten())  # Nesterov's
+            average = share.of(self._members[share.parameter][0]["exp_avg"])
+            part.copy_(share.of(share.parameter.grad).lerp(average, self._momentum).flatten())  # Nesterov's
         arrived = self._ranks.send(momentum, sent, received)
-        whole = {w.matrix: arrived.new_empty(self._shapes[w.matrix]) for w in windows}
-        for window, part in zip(windows, arrived.split([w.numel for w in windows]), strict=True):
-            _rectangle(whole[window.matrix], window).copy_(part.view(window.rows, window.cols))
-        for matrix in whole:
-            whole[matrix] = upstream._zeropower_via_newtonschulz(whole[matrix], *SETTINGS)
-        answer = [_rectangle(whole[window.matrix], window).flatten() for window in windows]
-        update = self._ranks.send(torch.cat([arrived[:0], *answer]), received, sent)
+        whole = {w.matrix: arrived.new_full(self._shapes[w.matrix], torch.nan) for w in windows}  # a gap would show
+        places = [whole[w.matrix][w.row : w.row + w.rows, w.col : w.col + w.cols] for w in windows]
+        for place, part in zip(places, arrived.split([w.numel for w in windows]), strict=True):
+            place.copy_(part.view(place.shape))
+        for matrix in whole.values():
+            matrix.copy_(upstream._zeropower_via_newtonschulz(matrix, *SETTINGS))
+        update = self._ranks.send(torch.cat([arrived[:0], *(place.flatten() for place in places)]), received, sent)
         for share, part in zip(shares, update.split(sizes), strict=True):
             target, shape = share.of(share.parameter), torch.Size(self._shapes[share.window.matrix])
             lr = upstream._adjust_lr(self._members[share.parameter][1]["lr"], "match_rms_adamw", shape)
             target.add_(part.view(target.shape).to(target.device), alpha=-lr)
-
-
-def _rectangle(matrix: Tensor, window: Window) -> Tensor:
-    return matrix[window.row : window.row + window.rows, window.col : window.col + window.cols]
 
 
 def _homes(shapes: Sequence[tuple[int, ...]], held: Sequence[float], *, ranks: int) -> Iterator[dict[int, int]]:
@@ -154,11 +140,11 @@ def _homes(shapes: Sequence[tuple[int, ...]], held: Sequence[float], *, ranks: i
     held: elements of each matrix on a rank, on average; none of one that does not train.
     """
     rounds = [int(end // ROUND) for end in accumulate(held)]
-    for _, members in groupby((m for m, elements in enumerate(held) if elements), key=rounds.__getitem__):
-        chosen = list(members)
-        work = [shapes[matrix][0] * shapes[matrix][1] * min(shapes[matrix]) for matrix in chosen]
-        parts_of_ranks = partition_balanced(work, ranks, equal_counts=False)
-        yield {chosen[i]: rank for rank, mine in enumerate(parts_of_ranks) for i in mine}
+    for _, some in groupby((m for m, elements in enumerate(held) if elements), key=rounds.__getitem__):
+        members = list(some)
+        work = [shapes[matrix][0] * shapes[matrix][1] * min(shapes[matrix]) for matrix in members]
+        chosen = partition_balanced(work, ranks, equal_counts=False)
+        yield {members[i]: rank for rank, mine in enumerate(chosen) for i in mine}
 
 
 def _shares(stepped: Tensor, windows: Iterable[Window], shape: torch.Size, first: int = 0) -> Iterator[Share]:
@@ -167,21 +153,17 @@ def _shares(stepped: Tensor, windows: Iterable[Window], shape: torch.Size, first
     if isinstance(stepped, DTensor):
         first = rows_here(stepped).offset[0] * shape[1:].numel()
     for w in windows:
-        # As the tensor has it: a window's elements in the order of memory, of which a rank holds consecutive ones.
-        lines, wide = (w.cols, w.rows) if w.transposed else (w.rows, w.cols)
-        start = w.top * width + w.left - first
-        before = []
+        # The window as lines of the tensor: of its elements in the order of memory a rank holds consecutive ones.
+        row, col, lines, wide = (w.col, w.row, w.cols, w.rows) if w.transposed else w[1:5]
+        start, before = w.top * width + w.left - first, []
         for end in (0, local(stepped).numel()):
-            line, place = divmod(end - start, width)
-            before.append(min(max(line * wide + min(-(-place // w.step), wide), 0), lines * wide))
+            line, rest = divmod(end - start, width)
+            before.append(min(max(line * wide + min(-(-rest // w.step), wide), 0), lines * wide))
         for (down, along), (tall, broad) in flat_boxes((lines, wide), *before):
-            place_in = (
-                (w.row + along, w.col + down, broad, tall)
-                if w.transposed
-                else (w.row + down, w.col + along, tall, broad)
-            )
-            strides = (w.step, width) if w.transposed else (width, 1)
-            yield Share(Window(w.matrix, *place_in), stepped, start + down * width + along * w.step, strides)
+            place, strides = (row + down, col + along, tall, broad), (width, w.step)
+            if w.transposed:
+                place, strides = (place[1], place[0], broad, tall), (w.step, width)
+            yield Share(Window(w.matrix, *place), stepped, start + down * width + along * w.step, strides)
 
 
 def shares_of_chunks(
@@ -190,9 +172,8 @@ def shares_of_chunks(
     """Yield what a rank's optimizer of chunks of Megatron-Core steps of matrices."""
     windows: dict[int, list[Window]] = {}  # by the parameter's id
     for vp_stage, chunk in enumerate(chunks):
-        live = weights_of(unwrapped(chunk))
+        live, on_disk = weights_of(unwrapped(chunk)), matrices(sharding.hf, sharding.head)[1]
         for plan in build_plan(sharding, at, vp_stage=vp_stage):
-            on_disk = matrices(sharding.hf, sharding.head)[1]
             windows[id(live[plan.name])] = list(windows_of(plan.copies, on_disk))
     for part in parts(optimizer):
         for parameter, first, stepped in stepped_parameters(part) if part.optimizer is not None else ():

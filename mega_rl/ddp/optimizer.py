@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +15,13 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
+from mega_rl.ddp.access import local
 from mega_rl.ddp.host_adam import HOST, HostAdamW
 from mega_rl.errors import UserError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Muon's matrices have only the first
 
 
 def build_optimizer(
@@ -180,25 +180,16 @@ def _create_state_of(parameter: Tensor, optimizer: Any, group: dict[str, Any]) -
         state[name] = torch.zeros_like(parameter, requires_grad=False, device=HOST if on_host else None)
 
 
-def moments_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return Adam's moments of a parameter by name; Muon's matrices have only the first."""
-    return {name: state[name] for name in MOMENTS if name in state}
-
-
 def count_steps(optimizer: MegatronOptimizer) -> int | None:
     """Return the number of steps of this rank's optimizers; None if it trains nothing."""
     counts = set()
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
             # Megatron FSDP does not step what it leaves a rank no element of.
-            states = [torch_optimizer.state[each] for each in group["params"] if _has_elements(each)]
+            states = [torch_optimizer.state[each] for each in group["params"] if local(each).numel()]
             counts |= {int(state["step"] if "step" in state else group.get("step", 0)) for state in states}
     assert len(counts) <= 1, f"parameters have made different numbers of steps: {sorted(counts)}"
     return counts.pop() if counts else None
-
-
-def _has_elements(tensor: Tensor) -> bool:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() > 0
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:

@@ -150,9 +150,8 @@ def _build_megatron(
     if request.trainable:
         chunks, optimizer = _trainable(chunks, model_config=model_config, settings=settings, groups=groups)
         if settings.optim.name == "muon":
-            shares = shares_of_chunks(chunks, optimizer, sharding, groups.coordinates)
-            how = {"momentum": settings.optim.momentum, "sharding": sharding, "groups": groups}
-            common["muon"] = Muon(torch_optimizers(optimizer), shares, **how)
+            shares = list(shares_of_chunks(chunks, optimizer, sharding, groups.coordinates))
+            common["muon"] = Muon(torch_optimizers(optimizer), shares, settings.optim.momentum, sharding, groups)
     return MegatronEngine(chunks=chunks, optimizer=optimizer, config=model_config, routing=routing, **common)
 
 
@@ -211,8 +210,8 @@ def _build_fsdp(
     parameters, optim = sharded_parameters(model), settings.optim
     optimizer = build_adam(parameters, optim) if request.trainable else None
     if optimizer is not None and optim.name == "muon":
-        how = {"momentum": optim.momentum, "sharding": common["sharding"], "groups": common["groups"]}
-        common["muon"] = Muon([optimizer], shares_of_rows(parameters, common["sharding"]), **how)
+        shares = list(shares_of_rows(parameters, common["sharding"]))
+        common["muon"] = Muon([optimizer], shares, optim.momentum, common["sharding"], common["groups"])
     return FSDPEngine(
         model=model,
         optimizer=optimizer,

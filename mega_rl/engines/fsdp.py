@@ -16,7 +16,7 @@ from mega_rl.config.schema import OptimConfig
 from mega_rl.converters.hf.untabled import accepted
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.access import local, rows_here
-from mega_rl.ddp.optimizer import MOMENTS, moments_of
+from mega_rl.ddp.optimizer import MOMENTS
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp_model import (
@@ -143,7 +143,7 @@ class FSDPEngine(ModelEngine):
         for name, parameter in sharded_parameters(self.model).items():
             tensors: dict[str, Tensor] = {"weights": parameter}
             if self.optimizer is not None and parameter.requires_grad:
-                tensors |= moments_of(self.optimizer.state[parameter])
+                tensors |= {name: each for name, each in self.optimizer.state[parameter].items() if name in MOMENTS}
             for kind, tensor in tensors.items():
                 data = local(tensor)
                 if data.numel():
@@ -172,7 +172,7 @@ class FSDPEngine(ModelEngine):
         tensors = {
             "parameters": [local(parameter) for parameter in shards],
             "gradients": [local(parameter.grad) for parameter in shards if parameter.grad is not None],
-            "optimizer": [local(moment) for state in states for moment in moments_of(state).values()],
+            "optimizer": [local(each) for state in states for name, each in state.items() if name in MOMENTS],
         }
         freed = self.scratch.release() if self.scratch is not None and gradients else 0
         chosen = chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer)

@@ -147,8 +147,7 @@ def _fsdp_state(setup: RunSetup, model: PlannedModel, rank: int) -> StateBytes:
     ranks, fsdp = shard_ranks(setup.config, setup.machine.world_size), setup.config.engine.fsdp
     frozen = tuple(setup.config.model.frozen) if model.trainable else ("*",)
     parameters = transformers_parameters(model.hf, model.head, frozen)
-    muon = setup.config.optim.name == "muon"
-    state = _sharded_state(parameters, ranks=ranks, index=rank % ranks, muon=muon)
+    state = _sharded_state(parameters, ranks=ranks, index=rank % ranks, muon=setup.config.optim.name == "muon")
     if not fsdp.reduce_every_microbatch:
         state += StateBytes(gradients=FP32 * sum(parameter.numel for parameter in parameters if parameter.trained))
     return StateBytes(host=state.weights + state.gradients + state.optimizer) if fsdp.cpu_offload else state
@@ -175,8 +174,7 @@ def training_of(setup: RunSetup, model: PlannedModel) -> Training:
     """Return how a model of Megatron-Core's engine trains."""
     par = setup.config.engine.megatron
     frozen = tuple(setup.config.model.frozen) if model.trainable else ()
-    muon = setup.config.optim.name == "muon"
-    return Training(setup.itemsize, model.trainable, frozen, par.ddp, par.optimizer, muon)
+    return Training(setup.itemsize, model.trainable, frozen, par.ddp, par.optimizer, setup.config.optim.name == "muon")
 
 
 @lru_cache(maxsize=1024)

@@ -147,14 +147,10 @@ def engine(config: Config, world_size: int) -> Iterator[str]:
         yield f"{_OPTIMIZER}.cpu_offload with precision_aware=true: the host's Adam has FP32 moments; use one of them"
     if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):
         yield f"{_DDP}.reduce_scatter_fp32_accumulation=true needs grad_reduce_in_fp32=false and model.dtype=bf16"
-    if config.optim.name == "muon" and config.engine.backend == "megatron":
-        adams = {
-            f"{_OPTIMIZER}.precision_aware=true": optimizer.precision_aware,
-            f"{_OPTIMIZER}.cpu_offload={optimizer.cpu_offload:g}": optimizer.cpu_offload > 0,
-            f"{_DDP}=megatron_fsdp": ddp.name == "megatron_fsdp",
-        }
-        for setting in (setting for setting, given in adams.items() if given):
-            yield f"{setting} with optim.name=muon: only Adam steps such state; change one of them"
+    of_adam = optimizer.precision_aware or optimizer.cpu_offload or ddp.name == "megatron_fsdp"
+    if of_adam and config.optim.name == "muon":
+        what = f"{_OPTIMIZER}.precision_aware, {_OPTIMIZER}.cpu_offload and {_DDP}=megatron_fsdp"
+        yield f"optim.name=muon: only Adam steps the state of {what}; leave them out, or set optim.name=adam"
     interval = config.algorithm.kl.reference_interval
     if interval and has_own_layout(config):
         yield (

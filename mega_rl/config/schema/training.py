@@ -53,11 +53,7 @@ class ModelConfig:
 class OptimConfig:
     """Optimizer and its schedule, for the actor and the critic."""
 
-    name: str = setting(
-        "adam",
-        "adam: AdamW. muon: orthogonalised momentum for matrices inside layers, at Adam's scale; AdamW for the rest.",
-        choices=("adam", "muon"),
-    )
+    name: str = setting("adam", "AdamW, or Muon for matrices inside layers, at Adam's scale.", choices=("adam", "muon"))
     momentum: float = setting(0.95, "Decay of the matrices' momentum (muon only).", min=0.0, max=0.9999)
     lr: float = setting(1e-6, "Peak learning rate of the actor.", above=0.0)
     critic_lr: float = setting(1e-5, "Peak learning rate of the critic.", above=0.0)

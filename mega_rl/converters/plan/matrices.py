@@ -22,8 +22,7 @@ _NAME = re.compile(r"\.\d+\.(?!(.*\.)?(gate|router)\b).*(\.weight|\.experts\.\w+
 class Window(NamedTuple):
     """A rectangle of a matrix and its place in a tensor or parameter, which is seen as a matrix, too.
 
-    Element (row + i, col + j) of the matrix is element (top + i, left + j) of the tensor or, where `transposed`,
-    element (top + j, left + i * step).
+    Element (row + i, col + j) is the tensor's (top + i, left + j) or, `transposed`, (top + j, left + i * step).
     """
 
     matrix: int  # number in the model

@@ -51,17 +51,12 @@ def lockstep_settings(config: Config) -> LockstepSettings:
             "rollout"
         )
     if config.optim.name != "adam":
-        problems.append(
-            f"optim.name={config.optim.name}: Newton-Schulz in bf16 rounds by more than the tolerances; legal: adam"
-        )
+        problems.append("optim.name=muon: its Newton-Schulz in bf16 rounds beyond the tolerances; legal: adam")
     if problems:
         raise UserErrors(problems)
     algorithm, kl, overlong = config.algorithm, config.algorithm.kl, config.reward.overlong
-    optim = {
-        name: value
-        for name, value in vars(config.optim).items()
-        if name not in ("name", "momentum", "max_skipped_steps")
-    }
+    unread = {"name", "momentum", "max_skipped_steps"}
+    optim = {name: value for name, value in vars(config.optim).items() if name not in unread}
     return LockstepSettings(
         advantage=_followed(config, ADVANTAGE),
         loss=_followed(config, LOSS),

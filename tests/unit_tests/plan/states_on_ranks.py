@@ -101,7 +101,7 @@ def _of_megatron(engine: Any) -> list[Iterable[torch.Tensor]]:
 def _of_fsdp(engine: Any, head: str) -> list[Iterable[torch.Tensor]]:
     """Return the tensors after a step: FSDP2's gradients are there from the first backward on."""
     from mega_rl.ddp.access import local
-    from mega_rl.ddp.optimizer import moments_of
+    from mega_rl.ddp.optimizer import MOMENTS
     from mega_rl.engines.fsdp_model import sharded_parameters
     from tests.unit_tests.distributed.engine_cases import losses
 
@@ -110,7 +110,7 @@ def _of_fsdp(engine: Any, head: str) -> list[Iterable[torch.Tensor]]:
     return [
         [local(shard) for shard in shards],
         [local(shard.grad) for shard in shards if shard.grad is not None],
-        [local(moment) for state in engine.optimizer.state.values() for moment in moments_of(state).values()],
+        [local(each) for state in engine.optimizer.state.values() for name, each in state.items() if name in MOMENTS],
     ]
 
 
