@@ -42,6 +42,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "muon, fsdp": (2, "gpt_oss", {"optim": "muon", "engine": "fsdp"}),
     "fsdp, untied, frozen": (2, "llama", {"engine": "fsdp", "frozen": ["model.embed_tokens.*"]}),
     "fsdp, critic": (2, "qwen2", {"engine": "fsdp", "head": "value"}),
+    "fsdp, indexers": (2, "deepseek_v32", {"engine": "fsdp"}),
     "tp2-pp2, tied": (4, "qwen3 odd", {"megatron": {"tp": 2, "pp": 2}}),
     "dp4, buckets": (4, "qwen3", {"ddp": BUCKETS}),
     "dp4, instances": (4, "qwen3", {"ddp": {"optimizer_instances": 2}}),
