@@ -436,12 +436,12 @@ TABLE: Table = {
         ),
         (
             "Muon's update without its scale",
-            'lr = upstream._adjust_lr(self._members[share.parameter][1]["lr"], "match_rms_adamw", shape)',
-            'lr = self._members[share.parameter][1]["lr"]',
+            'lr = upstream._adjust_lr(self._members[panel.parameter][1]["lr"], "match_rms_adamw", shape)',
+            'lr = self._members[panel.parameter][1]["lr"]',
         ),
         (
             "Muon without Nesterov's step ahead",
-            "share.of(share.parameter.grad).lerp(average, self._momentum).flatten()",
+            "panel.of(panel.parameter.grad).lerp(average, self._momentum).flatten()",
             "average.flatten()",
         ),
     ],

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim import _muon as upstream
 
 from mega_rl.converters.live.load import weights_of
-from mega_rl.converters.plan.matrices import Window, matrices, windows_of
+from mega_rl.converters.plan.matrices import Tile, matrices, tiles_of
 from mega_rl.converters.plan.parameters import disk_tensors
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
@@ -41,10 +41,10 @@ ROUND = 1 << 26  # elements per rank that travel at a time, about
 SETTINGS = (upstream.DEFAULT_A, upstream.DEFAULT_B, upstream.DEFAULT_C), upstream.DEFAULT_NS_STEPS, upstream.EPS
 
 
-class Share(NamedTuple):
+class Panel(NamedTuple):
     """A rectangle of a matrix in this rank's memory."""
 
-    window: Window  # only its place in the matrix
+    tile: Tile  # only its place in the matrix
     parameter: Tensor  # the one that the optimizer steps
     start: int  # elements before the rectangle in this rank's part of the parameter
     strides: tuple[int, int]
@@ -53,7 +53,7 @@ class Share(NamedTuple):
         """Return the rectangle of the parameter, its gradient or its momentum, [rows, cols], a view."""
         assert tensor is not None
         memory = local(tensor)
-        return memory.as_strided(self.window[3:5], self.strides, memory.storage_offset() + self.start)
+        return memory.as_strided(self.tile[3:5], self.strides, memory.storage_offset() + self.start)
 
 
 class Muon:
@@ -65,39 +65,37 @@ class Muon:
     """
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], shares: list[Share], momentum: float, sharding: Sharding, groups: Groups
+        self, optimizers: Iterable[Optimizer], panels: list[Panel], momentum: float, sharding: Sharding, groups: Groups
     ) -> None:
         self._momentum, self._shapes = momentum, matrices(sharding.hf, sharding.head)[0]
         self._ranks = GroupRanks(groups.collection.tp_dp_cp)
         held = torch.zeros(len(self._shapes), dtype=torch.float64)
-        for share in shares:
-            held[share.window.matrix] += share.window.numel / self._ranks.size
-        if not GroupRanks(groups.world).max(torch.tensor(len(shares))):
+        for panel in panels:
+            held[panel.tile.matrix] += panel.tile.numel / self._ranks.size
+        if not GroupRanks(groups.world).max(torch.tensor(len(panels))):
             raise UserError("optim.name=muon: no weight that trains is a matrix inside a layer; set optim.name=adam")
         self._members: dict[Tensor, tuple[dict[str, Tensor], dict[str, Any]]] = {}  # parameter -> state, settings
         for optimizer in optimizers:
             for settings in optimizer.param_groups:
-                for parameter in {share.parameter for share in shares}.intersection(settings["params"]):
+                for parameter in {panel.parameter for panel in panels}.intersection(settings["params"]):
                     optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter)}
                     self._members[parameter] = optimizer.state[parameter], settings
         homes = _homes(self._shapes, self._ranks.sum(held).tolist(), ranks=self._ranks.size)
-        self._rounds = [self._agree(shares, home) for home in homes]
+        self._rounds = [self._agree(panels, home) for home in homes]
 
-    def _agree(self, shares: list[Share], homes: Mapping[int, int]) -> tuple[list[Share], Sizes, list[Window], Sizes]:
-        """Return this rank's shares of some matrices and the rectangles that come; collective; homes: ranks.
+    def _agree(self, panels: list[Panel], homes: Mapping[int, int]) -> tuple[list[Panel], Sizes, list[Tile], Sizes]:
+        """Return this rank's panels of some matrices and the rectangles that come; collective; homes: ranks.
 
         Both are in the order of the other ranks, and each is followed by its elements by rank.
         """
-        shares = sorted((s for s in shares if s.window.matrix in homes), key=lambda s: homes[s.window.matrix])
+        panels = sorted((p for p in panels if p.tile.matrix in homes), key=lambda p: homes[p.tile.matrix])
         counts, sent = [0] * self._ranks.size, [0] * self._ranks.size
-        for share in shares:
-            counts[homes[share.window.matrix]] += 1
-            sent[homes[share.window.matrix]] += share.window.numel
-        table = torch.tensor([share.window[:5] for share in shares], dtype=torch.int64).view(-1, 5)
-        windows = [
-            Window(*row) for row in self._ranks.send(table, counts, self._ranks.exchange_counts(counts)).tolist()
-        ]
-        return shares, sent, windows, self._ranks.exchange_counts(sent)
+        for panel in panels:
+            counts[homes[panel.tile.matrix]] += 1
+            sent[homes[panel.tile.matrix]] += panel.tile.numel
+        table = torch.tensor([panel.tile[:5] for panel in panels], dtype=torch.int64).view(-1, 5)
+        tiles = [Tile(*row) for row in self._ranks.send(table, counts, self._ranks.exchange_counts(counts)).tolist()]
+        return panels, sent, tiles, self._ranks.exchange_counts(sent)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -113,24 +111,24 @@ class Muon:
         for parameter in self._members:
             parameter.grad = None
 
-    def _update(self, shares: list[Share], sent: Sizes, windows: list[Window], received: Sizes) -> None:
-        """Add the updates of a round's matrices to this rank's shares."""
-        sizes = [share.window.numel for share in shares]
+    def _update(self, panels: list[Panel], sent: Sizes, tiles: list[Tile], received: Sizes) -> None:
+        """Add the updates of a round's matrices to this rank's panels."""
+        sizes = [panel.tile.numel for panel in panels]
         momentum = torch.empty(sum(sent), dtype=torch.bfloat16, device=self._ranks.device)
-        for share, part in zip(shares, momentum.split(sizes), strict=True):
-            average = share.of(self._members[share.parameter][0]["exp_avg"])
-            part.copy_(share.of(share.parameter.grad).lerp(average, self._momentum).flatten())  # Nesterov's
+        for panel, part in zip(panels, momentum.split(sizes), strict=True):
+            average = panel.of(self._members[panel.parameter][0]["exp_avg"])
+            part.copy_(panel.of(panel.parameter.grad).lerp(average, self._momentum).flatten())  # Nesterov's
         arrived = self._ranks.send(momentum, sent, received)
-        whole = {w.matrix: arrived.new_full(self._shapes[w.matrix], torch.nan) for w in windows}  # a gap would show
-        places = [whole[w.matrix][w.row : w.row + w.rows, w.col : w.col + w.cols] for w in windows]
-        for place, part in zip(places, arrived.split([w.numel for w in windows]), strict=True):
+        whole = {w.matrix: arrived.new_full(self._shapes[w.matrix], torch.nan) for w in tiles}  # a gap would show
+        places = [whole[w.matrix][w.row : w.row + w.rows, w.col : w.col + w.cols] for w in tiles]
+        for place, part in zip(places, arrived.split([w.numel for w in tiles]), strict=True):
             place.copy_(part.view(place.shape))
         for matrix in whole.values():
             matrix.copy_(upstream._zeropower_via_newtonschulz(matrix, *SETTINGS))
         update = self._ranks.send(torch.cat([arrived[:0], *(place.flatten() for place in places)]), received, sent)
-        for share, part in zip(shares, update.split(sizes), strict=True):
-            target, shape = share.of(share.parameter), torch.Size(self._shapes[share.window.matrix])
-            lr = upstream._adjust_lr(self._members[share.parameter][1]["lr"], "match_rms_adamw", shape)
+        for panel, part in zip(panels, update.split(sizes), strict=True):
+            target, shape = panel.of(panel.parameter), torch.Size(self._shapes[panel.tile.matrix])
+            lr = upstream._adjust_lr(self._members[panel.parameter][1]["lr"], "match_rms_adamw", shape)
             target.add_(part.view(target.shape).to(target.device), alpha=-lr)
 
 
@@ -147,13 +145,13 @@ def _homes(shapes: Sequence[tuple[int, ...]], held: Sequence[float], *, ranks: i
         yield {members[i]: rank for rank, mine in enumerate(chosen) for i in mine}
 
 
-def _shares(stepped: Tensor, windows: Iterable[Window], shape: torch.Size, first: int = 0) -> Iterator[Share]:
-    """Yield what a rank holds of a parameter's windows: rows, or elements from `first` on; shape: of the whole."""
+def _panels(stepped: Tensor, tiles: Iterable[Tile], shape: torch.Size, first: int = 0) -> Iterator[Panel]:
+    """Yield what a rank holds of a parameter's tiles: rows, or elements from `first` on; shape: of the whole."""
     width = matrix_shape(tuple(shape))[1]
     if isinstance(stepped, DTensor):
         first = rows_here(stepped).offset[0] * shape[1:].numel()
-    for w in windows:
-        # The window as lines of the tensor: of its elements in the order of memory a rank holds consecutive ones.
+    for w in tiles:
+        # The tile as lines of the tensor: of its elements in the order of memory a rank holds consecutive ones.
         row, col, lines, wide = (w.col, w.row, w.cols, w.rows) if w.transposed else w[1:5]
         start, before = w.top * width + w.left - first, []
         for end in (0, local(stepped).numel()):
@@ -163,27 +161,27 @@ def _shares(stepped: Tensor, windows: Iterable[Window], shape: torch.Size, first
             place, strides = (row + down, col + along, tall, broad), (width, w.step)
             if w.transposed:
                 place, strides = (place[1], place[0], broad, tall), (w.step, width)
-            yield Share(Window(w.matrix, *place), stepped, start + down * width + along * w.step, strides)
+            yield Panel(Tile(w.matrix, *place), stepped, start + down * width + along * w.step, strides)
 
 
-def shares_of_chunks(
+def panels_of_chunks(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, sharding: Sharding, at: RankCoordinates
-) -> Iterator[Share]:
+) -> Iterator[Panel]:
     """Yield what a rank's optimizer of chunks of Megatron-Core steps of matrices."""
-    windows: dict[int, list[Window]] = {}  # by the parameter's id
+    tiles: dict[int, list[Tile]] = {}  # keys: ids of parameters
     for vp_stage, chunk in enumerate(chunks):
         live, on_disk = weights_of(unwrapped(chunk)), matrices(sharding.hf, sharding.head)[1]
         for plan in build_plan(sharding, at, vp_stage=vp_stage):
-            windows[id(live[plan.name])] = list(windows_of(plan.copies, on_disk))
+            tiles[id(live[plan.name])] = list(tiles_of(plan.copies, on_disk))
     for part in parts(optimizer):
         for parameter, first, stepped in stepped_parameters(part) if part.optimizer is not None else ():
-            yield from _shares(stepped, windows[id(parameter)], parameter.shape, first)
+            yield from _panels(stepped, tiles[id(parameter)], parameter.shape, first)
 
 
-def shares_of_rows(parameters: Mapping[str, DTensor], sharding: Sharding) -> Iterator[Share]:
+def panels_of_rows(parameters: Mapping[str, DTensor], sharding: Sharding) -> Iterator[Panel]:
     """Yield what a rank holds of the matrices that train of a model of transformers, by its names."""
     hf, on_disk = sharding.hf, matrices(sharding.hf, sharding.head)[1]
     for name, parameter in parameters.items():
         disk = disk_tensors(hf.family, name, tuple(parameter.shape), hf.own) if parameter.requires_grad else ()
-        windows = [w._replace(top=w.top + tensor.row) for tensor in disk for w in on_disk.get(tensor.name, ())]
-        yield from _shares(parameter, windows, parameter.shape)
+        tiles = [w._replace(top=w.top + tensor.row) for tensor in disk for w in on_disk.get(tensor.name, ())]
+        yield from _panels(parameter, tiles, parameter.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ class ModelEngine(Engine):
     temperature: float = 1.0  # divides logits, so that log-probs and entropies are those of what was sampled
     hidden_tokens: IdRanges = ()  # have probability 0, as in what was sampled
     export_bucket_bytes: int = 256 << 20
-    muon: Muon | None = None  # steps the matrices
+    momentum: float | None = None  # Muon's; None: Adam steps all weights
+    muon: Muon | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.data_parallel = ranks_of(self.groups.dp)

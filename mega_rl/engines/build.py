@@ -20,8 +20,7 @@ from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.parameters import rules_of
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
-from mega_rl.ddp.muon import Muon, shares_of_chunks, shares_of_rows
-from mega_rl.ddp.optimizer import build_optimizer, torch_optimizers
+from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.fsdp import FSDPEngine, build_adam
@@ -106,6 +105,7 @@ def build_engine(
         "temperature": settings.temperature,
         "hidden_tokens": settings.hidden_tokens,
         "export_bucket_bytes": settings.export_bucket_bytes,
+        "momentum": settings.optim.momentum if settings.optim.name == "muon" else None,
     }
     with progress.phase(f"{model.name}: building the model"):
         return build(model, settings, accelerator, common)
@@ -150,9 +150,6 @@ def _build_megatron(
     optimizer: MegatronOptimizer | None = None
     if request.trainable:
         chunks, optimizer = _trainable(chunks, model_config=model_config, settings=settings, groups=groups)
-        if settings.optim.name == "muon":
-            shares = list(shares_of_chunks(chunks, optimizer, sharding, groups.coordinates))
-            common["muon"] = Muon(torch_optimizers(optimizer), shares, settings.optim.momentum, sharding, groups)
     return MegatronEngine(chunks=chunks, optimizer=optimizer, config=model_config, routing=routing, **common)
 
 
@@ -210,14 +207,9 @@ def _build_fsdp(
     with progress.phase(f"{request.name}: reading the weights"):
         report = load_rows(model, request.path, sharding=common["sharding"])
     log.info("%s: read %s", request.name, report)
-    parameters, optim = sharded_parameters(model), settings.optim
-    optimizer = build_adam(parameters, optim) if request.trainable else None
-    if optimizer is not None and optim.name == "muon":
-        shares = list(shares_of_rows(parameters, common["sharding"]))
-        common["muon"] = Muon([optimizer], shares, optim.momentum, common["sharding"], common["groups"])
     return FSDPEngine(
         model=model,
-        optimizer=optimizer,
+        optimizer=build_adam(sharded_parameters(model), settings.optim) if request.trainable else None,
         dtype=dtype,
         scratch=scratch,
         clip_grad=settings.optim.clip_grad,

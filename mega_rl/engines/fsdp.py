@@ -16,6 +16,7 @@ from mega_rl.config.schema import OptimConfig
 from mega_rl.converters.hf.untabled import accepted
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.access import local, rows_here
+from mega_rl.ddp.muon import Muon, panels_of_rows
 from mega_rl.ddp.optimizer import MOMENTS
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import ModelEngine
@@ -68,6 +69,9 @@ class FSDPEngine(ModelEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.replica = SingleRank()
+        if self.optimizer is not None and self.momentum is not None:
+            panels = list(panels_of_rows(sharded_parameters(self.model), self.sharding))
+            self.muon = Muon([self.optimizer], panels, self.momentum, self.sharding, self.groups)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
