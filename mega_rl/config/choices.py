@@ -170,7 +170,9 @@ def needs_critic(config: Config) -> bool:
 
 
 def has_reference(config: Config) -> bool:
-    """Return whether a run has a reference: for a KL, an estimator or a teacher."""
+    """Return whether a run has a reference model: for a KL, an estimator or a teacher."""
+    if config.model.adapter.rank and not config.model.ref_path:
+        return False  # the policy without its adapters
     return reads_reference(config) or LOSS.needs(config, "needs_teacher")
 
 

@@ -18,6 +18,20 @@ CORRECTIONS = by_name(_corrections.AutoCorrection, _corrections.NoCorrection) | 
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA), which train in the place of the model's weights."""
+
+    rank: int = setting(0, "Rank of every adapter; 0: none, the weights train.", min=0)
+    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0.0)
+    targets: list[str] = setting(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "Modules with an adapter: last parts of their names in the checkpoint.",
+    )
+    rs: bool = setting(False, "Scale by alpha / sqrt(rank) (rank-stabilised).")
+    path: str = setting("", "PEFT folder that the actor's adapters begin from; empty: they add nothing at first.")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Checkpoints of the roles, and how models are built."""
 
@@ -42,6 +56,7 @@ class ModelConfig:
     recompute_layers: int = setting(
         0, "Layers of each chunk that full recompute runs again; 0: all.", unit="layers", min=0
     )
+    adapter: AdapterConfig = AdapterConfig()
     frozen: list[str] = setting(
         [],
         "Weights that do not train: shell patterns of parameter names, such as embedding.* or decoder.layers.0.* "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -172,7 +173,7 @@ def table_of(model: PreTrainedModel) -> OwnTable:
     starts = sorted(places)
     for name, numbers in revert_weight_conversion(model, numbered).items():
         low = _consecutive(name, numbers)
-        start = starts[_last_at_most(starts, low)]
+        start = starts[bisect_right(starts, low) - 1]
         by_tensor[places[start]].append(DiskTensor(name, tuple(numbers.shape), low - start))
     for name, disk in by_tensor.items():
         rows = matrix_shape(tuple(state[name].shape))[0]
@@ -203,10 +204,6 @@ def _consecutive(name: str, numbers: Tensor) -> int:
     if not whole or not torch.equal(rows, torch.arange(low, low + len(rows))):
         raise ValueError(f"a checkpoint holds {name} in another order than transformers' model")
     return low
-
-
-def _last_at_most(starts: list[int], number: int) -> int:
-    return int(torch.searchsorted(torch.tensor(starts), number, right=True)) - 1
 
 
 def _kept_in_float32(model: PreTrainedModel, names: Mapping[str, Tensor]) -> Iterator[str]:

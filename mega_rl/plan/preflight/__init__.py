@@ -22,6 +22,7 @@ from mega_rl.data.downloads import HubNames, fetch, hub_names
 from mega_rl.data.hub import dataset_name
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.plan.preflight.checkpoints import (
+    check_adapters,
     check_reference,
     check_tokenizers,
     check_weight_files,
@@ -102,6 +103,7 @@ def _of_models(config: Config, checkpoints: Checkpoints, world_size: int) -> lis
     """Return every problem that shows without weights and data."""
     models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
     problems = [*check(config, world_size=world_size, models=models), *check_reference(config, checkpoints)]
+    problems += [] if problems else check_adapters(config, checkpoints, world_size)
     if not problems:  # memory can be planned only for legal settings
         problems += check_memory(config, checkpoints, world_size)
     problems += [*check_tokenizers(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from mega_rl.checkpoint.identity import run_identity
@@ -17,7 +16,7 @@ from mega_rl.config.schema import CheckpointConfig, Config
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink, Ranks
+from mega_rl.protocols import Ranks
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.sinks import make_sink
@@ -71,7 +70,7 @@ def build_trainer(
         config.metrics, run_dir,
         is_writer=world.rank == 0, resume_step=done + 1, total_steps=trainer.steps, settings=record,
     )  # fmt: skip
-    resources.push(partial(_close_sink, sink))
+    resources.push(lambda kind, *_: sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt)))
     in_bf16, scores = config.model.dtype == "bf16", config.reward.source.name != "none"
     meter = build_meter(run, accelerator, in_bf16=in_bf16, scores=scores, done=done)
     stage, steps = Stages(meter, run.rollouts.devices), StepLog(sink, meter)
@@ -89,16 +88,14 @@ def build_trainer(
     return Trainer(batches, algorithm, run.rollouts.sync, events, stage, steps, trainer.steps, done)
 
 
-def _close_sink(sink: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
-    sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
-
-
 def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
     """Return the identity of a run that its checkpoints must match; collective."""
     named, local = recorded(config).data, config.data
     names = [*named.train_files, *named.mixture.files()]
     files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
     known = {"seed": config.trainer.seed, "data": fingerprint, "engine": config.engine.backend}
+    if config.model.adapter.rank:
+        known["adapter"] = str(replace(config.model.adapter, path=""))
     return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, OptimConfig, TorchFsdpConfig
+from mega_rl.config.schema import AdapterConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig, TorchFsdpConfig
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import exported, load_state, make_config, own_rows, running_engine, save_state
+from tests.helpers.engines import exported, load_state, make_config, own_rows, replaced, running_engine, save_state
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses
 
@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stacked fsdp2": {"family": "gpt_oss", "engine": "fsdp"},
     "delta fsdp2": {"family": "qwen3_next", "engine": "fsdp"},
     "joined on disk": {"family": "phi3", "megatron": MegatronConfig(tp=2)},
+    "adapters tp2": {"family": "qwen3", "megatron": MegatronConfig(tp=2), "adapter": 4},
+    "adapters fsdp2": {"family": "qwen3", "engine": "fsdp", "adapter": 4},
 }
 # Groups of rows that take turns in a tensor on disk, and rows of each kind in a group.
 JOINED = {
@@ -44,9 +46,15 @@ JOINED = {
 RESUMED = {"dp2": "pp2", "pp2": "tp2", "tp2": "torch_fsdp2", "torch_fsdp2": "dp2", "fsdp2": "fsdp2"}
 
 
-def engine_of(root: Path, family: str, **case: Any) -> Any:
-    """An engine of this launch's ranks with Muon; case: arguments of `make_config`."""
-    return running_engine(make_config(root / family, optim=OPTIM, **case))
+def engine_of(root: Path, family: str, adapter: int = 0, **case: Any) -> Any:
+    """An engine of this launch's ranks with Muon; adapter: rank; case: arguments of `make_config`."""
+    config = make_config(root / family, optim=OPTIM, **case)
+    return running_engine(replaced(config, "model", adapter=AdapterConfig(rank=adapter)))
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    """Copies of weights and adapters."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.export_parts()}
 
 
 def step(engine: Any, rate: float) -> None:
@@ -57,11 +65,11 @@ def step(engine: Any, rate: float) -> None:
             for parameter in model.parameters():
                 if hasattr(parameter, "main_grad"):
                     parameter.main_grad.copy_(parameter.detach().square())
-                else:
+                elif parameter.requires_grad:
                     parameter.grad = parameter.detach().square()
         engine._apply_gradients(engine.optimizer, rate, {})
         return
-    for parameter in engine.parameters:
+    for parameter in (each for each in engine.parameters if each.requires_grad):
         parameter.grad = parameter.detach().square()
     engine._apply_gradients(rate, {})
 
@@ -71,17 +79,17 @@ def run_cases(rank: int, root: str) -> dict[str, Any]:
     results = {}
     for name, case in CASES.items():
         with engine_of(Path(root), **case) as engine:
-            start = exported(engine)
+            start = weights_of(engine)
             for number, rate in enumerate(RATES):
                 if number == len(RATES) - 1 and name in RESUMED:
                     save_state(engine, Path(root, "checkpoints", name))
                 step(engine, rate)
-            results[name] = {"start": start, "end": exported(engine)}
+            results[name] = {"start": start, "end": weights_of(engine)}
     for source, target in RESUMED.items():
         with engine_of(Path(root), **CASES[target]) as engine:
             load_state(engine, Path(root, "checkpoints", source))
             step(engine, RATES[-1])
-            results[target]["resumed"] = exported(engine)
+            results[target]["resumed"] = weights_of(engine)
     return results | {f"trained {name}": trained(Path(root), name) for name in ("dp2", "tp2", "pp2", "fsdp2")}
 
 
@@ -111,7 +119,8 @@ def matrices(family: str, name: str, tensor: Tensor) -> list[Tensor]:
 def reference(family: str, start: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights after the same steps of torch's Muon and AdamW, in float32."""
     weights, dtype = {name: t.float().clone() for name, t in start.items()}, start["model.norm.weight"].dtype
-    views = {name: matrices(family, name, tensor) for name, tensor in weights.items()}
+    trained = {name: w for name, w in weights.items() if ".lora_" in name or ".lora_" not in " ".join(start)}
+    views = {name: matrices(family, name, tensor) for name, tensor in trained.items()}
     own = [(view, torch.nn.Parameter(view.flatten(0, -2).clone())) for each in views.values() for view in each]
     buffer = "e_score_correction_bias"
     others = {n: torch.nn.Parameter(weights[n]) for n, each in views.items() if not each and buffer not in n}
@@ -153,7 +162,7 @@ def test_steps_are_those_of_torch_s_muon(results: dict[str, Any], name: str) -> 
     assert expected.keys() == actual["end"].keys()
     for tensor, weight in expected.items():
         way, gap = (weight.double() - actual[other][tensor].double() for other in ("start", "end"))
-        assert way.norm() > 0 or "e_score_correction_bias" in tensor
+        assert way.norm() > 0 or "e_score_correction_bias" in tensor or name.startswith("adapters")
         assert gap.norm() <= (0.0 if matrices(family, tensor, weight) else 1e-4) * way.norm(), tensor
 
 
