@@ -12,7 +12,16 @@ from torch import Tensor
 
 from mega_rl.config.schema import AdapterConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig, TorchFsdpConfig
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import exported, load_state, make_config, own_rows, replaced, running_engine, save_state
+from tests.helpers.engines import (
+    exported,
+    load_state,
+    make_config,
+    own_rows,
+    parts,
+    replaced,
+    running_engine,
+    save_state,
+)
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses
 
@@ -52,11 +61,6 @@ def engine_of(root: Path, family: str, adapter: int = 0, **case: Any) -> Any:
     return running_engine(replaced(config, "model", adapter=AdapterConfig(rank=adapter)))
 
 
-def weights_of(engine: Any) -> dict[str, Tensor]:
-    """Copies of weights and adapters."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in engine.export_parts()}
-
-
 def step(engine: Any, rate: float) -> None:
     """A step by the gradients w * w, whose bits do not depend on the layout."""
     if hasattr(engine, "chunks"):
@@ -79,17 +83,17 @@ def run_cases(rank: int, root: str) -> dict[str, Any]:
     results = {}
     for name, case in CASES.items():
         with engine_of(Path(root), **case) as engine:
-            start = weights_of(engine)
+            start = parts(engine)
             for number, rate in enumerate(RATES):
                 if number == len(RATES) - 1 and name in RESUMED:
                     save_state(engine, Path(root, "checkpoints", name))
                 step(engine, rate)
-            results[name] = {"start": start, "end": weights_of(engine)}
+            results[name] = {"start": start, "end": parts(engine)}
     for source, target in RESUMED.items():
         with engine_of(Path(root), **CASES[target]) as engine:
             load_state(engine, Path(root, "checkpoints", source))
             step(engine, RATES[-1])
-            results[target]["resumed"] = weights_of(engine)
+            results[target]["resumed"] = parts(engine)
     return results | {f"trained {name}": trained(Path(root), name) for name in ("dp2", "tp2", "pp2", "fsdp2")}
 
 
