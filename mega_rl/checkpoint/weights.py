@@ -46,7 +46,9 @@ def open_weights(folder: Path, *, role: str, reference: Path) -> WeightFiles:
     is_fsdp = manifest.identity.get("engine") == "fsdp"
     hf = adapted(read_hf_config(reference, any_model=is_fsdp), _adapter_of(manifest.config), HEADS[role])
     open_engine = _open_fsdp if is_fsdp else _open_megatron
-    return open_engine(folder, Sharding(hf, head=HEADS[role]), pieces, shapes)
+    kind = manifest.config.get("algorithm", {}).get("kind", {})
+    head: Head = "value" if role == "actor" and kind.get("name") == "rm" else HEADS[role]
+    return open_engine(folder, Sharding(hf, head=head), pieces, shapes)
 
 
 def _adapter_of(config: Mapping[str, Any]) -> AdapterConfig:

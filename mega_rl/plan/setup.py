@@ -137,12 +137,11 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
     """Return the models of a run by role; without a checkpoint it is the actor's."""
     own = {"critic": "model.critic_path", "reference": "model.ref_path", "reward": "reward.source.path"}
     models: dict[Role, PlannedModel] = {}
-    for role in requested_models(config):
+    for role, asked in requested_models(config).items():
         hf = checkpoints.get(own.get(role, ""), checkpoints["model.path"])
-        head: Head = "lm" if role in ("actor", "reference") else "value"
         trainable = role in ("actor", "critic")
-        hf = adapted(hf, config.model.adapter, head) if trainable else hf
-        models[role] = PlannedModel(role, hf, head, trainable=trainable)
+        hf = adapted(hf, config.model.adapter, asked.head) if trainable else hf
+        models[role] = PlannedModel(role, hf, asked.head, trainable=trainable)
     return models
 
 

@@ -143,7 +143,7 @@ def _write_folder(
             kept[name] = TensorSpec(info.name, info.dtype, info.shape)
     cast = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
     with output_folder(directory, overwrite=options.overwrite) as work:
-        copy_companions(work, files, config_changes(sharding.hf, dtype=cast))
+        copy_companions(work, files, config_changes(sharding.hf, dtype=cast, scores=sharding.head == "value"))
         with CheckpointWriter(work, [*specs.values(), *kept.values()], shard_bytes=options.shard_bytes) as writer:
             if isinstance(content, Sequence):
                 _write_parameters(writer, content, sharding, specs)

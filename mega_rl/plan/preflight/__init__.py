@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mega_rl import environment
-from mega_rl.config.choices import OWN_CHOICES
+from mega_rl.config.choices import OWN_CHOICES, is_sampled
 from mega_rl.config.keys import value_of, with_settings
 from mega_rl.config.loader import Overrides, load
 from mega_rl.config.rules import check
@@ -126,19 +126,19 @@ def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
 
 def check_data(config: Config, *, trains: bool = True) -> Iterator[str]:
     """Yield the problems of the files of prompts."""
-    data, validation = config.data, config.validation
+    data, validation, asks = config.data, config.validation, is_sampled(config)
     if trains and not data.train_files and data.reads_train_files:
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
     for name, source in data.mixture.named().items():
         own = replace(data, prompt_key=source.prompt_key or data.prompt_key)
-        yield from _data_files(f"data.mixture.sources.{name}", source.files, own)
-    yield from _data_files("data.train_files", data.train_files, data)
-    yield from _data_files("data.val_files", data.val_files, data)
+        yield from _data_files(f"data.mixture.sources.{name}", source.files, own, needs_prompt=asks)
+    yield from _data_files("data.train_files", data.train_files, data, needs_prompt=asks)
+    yield from _data_files("data.val_files", data.val_files, data, needs_prompt=asks)
     for name, files in validation.sets.items():
-        yield from _data_files(f"validation.sets.{name}", files_of(files), data)
+        yield from _data_files(f"validation.sets.{name}", files_of(files), data, needs_prompt=asks)
 
 
-def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[str]:
+def _data_files(key: str, files: Iterable[str], data: DataConfig, *, needs_prompt: bool) -> Iterator[str]:
     for path in map(Path, files):
         if data.stream.rows and dataset_name(str(path)) is not None:  # a data set of the Hub, which is streamed
             continue
@@ -155,7 +155,7 @@ def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[st
             except (ArrowException, OSError):
                 yield f"{key}: {path}: not a readable Parquet file; write it again"
                 continue
-            if columns and data.prompt_key not in columns:
+            if columns and needs_prompt and data.prompt_key not in columns:
                 there = ", ".join(sorted(columns))
                 yield f"{key}: {path}: has no column {data.prompt_key!r} (data.prompt_key); it has {there}"
 

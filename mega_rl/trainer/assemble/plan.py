@@ -37,7 +37,6 @@ from mega_rl.workers.residency import ResidentModels
 log = logging.getLogger(__name__)
 
 TRAINED_ROLES: tuple[Role, ...] = ("actor", "critic")
-_HEADS: dict[Role, Head] = {"actor": "lm", "critic": "value", "reference": "lm", "reward": "value"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
     asked = requested_models(config)
     models = {
         role: resolve_model(
-            role, one.path, head=_HEADS[role], trainable=role in TRAINED_ROLES,
+            role, one.path, head=one.head, trainable=role in TRAINED_ROLES,
             settings=settings, attention=one.attention, device_type=device_type,
         )
         for role, one in asked.items()
