@@ -427,6 +427,33 @@ TABLE: Table = {
             "starts = list(accumulate(rows, initial=0))[len(rows) - 1 :: -1]",
         )
     ],
+    ("ddp", "ddp/test_muon.py"): [
+        (
+            "joined query, key and value are one matrix to Muon",
+            "        for blocks, shape in matrix_blocks(part, hf):\n",
+            "        found = matrix_blocks(part, hf)\n"
+            "        starts = [sum(s[0] for _, s in found[:i]) for i in range(len(found))]\n"
+            "        whole = [b._replace(dst_row=a + b.dst_row) for a, (own, _) in zip(starts, found) for b in own]\n"
+            "        for blocks, shape in [(whole, (sum(s[0] for _, s in found), found[0][1][1]))] if found else []:\n",
+        ),
+        (
+            "Muon's update without its scale",
+            'lr = upstream._adjust_lr(self._members[panel.parameter][1]["lr"], "match_rms_adamw", shape)',
+            'lr = self._members[panel.parameter][1]["lr"]',
+        ),
+        (
+            "Muon without Nesterov's step ahead",
+            "panel.of(panel.parameter.grad).lerp(average, self._momentum).flatten()",
+            "average.flatten()",
+        ),
+    ],
+    ("ddp", "plan/test_states.py -k muon"): [
+        (
+            "the plan counts two moments of Muon's matrices",
+            "buffer.owned(index, buffer.matrices) if training.muon else 0",
+            "0",
+        )
+    ],
     ("ddp", "ddp/test_optimizer.py"): [
         ("weight decay on norms", 'config.weight_decay * group["wd_mult"]', "config.weight_decay")
     ],

@@ -14,11 +14,13 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mega_rl.ddp import megatron_fsdp
 from mega_rl.ddp.bucket_groups import finish_param_sync
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.errors import UserError
+from mega_rl.parallel.boxes import Box
 from mega_rl.protocols import Ranks
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -95,7 +97,7 @@ def parameter_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
     for chunk in chunks:
         if isinstance(chunk, FullyShardedDataParallel):
             yield from megatron_fsdp.parameter_buffers(chunk)
-        yield from (_local(parameter) for parameter in chunk.parameters())
+        yield from (local(parameter) for parameter in chunk.parameters())
         if isinstance(chunk, DistributedDataParallel):
             buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
             yield from (buffer.param_data for buffer in buffers if buffer.param_data is not None)
@@ -108,21 +110,21 @@ def gradient_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
             yield from megatron_fsdp.gradient_buffers(chunk)
         if isinstance(chunk, DistributedDataParallel):
             yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
-        yield from (_local(p.grad) for p in chunk.parameters() if p.grad is not None)
+        yield from (local(p.grad) for p in chunk.parameters() if p.grad is not None)
 
 
 def main_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the gradients of this rank's main parameters, which each mini-batch makes anew."""
     for group in optimizer.param_groups:
-        yield from (_local(parameter.grad) for parameter in group["params"] if parameter.grad is not None)
+        yield from (local(parameter.grad) for parameter in group["params"] if parameter.grad is not None)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """This rank's main parameters, and what the optimizer keeps of each of them."""
     for group in optimizer.param_groups:
-        yield from (_local(parameter) for parameter in group["params"])
+        yield from (local(parameter) for parameter in group["params"])
     for state in optimizer.state.values():
-        yield from (_local(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
+        yield from (local(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
 
 
 def _of_dtensor(parameter: DTensor, dtype: torch.dtype) -> Whole:
@@ -134,9 +136,16 @@ def _of_dtensor(parameter: DTensor, dtype: torch.dtype) -> Whole:
     return Whole(parameter.shape, dtype, parameter.device, gather)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part, a view."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def rows_here(parameter: DTensor) -> Box:
+    """Return the place of this rank's rows in the whole; empty beyond the last row."""
+    place = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Box(*reversed(place))
 
 
 def freeze(named: Iterable[tuple[str, torch.nn.Parameter]], patterns: Sequence[str], *, everyone: Ranks) -> None:

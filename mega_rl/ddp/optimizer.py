@@ -15,11 +15,13 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
+from mega_rl.ddp.access import local
 from mega_rl.ddp.host_adam import HOST, HostAdamW
 from mega_rl.errors import UserError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Muon's matrices have only the first
 
 
 def build_optimizer(
@@ -130,13 +132,13 @@ def trained_parameters(optimizer: MegatronOptimizer) -> Iterator[Trained]:
     for part in parts(optimizer):
         if part.optimizer is None:
             continue  # nothing trains on this rank
-        for parameter, first, stepped in _stepped(part):
+        for parameter, first, stepped in stepped_parameters(part):
             state = part.optimizer.state[stepped]
             main = stepped if stepped.dtype != parameter.dtype else state.get("master_param")
             yield Trained(parameter, first, None if parameter.dtype == torch.float32 else main, state)
 
 
-def _stepped(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
+def stepped_parameters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
     """Yield (model parameter, its first element, the tensor that torch's optimizer steps)."""
     if isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp:
         # Pairs of lists: its map of indices (0.16.1) is wrong for a group that has FP32 parameters too.
@@ -174,7 +176,7 @@ def _create_state_of(parameter: Tensor, optimizer: Any, group: dict[str, Any]) -
     if isinstance(optimizer, torch.optim.Adam):
         on_device = not on_host and (group["fused"] or group["capturable"])
         state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in MOMENTS:
         state[name] = torch.zeros_like(parameter, requires_grad=False, device=HOST if on_host else None)
 
 
@@ -184,14 +186,10 @@ def count_steps(optimizer: MegatronOptimizer) -> int | None:
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
             # Megatron FSDP does not step what it leaves a rank no element of.
-            states = [torch_optimizer.state[each] for each in group["params"] if _has_elements(each)]
+            states = [torch_optimizer.state[each] for each in group["params"] if local(each).numel()]
             counts |= {int(state["step"] if "step" in state else group.get("step", 0)) for state in states}
     assert len(counts) <= 1, f"parameters have made different numbers of steps: {sorted(counts)}"
     return counts.pop() if counts else None
-
-
-def _has_elements(tensor: Tensor) -> bool:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() > 0
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:

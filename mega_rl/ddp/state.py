@@ -3,7 +3,7 @@
     weights/KEY     the parameter, or persistent buffer, in its dtype
     main/KEY        its FP32 main parameter, where that is separate memory: of a bf16 model. A precision-aware
                     optimizer has only the lower half of its bits, int16
-    exp_avg/KEY, exp_avg_sq/KEY    Adam's moments
+    exp_avg/KEY, exp_avg_sq/KEY    Adam's moments; of a matrix under Muon only the first
 
 That is 14 bytes per trained parameter of a bf16 model and 12 of an fp32 one. Under PyTorch's FSDP2 the weights are the
 FP32 main parameters, whatever dtype the model computes in, and there is no `main`.
@@ -27,13 +27,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from mega_rl.ddp.access import unwrapped
-from mega_rl.ddp.optimizer import Trained, parts, trained_parameters
+from mega_rl.ddp.access import local, rows_here, unwrapped
+from mega_rl.ddp.optimizer import MOMENTS, Trained, parts, trained_parameters
 from mega_rl.ddp.regions import Region, find_regions
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.parallel.boxes import Box, Piece, flat_boxes, intersection, moved, within
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -176,10 +174,8 @@ def _of_torch_fsdp2(chunk: TorchFsdp, trained: Mapping[int, Trained]) -> Iterato
             module.reshard()  # a forward without a backward leaves gathered what the root has
     for name, parameter in chunk.module.named_parameters():
         assert isinstance(parameter, DTensor), name
-        shape, ranks = tuple(parameter.shape), chunk.process_group
-        weights = _flat(parameter)
-        row = prod(shape[1:])
-        first = min(ranks.rank() * -(-shape[0] // ranks.size()), shape[0]) * row
+        shape, weights = tuple(parameter.shape), _flat(parameter)
+        first = rows_here(parameter).offset[0] * prod(shape[1:])
         assert first + weights.numel() <= prod(shape), (name, shape, first, weights.numel())
         mine = trained.get(id(parameter))
         state = {} if mine is None else _state(mine, first)
@@ -209,11 +205,10 @@ def _of_megatron_fsdp(
 def _state(trained: Trained, first: int) -> dict[str, Elements]:
     """Return main parameter and moments, whose first element is the parameter's element `first`."""
     tensors = {} if trained.main is None else {"main": trained.main}
-    tensors |= {name: trained.state[name] for name in MOMENTS}
+    tensors |= {name: tensor for name, tensor in trained.state.items() if name in MOMENTS}
     return {name: Elements(first, _flat(tensor)) for name, tensor in tensors.items()}
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return this rank's part as a view [n]."""
-    detached = tensor.detach()
-    return (detached.to_local() if isinstance(detached, DTensor) else detached).view(-1)
+    return local(tensor).view(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mega_rl.converters.live.export import ModelPlace, export_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.packing import MicroBatch
+from mega_rl.ddp.muon import Muon
 from mega_rl.engines.microbatches import Batching
 from mega_rl.engines.models.specs import Attention
 from mega_rl.engines.offload import PartsOffload, chosen_parts
@@ -74,6 +75,8 @@ class ModelEngine(Engine):
     temperature: float = 1.0  # divides logits, so that log-probs and entropies are those of what was sampled
     hidden_tokens: IdRanges = ()  # have probability 0, as in what was sampled
     export_bucket_bytes: int = 256 << 20
+    momentum: float | None = None  # Muon's; None: Adam steps all weights
+    muon: Muon | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.data_parallel = ranks_of(self.groups.dp)

@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from mega_rl.config.schema import OptimConfig
 from mega_rl.converters.hf.untabled import accepted
 from mega_rl.data.packing import MicroBatch
+from mega_rl.ddp.access import local, rows_here
+from mega_rl.ddp.muon import Muon, panels_of_rows
+from mega_rl.ddp.optimizer import MOMENTS
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp_model import (
@@ -24,7 +27,7 @@ from mega_rl.engines.fsdp_model import (
     hidden_outputs,
     sharded_parameters,
 )
-from mega_rl.engines.fsdp_weights import WholeModel, disk_buffers, is_first_copy, rows_here, whole_tensor
+from mega_rl.engines.fsdp_weights import WholeModel, disk_buffers, is_first_copy, whole_tensor
 from mega_rl.engines.microbatches import (
     STEPS,
     Finished,
@@ -66,6 +69,9 @@ class FSDPEngine(ModelEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.replica = SingleRank()
+        if self.optimizer is not None and self.momentum is not None:
+            panels = list(panels_of_rows(sharded_parameters(self.model), self.sharding))
+            self.muon = Muon([self.optimizer], panels, self.momentum, self.sharding, self.groups)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
@@ -141,7 +147,7 @@ class FSDPEngine(ModelEngine):
         for name, parameter in sharded_parameters(self.model).items():
             tensors: dict[str, Tensor] = {"weights": parameter}
             if self.optimizer is not None and parameter.requires_grad:
-                tensors |= {moment: self.optimizer.state[parameter][moment] for moment in MOMENTS}
+                tensors |= {name: each for name, each in self.optimizer.state[parameter].items() if name in MOMENTS}
             for kind, tensor in tensors.items():
                 data = local(tensor)
                 if data.numel():
@@ -170,7 +176,7 @@ class FSDPEngine(ModelEngine):
         tensors = {
             "parameters": [local(parameter) for parameter in shards],
             "gradients": [local(parameter.grad) for parameter in shards if parameter.grad is not None],
-            "optimizer": [local(state[name]) for state in states for name in MOMENTS],
+            "optimizer": [local(each) for state in states for name, each in state.items() if name in MOMENTS],
         }
         freed = self.scratch.release() if self.scratch is not None and gradients else 0
         chosen = chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer)
@@ -197,6 +203,8 @@ class FSDPEngine(ModelEngine):
         clip(parameters, norm=norm, limit=self.clip_grad)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self.muon is not None:
+            self.muon.step()
         self.optimizer.step()
         return norm
 
@@ -236,9 +244,6 @@ def _predicting(micro: MicroBatch) -> Tensor:
     """
     positions = micro.fields["loss_mask"].flatten().nonzero().flatten()
     return positions if len(positions) else positions.new_zeros(1)
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_adam(parameters: Mapping[str, DTensor], optim: OptimConfig) -> torch.optim.AdamW:
@@ -290,9 +295,3 @@ def clip(parameters: Iterable[DTensor], *, norm: float, limit: float) -> None:
     factor = limit / (norm + 1e-6)
     if limit > 0.0 and factor < 1.0:
         torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, a view."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached

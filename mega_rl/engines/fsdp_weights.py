@@ -22,23 +22,13 @@ from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
-from mega_rl.ddp.access import Whole
+from mega_rl.ddp.access import Whole, rows_here
 from mega_rl.engines.fsdp_model import TokenClassifier, sharded_parameters
 from mega_rl.engines.models.adapters import first_a
 from mega_rl.parallel.boxes import Box
 
 EXPERT_TENSORS = 2  # a layer's: gate and up projection, down projection; exported expert by expert
 FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
-
-
-def rows_here(parameter: DTensor) -> Box:
-    """Return the place of this rank's rows in the whole; empty beyond the last row."""
-    mesh = parameter.device_mesh
-    dimension = next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
-    local = tuple(parameter.to_local().shape)
-    each = -(-parameter.shape[0] // mesh.size(dimension))
-    first = min(mesh.get_local_rank(dimension) * each, parameter.shape[0])
-    return Box((first, *(0 for _ in local[1:])), local)
 
 
 def is_first_copy(parameter: DTensor) -> bool:

@@ -26,6 +26,7 @@ from mega_rl.ddp.access import (
     unwrapped,
 )
 from mega_rl.ddp.bucket_groups import finish_param_sync, scratches
+from mega_rl.ddp.muon import Muon, panels_of_chunks
 from mega_rl.ddp.optimizer import clip, count_steps, create_state, set_steps, step, torch_optimizers
 from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
@@ -74,6 +75,9 @@ class MegatronEngine(ModelEngine):
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
         self._is_last = self._pipeline.rank == self._pipeline.size - 1
         self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.routing)
+        if self.optimizer is not None and self.momentum is not None:
+            panels = list(panels_of_chunks(self.chunks, self.optimizer, self.sharding, groups.coordinates))
+            self.muon = Muon(torch_optimizers(self.optimizer), panels, self.momentum, self.sharding, groups)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
@@ -213,6 +217,8 @@ class MegatronEngine(ModelEngine):
         norm = float(optimizer.get_grad_norm())
         check_norm(self.name, norm, metrics)
         clip(optimizer, norm=norm)
+        if self.muon is not None:
+            self.muon.step()
         step(optimizer, self.chunks)
         return norm
 

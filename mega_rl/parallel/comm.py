@@ -141,26 +141,27 @@ class GroupRanks:
         order = destinations.argsort(stable=True).to(rows.tokens.device)
         counts = torch.bincount(destinations, minlength=self.size).tolist()
         length = int(self.max(torch.tensor(rows.tokens.shape[1])))
-        received_counts = self._exchange_counts(counts)
+        received_counts = self.exchange_counts(counts)
         received = {
-            name: self._send(padded(field[order], length), counts, received_counts).to(field.device)
+            name: self.send(padded(field[order], length), counts, received_counts).to(field.device)
             for name, field in _tensors(rows).items()
         }
         return _like(rows, TensorDict(received, sum(received_counts)))
 
-    def _exchange_counts(self, counts: list[int]) -> list[int]:
+    def exchange_counts(self, counts: list[int]) -> list[int]:
         """Return the number of rows from each rank; `counts` holds those to each; collective."""
         sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return [int(count) for count in received.tolist()]
 
-    def _send(self, rows: Tensor, counts: list[int], received_counts: list[int]) -> Tensor:
+    def send(self, rows: Tensor, counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
+        """Send consecutive rows to each rank; return the received ones, on the group's device; collective."""
         sent = rows.to(self.device).contiguous()
         as_bytes = sent.dtype in (torch.bool, torch.int16)  # not every backend carries these
         sent = sent.unsqueeze(-1).view(torch.uint8) if as_bytes else sent
         received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
-        dist.all_to_all_single(received, sent, received_counts, counts, group=self.group)
+        dist.all_to_all_single(received, sent, list(received_counts), list(counts), group=self.group)
         return received.view(rows.dtype).squeeze(-1) if as_bytes else received
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from mega_rl.config.schema import Config, DataParallelConfig, MegatronOptimizerConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.blocks import global_param, param_name, shard, source_shape
+from mega_rl.converters.plan.matrices import matrix_blocks
 from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT, Part, stage_experts, stage_parts
 from mega_rl.converters.plan.ranks import experts_of
 from mega_rl.converters.plan.sharding import Head, Sharding
@@ -53,6 +54,7 @@ class Training:
     frozen: tuple[str, ...]
     ddp: DataParallelConfig
     optimizer: MegatronOptimizerConfig
+    muon: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Buffer:
     spans: tuple[tuple[int, int], ...]  # first and last + 1 element of each parameter
     buckets: tuple[tuple[int, int], ...]
     of_experts: bool = False
+    matrices: tuple[tuple[int, int], ...] = ()  # spans of parameters that Muon keeps one moment of
 
     @property
     def numel(self) -> int:
@@ -76,15 +79,16 @@ class Buffer:
         """Return the elements without padding."""
         return sum(end - first for first, end in self.spans)
 
-    def owned(self, index: int) -> int:
-        """Return the elements of parameters whose optimizer state rank `index` of the group holds."""
+    def owned(self, index: int, spans: tuple[tuple[int, int], ...] | None = None) -> int:
+        """Return the elements of `spans`, or all, whose optimizer state rank `index` of the group holds."""
+        spans = self.spans if spans is None else spans
         if not self.distributed:
-            return self.trained
-        starts, total = [first for first, _ in self.spans], 0
+            return sum(end - first for first, end in spans)
+        starts, total = [first for first, _ in spans], 0
         for begin, stop in self.buckets:
             size = (stop - begin) // self.ranks
             first, end = begin + index * size, begin + (index + 1) * size
-            inside = self.spans[max(bisect_right(starts, first) - 1, 0) : bisect_right(starts, end - 1)]
+            inside = spans[max(bisect_right(starts, first) - 1, 0) : bisect_right(starts, end - 1)]
             total += sum(max(0, min(one_end, end) - max(one_first, first)) for one_first, one_end in inside)
         return total
 
@@ -98,7 +102,8 @@ def lay_out(
     for itemsize in dict.fromkeys(parameter.itemsize for parameter in parameters):
         members = [parameter for parameter in parameters if parameter.itemsize == itemsize]
         spans, buckets = _spans(members, math.lcm(ranks, _END) if distributed else 1, distributed, bucket_size)
-        buffers.append(Buffer(itemsize, ranks, distributed, spans, buckets, of_experts=members[0].of_expert))
+        matrices = tuple(span for span, each in zip(spans, reversed(members), strict=True) if each.matrix)
+        buffers.append(Buffer(itemsize, ranks, distributed, spans, buckets, members[0].of_expert, matrices))
     return tuple(buffers)
 
 
@@ -142,13 +147,13 @@ def _fsdp_state(setup: RunSetup, model: PlannedModel, rank: int) -> StateBytes:
     ranks, fsdp = shard_ranks(setup.config, setup.machine.world_size), setup.config.engine.fsdp
     frozen = tuple(setup.config.model.frozen) if model.trainable else ("*",)
     parameters = transformers_parameters(model.hf, model.head, frozen)
-    state = _sharded_state(parameters, ranks=ranks, index=rank % ranks)
+    state = _sharded_state(parameters, ranks=ranks, index=rank % ranks, muon=setup.config.optim.name == "muon")
     if not fsdp.reduce_every_microbatch:
         state += StateBytes(gradients=FP32 * sum(parameter.numel for parameter in parameters if parameter.trained))
     return StateBytes(host=state.weights + state.gradients + state.optimizer) if fsdp.cpu_offload else state
 
 
-def _sharded_state(parameters: Iterable[Parameter], *, ranks: int, index: int) -> StateBytes:
+def _sharded_state(parameters: Iterable[Parameter], *, ranks: int, index: int, muon: bool) -> StateBytes:
     """Return the bytes of FP32 shards: padded weights and gradients, moments of this rank's rows."""
     weights = gradients = moments = 0
     for parameter in parameters:
@@ -156,7 +161,7 @@ def _sharded_state(parameters: Iterable[Parameter], *, ranks: int, index: int) -
         weights += padded
         if parameter.trained:
             gradients += padded
-            moments += 2 * parameter.held(ranks, index)
+            moments += (2 - (muon and parameter.matrix)) * parameter.held(ranks, index)
     return StateBytes(weights * FP32, gradients * FP32, moments * FP32)
 
 
@@ -169,7 +174,7 @@ def training_of(setup: RunSetup, model: PlannedModel) -> Training:
     """Return how a model of Megatron-Core's engine trains."""
     par = setup.config.engine.megatron
     frozen = tuple(setup.config.model.frozen) if model.trainable else ()
-    return Training(setup.itemsize, model.trainable, frozen, par.ddp, par.optimizer)
+    return Training(setup.itemsize, model.trainable, frozen, par.ddp, par.optimizer, setup.config.optim.name == "muon")
 
 
 @lru_cache(maxsize=1024)
@@ -192,12 +197,12 @@ def _chunk_state(sharding: Sharding, training: Training, rank: int, stage: int) 
         return StateBytes(weights=_nbytes(parameters))
     if training.ddp.name == "torch_fsdp2":
         size, index = _dense_place(sharding.layout, training.ddp, rank)
-        return _sharded_state(parameters, ranks=size, index=index)
+        return _sharded_state(parameters, ranks=size, index=index, muon=training.muon)
     if training.ddp.name == "megatron_fsdp":
         return _megatron_fsdp_state(sharding.layout, training, sum(parameter.numel for parameter in parameters))
     total = StateBytes(weights=_nbytes(parameter for parameter in parameters if not parameter.trained))
     for buffer, index in chunk_buffers(sharding, training, rank, stage):
-        total += _buffer_state(training, buffer, buffer.owned(index))
+        total += _buffer_state(training, buffer, index)
     return total
 
 
@@ -218,11 +223,12 @@ def _megatron_fsdp_state(layout: ParallelLayout, training: Training, numel: int)
     )
 
 
-def _buffer_state(training: Training, buffer: Buffer, owned: int) -> StateBytes:
-    """Return a buffer's bytes; the distributed optimizer pads weights and keeps state only for `owned`."""
-    optimizer = training.optimizer
+def _buffer_state(training: Training, buffer: Buffer, index: int) -> StateBytes:
+    """Return a buffer's bytes; the distributed optimizer pads weights and keeps state only for owned elements."""
+    optimizer, owned = training.optimizer, buffer.owned(index)
     gradient = FP32 if training.ddp.grad_reduce_in_fp32 else buffer.itemsize
-    moments = owned * 2 * (2 if optimizer.precision_aware and optimizer.moment_dtype == "bf16" else FP32)
+    count = 2 * owned - (buffer.owned(index, buffer.matrices) if training.muon else 0)
+    moments = count * (2 if optimizer.precision_aware and optimizer.moment_dtype == "bf16" else FP32)
     # FP32 weights are their own main parameters; a precision-aware optimizer keeps the other 16 bits of bf16 ones.
     main = 0 if buffer.itemsize == FP32 else owned * (2 if optimizer.precision_aware else FP32)
     on_host = round(moments * optimizer.cpu_offload)
@@ -287,6 +293,7 @@ class Parameter(NamedTuple):
     trained: bool = True
     summed_over_tp: bool = False  # whole on tensor-parallel ranks that see parts of its gradient
     unit: str = ""  # FSDP2's unit: a layer, or the parameter itself
+    matrix: bool = False  # Muon keeps one moment of it
 
     @property
     def numel(self) -> int:
@@ -314,16 +321,18 @@ def chunk_parameters(
     shared = sharding.hf.tied and sharding.head == "lm" and sharding.layout.pp > 1
     cut: dict[int, tuple[int, int]] = {}  # rule -> shape: all its layers and experts are cut alike
     summed: dict[int, bool] = {}
+    matrix: dict[int, bool] = {}
 
     def made(part: Part) -> Parameter:
         rule, key = part.rule, id(part.rule)
         if key not in cut:
             cut[key] = _shape(part, sharding, at)
             summed[key] = _is_summed_over_tp(part, sharding, cut[key])
+            matrix[key] = bool(matrix_blocks(part, sharding.hf))
         dtype = FP32 if rule.float32 else itemsize
         trained = not (rule.frozen or any(fnmatchcase(_name(part, sharding), pattern) for pattern in frozen))
         is_shared = shared and rule.param in (EMBEDDING, OUTPUT)
-        return Parameter(*cut[key], dtype, rule.per_expert, is_shared, trained, summed[key])
+        return Parameter(*cut[key], dtype, rule.per_expert, is_shared, trained, summed[key], matrix=matrix[key])
 
     def held_experts(layer: int) -> list[Parameter]:
         if not frozen:
@@ -400,9 +409,8 @@ def transformers_parameters(hf: HFConfig, head: Head, frozen: tuple[str, ...] = 
         for name, shape in _tensors(part, hf):
             trained = not (part.rule.frozen or any(fnmatchcase(name, pattern) for pattern in frozen))
             unit = f"layer {part.layer}" if part.rule.scope == "layer" else name
-            parameters.setdefault(
-                name, Parameter((shape or (1,))[0], prod(shape[1:]), FP32, trained=trained, unit=unit)
-            )
+            rows, width, matrix = (shape or (1,))[0], prod(shape[1:]), bool(matrix_blocks(part, hf))
+            parameters.setdefault(name, Parameter(rows, width, FP32, trained=trained, unit=unit, matrix=matrix))
     return tuple(parameters.values())
 
 

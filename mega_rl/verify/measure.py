@@ -31,10 +31,10 @@ from mega_rl.config.schema import (
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.hf.untabled import accepted
 from mega_rl.converters.safetensors.reader import CheckpointReader
-from mega_rl.ddp.access import named_parameters
+from mega_rl.ddp.access import local, named_parameters
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.build import build_engine, resolve_model
-from mega_rl.engines.fsdp import FSDPEngine, local
+from mega_rl.engines.fsdp import FSDPEngine
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.accelerator import Accelerator

@@ -147,6 +147,10 @@ def engine(config: Config, world_size: int) -> Iterator[str]:
         yield f"{_OPTIMIZER}.cpu_offload with precision_aware=true: the host's Adam has FP32 moments; use one of them"
     if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):
         yield f"{_DDP}.reduce_scatter_fp32_accumulation=true needs grad_reduce_in_fp32=false and model.dtype=bf16"
+    of_adam = optimizer.precision_aware or optimizer.cpu_offload or ddp.name == "megatron_fsdp"
+    if of_adam and config.optim.name == "muon":
+        what = f"{_OPTIMIZER}.precision_aware, {_OPTIMIZER}.cpu_offload and {_DDP}=megatron_fsdp"
+        yield f"optim.name=muon: only Adam steps the state of {what}; leave them out, or set optim.name=adam"
     interval = config.algorithm.kl.reference_interval
     if interval and has_own_layout(config):
         yield (

@@ -67,8 +67,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Adam and its schedule, for the actor and the critic."""
+    """Optimizer and its schedule, for the actor and the critic."""
 
+    name: str = setting("adam", "AdamW, or Muon for matrices inside layers, at Adam's scale.", choices=("adam", "muon"))
+    momentum: float = setting(0.95, "Decay of the matrices' momentum (muon only).", min=0.0, max=0.9999)
     lr: float = setting(1e-6, "Peak learning rate of the actor.", above=0.0)
     critic_lr: float = setting(1e-5, "Peak learning rate of the critic.", above=0.0)
     weight_decay: float = setting(0.0, "Decoupled weight decay of matrices (norms and biases have none).", min=0.0)

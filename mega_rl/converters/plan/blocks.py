@@ -78,7 +78,7 @@ def source_shape(source: Source, hf: HFConfig) -> tuple[int, ...]:
 
 def global_param(rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0, expert: int = 0) -> GlobalParam:
     """A rule's parameter for one layer and expert: primitive by primitive, how tensors are stacked."""
-    pieces = [_source_blocks(source, hf, layer, expert) for source in rule.sources]
+    pieces = [source_blocks(source, hf, layer, expert) for source in rule.sources]
     rows = [sum(block.rows for block in piece) for piece, _ in pieces]
     item = pieces[0][1]
     cut: Literal["none", "rows", "cols"] = "rows"
@@ -126,7 +126,7 @@ def _window(blocks: Sequence[Block], first: int, rows: int, at: int) -> list[Blo
     return window
 
 
-def _source_blocks(source: Source, hf: HFConfig, layer: int, expert: int) -> tuple[list[Block], tuple[int, ...]]:
+def source_blocks(source: Source, hf: HFConfig, layer: int, expert: int) -> tuple[list[Block], tuple[int, ...]]:
     """Return a tensor's rows as blocks from row 0 on, and their shape in the parameter."""
     shape = source_shape(source, hf)
     item = shape[1:] if source.stacked else shape or (1,)

@@ -37,10 +37,13 @@ def lockstep_settings(config: Config) -> LockstepSettings:
             "derivative at the old policy, where rounding decides its sign, so two right trainers differ; legal: "
             "rollout"
         )
+    if config.optim.name != "adam":
+        problems.append("optim.name=muon: its Newton-Schulz in bf16 rounds beyond the tolerances; legal: adam")
     if problems:
         raise UserErrors(problems)
     algorithm, kl, overlong = config.algorithm, config.algorithm.kl, config.reward.overlong
-    optim = {name: value for name, value in vars(config.optim).items() if name != "max_skipped_steps"}
+    unread = {"name", "momentum", "max_skipped_steps"}
+    optim = {name: value for name, value in vars(config.optim).items() if name not in unread}
     return LockstepSettings(
         advantage=_followed(config, ADVANTAGE),
         loss=_followed(config, LOSS),

@@ -114,6 +114,7 @@ CHECKS: dict[str, Check] = {
     "packed sequences": shown("packed"),
     "bf16 with FP32 main weights and moments": shown("bf16"),
     "logits in FP32": setting("model.fp32_head=true"),
+    "Muon": setting("optim.name=muon"),
     "divergence from a teacher over the whole vocabulary": setting(
         "algorithm.loss=distillation", "algorithm.advantage=distillation", "model.ref_path=teacher"
     ),

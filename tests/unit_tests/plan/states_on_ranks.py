@@ -38,6 +38,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "shared gate": (2, "qwen2_moe", {"megatron": {"tp": 2, "etp": 1, **SP}}),
     "latent attention without query rank": (2, "deepseek_v2", {"megatron": {"tp": 2, **SP}}),
     "fsdp": (2, "qwen3", {"engine": "fsdp"}),
+    "muon": (2, "qwen3", {"optim": "muon"}),
+    "muon, fsdp": (2, "gpt_oss", {"optim": "muon", "engine": "fsdp"}),
     "fsdp, untied, frozen": (2, "llama", {"engine": "fsdp", "frozen": ["model.embed_tokens.*"]}),
     "fsdp, critic": (2, "qwen2", {"engine": "fsdp", "head": "value"}),
     "adapters, tp2-sp": (2, "qwen3", {"megatron": {"tp": 2, **SP}, "adapter": 4}),
@@ -47,6 +49,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2-pp2, tied": (4, "qwen3 odd", {"megatron": {"tp": 2, "pp": 2}}),
     "dp4, buckets": (4, "qwen3", {"ddp": BUCKETS}),
     "dp4, instances": (4, "qwen3", {"ddp": {"optimizer_instances": 2}}),
+    "muon, tp2-sp-ep2-dp2": (4, "deepseek_v3", {"optim": "muon", "megatron": {"tp": 2, "ep": 2, "etp": 1, **SP}}),
     "tp2-sp-ep2-dp2": (4, "deepseek_v3", {"megatron": {"tp": 2, "ep": 2, "etp": 1, **SP}}),
     "tp2-sp-ep2-etp2": (4, "deepseek_v3", {"megatron": {"tp": 2, "ep": 2, **SP}, "ddp": BUCKETS}),
     "ep2-pp2": (4, "glm4_moe", {"megatron": {"ep": 2, "pp": 2}}),
@@ -62,6 +65,7 @@ def config_of(checkpoint: Path, case: dict[str, Any]) -> Config:
     areas = {"megatron": "engine.megatron", "ddp": "engine.megatron.ddp", "optimizer": "engine.megatron.optimizer"}
     for name, area in {**areas, "fsdp": "engine.fsdp"}.items():
         config = replaced(config, area, **case.get(name, {}))
+    config = replaced(config, "optim", name=case.get("optim", "adam"))
     adapter = AdapterConfig(rank=case.get("adapter", 0))
     return replace(config, model=replace(config.model, frozen=case.get("frozen", []), adapter=adapter))
 
@@ -101,7 +105,8 @@ def _of_megatron(engine: Any) -> list[Iterable[torch.Tensor]]:
 
 def _of_fsdp(engine: Any, head: str) -> list[Iterable[torch.Tensor]]:
     """Return the tensors after a step: FSDP2's gradients are there from the first backward on."""
-    from mega_rl.engines.fsdp import MOMENTS, local
+    from mega_rl.ddp.access import local
+    from mega_rl.ddp.optimizer import MOMENTS
     from mega_rl.engines.fsdp_model import sharded_parameters
     from tests.unit_tests.distributed.engine_cases import losses
 
@@ -110,7 +115,7 @@ def _of_fsdp(engine: Any, head: str) -> list[Iterable[torch.Tensor]]:
     return [
         [local(shard) for shard in shards],
         [local(shard.grad) for shard in shards if shard.grad is not None],
-        [local(state[name]) for state in engine.optimizer.state.values() for name in MOMENTS],
+        [local(each) for state in engine.optimizer.state.values() for name, each in state.items() if name in MOMENTS],
     ]
 
 

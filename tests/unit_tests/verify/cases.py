@@ -103,8 +103,9 @@ def engine_faults() -> dict[str, Any]:
     """Things that the FSDP engine could get wrong, by name."""
     import torch
 
+    from mega_rl.ddp.access import local
     from mega_rl.engines import build
-    from mega_rl.engines.fsdp import FSDPEngine, local
+    from mega_rl.engines.fsdp import FSDPEngine
     from mega_rl.engines.fsdp_model import fsdp_modules, sharded_parameters
     from mega_rl.verify import measure
     from mega_rl.verify.twin import as_saved
