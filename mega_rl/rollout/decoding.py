@@ -118,7 +118,7 @@ class DecodingLoop:
             "position_ids": positions,
             "use_cache": True,
             "logits_to_keep": 1,
-            _cache_argument(model): self._cache,
+            cache_argument(model): self._cache,
         }
         output = model(input_ids, **accepted(model, arguments))
         return hide(output.logits[:, -1], self._hidden)
@@ -193,10 +193,10 @@ def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
     return DynamicCache(config=config)
 
 
-def _cache_argument(model: PreTrainedModel) -> str:
-    """Return the name by which a model's forward takes its cache; state-space models have their own."""
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name by which a model's forward takes its cache: "cache" from transformers 5.24."""
     names = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values"
+    return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
 
 def select_rows(cache: Cache, indices: Tensor) -> None:
