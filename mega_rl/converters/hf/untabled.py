@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -52,6 +53,7 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
     """
     described = text_config(raw)
     config = _read_config(described, where)
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's head_dim, from transformers 5.24
     eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     heads = _number(config, "num_attention_heads", 1)
     return HFConfig(
@@ -65,7 +67,7 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
         vocab_size=config.vocab_size,
         max_position_embeddings=_number(config, "max_position_embeddings", UNLIMITED_POSITIONS),
         norm_eps=1e-6,
-        tied=config.tie_word_embeddings,
+        tied=getattr(config, "tie_word_embeddings", False),
         qkv_bias=False,
         linear_bias=False,
         qk_norm=False,
@@ -115,7 +117,7 @@ def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig:
 def _number(config: PreTrainedConfig, name: str, default: int) -> int:
     """Return a size of the config, or the default where it states none or several."""
     value = getattr(config, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+    return value if type(value) is int and value > 0 else default
 
 
 @lru_cache(maxsize=16)
@@ -162,17 +164,16 @@ def table_of(model: PreTrainedModel) -> OwnTable:
     if scalars := [name for name, tensor in model.named_parameters() if not tensor.dim()]:
         raise ValueError(f"{scalars[0]} has no dimension, and FSDP2 cuts the first one")
     first, numbered = 0, {}
-    owners: list[tuple[int, str]] = []  # number of the first row of each tensor
+    places: dict[int, str] = {}  # tensor by the number of its first row
     for name, tensor in state.items():
-        owners.append((first, name))
+        places[first] = name
         numbered[name] = _row_numbers(tensor, first)
         first += matrix_shape(tuple(tensor.shape))[0]
     by_tensor: dict[str, list[DiskTensor]] = {name: [] for name in state}
-    places = dict(owners)
-    starts = sorted(places)
+    starts = list(places)
     for name, numbers in revert_weight_conversion(model, numbered).items():
         low = _consecutive(name, numbers)
-        start = starts[_last_at_most(starts, low)]
+        start = starts[bisect_right(starts, low) - 1]
         by_tensor[places[start]].append(DiskTensor(name, tuple(numbers.shape), low - start))
     for name, disk in by_tensor.items():
         rows = matrix_shape(tuple(state[name].shape))[0]
@@ -183,7 +184,7 @@ def table_of(model: PreTrainedModel) -> OwnTable:
         body=model.base_model_prefix,
         tied=tuple(sorted(set(model.state_dict()) - set(state))),
         unread=tuple(model._keys_to_ignore_on_load_unexpected or ()),
-        float32=tuple(_kept_in_float32(model, state)),
+        float32=_kept_in_float32(model, state),
     )
 
 
@@ -205,13 +206,7 @@ def _consecutive(name: str, numbers: Tensor) -> int:
     return low
 
 
-def _last_at_most(starts: list[int], number: int) -> int:
-    return int(torch.searchsorted(torch.tensor(starts), number, right=True)) - 1
-
-
-def _kept_in_float32(model: PreTrainedModel, names: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the tensors that are float32 in a model of any dtype."""
-    patterns = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    for name in names:
-        if any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in patterns):
-            yield name
+def _kept_in_float32(model: PreTrainedModel, names: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the tensors that are float32 in a model of any dtype."""
+    patterns = "|".join({*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())})
+    return tuple(name for name in names if patterns and re.search(rf"(^|\.)({patterns})($|\.)", name))
