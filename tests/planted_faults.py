@@ -84,7 +84,8 @@ def run_tests(tree: Path, targets: Sequence[str], *, deadline_s: float = DEADLIN
     """Run these targets of the tree until the first failure; what is left of their processes ends with them."""
     words = [word for target in targets for word in target.split(" ", 2)]
     command = [str(tree / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
+    path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])  # another Megatron-Core's folder
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
     begin = time.monotonic()
     process = subprocess.Popen(
         command, cwd=tree, env=environment, text=True, start_new_session=True,

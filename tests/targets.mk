@@ -26,7 +26,7 @@ MEGATRON ?= other
 # What reaches Megatron-Core.
 MEGATRON_TESTS := $(addprefix tests/unit_tests/,ddp engines distributed parallel \
 	checkpoint/test_layouts.py checkpoint/test_store.py converters/test_load.py converters/test_torch_dist.py \
-	converters/test_wrapped.py converters/test_model_config.py verify workers/test_models.py)
+	converters/test_wrapped.py converters/test_model_config.py plan/test_activations.py verify workers/test_models.py)
 
 # Into .megatron/, a folder that only these tests see.
 test-newest: setup

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +25,6 @@ from mega_rl.parallel.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from mega_rl.converters.offline.compare import Comparison, Verification
-    from mega_rl.verify.twin import Parity
 
 app = Commands(name="convert", help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.")
 
@@ -72,16 +72,13 @@ def inspect(
         show(facts, _as_yaml(facts), as_json=as_json)
         return
     sharding = _sharding(path, layout, head=head, mtp=mtp)
-    from mega_rl.converters.offline.compare import describe, describe_config
+    from mega_rl.converters.offline.compare import describe
+    from mega_rl.converters.safetensors.reader import CheckpointReader
 
-    kind = "hf"
-    if not any(path.glob("*.safetensors*")):
-        kind, description = "config", describe_config(sharding)
-    else:
-        from mega_rl.converters.safetensors.reader import CheckpointReader
-
-        with CheckpointReader(path) as reader:
-            sharding, description = describe(reader, sharding)
+    has_weights = any(path.glob("*.safetensors*"))
+    with CheckpointReader(path) if has_weights else nullcontext() as reader:
+        sharding, description = describe(sharding, reader)
+    kind = "hf" if has_weights else "config"
     facts = {"kind": kind, "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(description)}
     facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k not in ("raw", "wrapper")}
     show(facts, _as_yaml(facts), as_json=as_json)
@@ -159,35 +156,23 @@ def verify(
             metavar="[CKPT]", help="What it must equal; default: itself after a round trip.", callback=checkpoint
         ),
     ] = None,
-    logits: Annotated[
-        int,
-        typer.Option("--logits", min=0, metavar="N", help="Compare logits of N tokens on a shrunk twin; 0: do not."),
-    ] = 0,
     sizes: LayoutOptions = LayoutOptions(),
     head: Head = "lm",
     mtp: Mtp = "drop",
     allow_missing: AllowMissing = None,
     as_json: Json = False,
 ) -> None:
-    """Check a conversion: every element planned once, names, every bit, and on request logits against transformers."""
+    """Check a conversion: every element planned once, names and every bit."""
     layout = sizes.layout()
     sharding = _sharding(first, layout, head=head, mtp=mtp)
     with showing():
         from mega_rl.converters.offline.compare import verify_checkpoint
 
         report = verify_checkpoint(first, second, sharding=sharding, allow_missing=allow_missing or ())
-    parity = None
-    if logits:
-        with showing("comparing logits with transformers"):
-            from mega_rl.verify.twin import compare_twin
-
-            parity = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
-    good = report.equal and (parity is None or parity.good)
     comparison = None if report.comparison is None else _comparison_facts(report.comparison)
-    logits_facts = None if parity is None else dataclasses.asdict(parity)
-    facts = {"equal": good, **dataclasses.asdict(report), "comparison": comparison, "logits": logits_facts}
-    show(facts, _verification_lines(report, parity, good=good), as_json=as_json)
-    if not good:
+    facts = {"equal": report.equal, **dataclasses.asdict(report), "comparison": comparison}
+    show(facts, _verification_lines(report), as_json=as_json)
+    if not report.equal:
         raise typer.Exit(1)
 
 
@@ -244,17 +229,14 @@ def show_report(target: Path, report: Any, *, as_json: bool) -> None:
     show(facts, lines, as_json=as_json)
 
 
-def _verification_lines(verification: Verification, parity: Parity | None, *, good: bool) -> Iterator[str]:
+def _verification_lines(verification: Verification) -> Iterator[str]:
     yield f"proof: every element of {verification.layout} is planned exactly once"
     if verification.comparison is not None:
         yield from _comparison_lines(verification.comparison)
     if verification.returned is not None:
         yield f"import and export in memory: {verification.returned:,} tensors come back bit for bit"
         yield from names_line("do not come back", verification.lost)
-    if parity is not None:
-        yield f"logits: {parity.summary}"
-        yield from (f"  {line}" for line in parity.details)
-    yield "equal" if good else "differs"
+    yield "equal" if verification.equal else "differs"
 
 
 def _comparison_facts(comparison: Comparison) -> dict[str, Any]:

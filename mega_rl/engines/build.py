@@ -17,6 +17,7 @@ from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.config.schema import MoeConfig
 from mega_rl.converters.hf.config import needs_proof, read_hf_config
 from mega_rl.converters.live.load import load_hf
+from mega_rl.converters.plan.parameters import rules_of
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
 from mega_rl.ddp.optimizer import build_optimizer
@@ -186,7 +187,9 @@ def _build_fsdp(
     fsdp, device, dtype = settings.engine.fsdp, accelerator.device, DTYPES[settings.model.dtype]
     model, transformers_model = skeleton(request.path, head=request.head, attention=request.attention)
     if request.trainable:
-        freeze(model.named_parameters(), settings.model.frozen, everyone=SingleRank())
+        rules = rules_of(request.hf, request.head)
+        constant = {one.name.format(layer="*", expert="*") for rule in rules if rule.frozen for one in rule.sources}
+        freeze(model.named_parameters(), [*settings.model.frozen, *constant], everyone=SingleRank())
     else:
         model.requires_grad_(False)
     scratch = shard(

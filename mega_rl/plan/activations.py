@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from mega_rl.config.needs import requested_attention
-from mega_rl.converters.architecture import HFConfig, is_moe
+from mega_rl.converters.architecture import HFConfig, is_delta_net, is_moe
 from mega_rl.converters.plan.sharding import Head, Spec, padded_vocab_size
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.setup import PlannedModel, RunSetup
@@ -47,6 +47,7 @@ class LayerShape:
     spec: Spec = "local"
     kernel: Kernel | None = None  # None: that of the spec
     moe: bool = False  # its MLP is a mixture
+    delta: bool = False  # a gated delta net stands in the place of attention
     itemsize: int = 2  # bytes of an activation
     padding: float = 1.0  # slots per token of the length classes; 1: all sequences are of one length
     seqlen: int = 0  # longest sequence; only score matrices depend on it
@@ -72,7 +73,7 @@ def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
     if recompute.mode == "full":
         return {"layer input": shape.hidden}
     entries = saved(shape)
-    if recompute.selects("core_attn"):
+    if recompute.selects("core_attn") and not shape.delta:
         _drop_core_attention(shape, entries)
     if recompute.selects("layernorm"):
         fused = shape.spec == "te"  # norms that a linear layer computes give no output to drop
@@ -100,8 +101,8 @@ def saved(shape: LayerShape) -> dict[str, float]:
     norms = dict.fromkeys(("attention norm input", "MLP norm input"), _norm_input(shape) * shape.hf.pre_norms)
     if shape.hf.post_norms:
         norms["norms of outputs"] = 2 * _norm_input(shape)
-    attention = _attention(shape) if shape.hf.mla is None else _latent_attention(shape)
-    return norms | attention | (_mixture(shape) if shape.moe else _mlp(shape))
+    mixer = _delta_net if shape.delta else _attention if shape.hf.mla is None else _latent_attention
+    return norms | mixer(shape) | (_mixture(shape) if shape.moe else _mlp(shape))
 
 
 def _norm_input(shape: LayerShape) -> float:
@@ -141,7 +142,28 @@ def _attention(shape: LayerShape) -> dict[str, float]:
         entries["norms of queries and keys"] = (q + kv) / b * (FP32 + b)
     else:
         entries["norms of queries and keys"] = FP32 * (hf.num_heads + hf.num_kv_heads) / tp if normed else 0.0
+    if hf.attention_gate:
+        entries["output gate"] = q / b * (FP32 + b)  # the sigmoid, and the product
     return entries | _core_attention(shape, q=q, k=kv, v=kv, context=q)
+
+
+def _delta_net(shape: LayerShape) -> dict[str, float]:
+    """Return the entries of a gated delta net with flash-linear-attention, of what is not compiled."""
+    net, b, tp = shape.hf.delta, shape.itemsize, shape.layout.tp
+    assert net is not None
+    key_heads, heads = net.num_key_heads / tp, net.num_value_heads / tp
+    keys, values = key_heads * net.key_head_dim, heads * net.value_head_dim
+    return {
+        "attention input": shape.hidden,
+        "projections": 2 * (keys + values + heads) * b,  # the convolution reads a view of them
+        # Normalised, and once more a copy for each of the value's heads.
+        "queries and keys": 2 * (keys + heads * net.key_head_dim) * b + 2 * key_heads * FP32,
+        "values": values * b,
+        "decays": heads * (3 * FP32 + b),
+        "delta rule": heads * _DELTA_CHUNK * b,
+        # Before and after its norm and its gate, whose input and result are FP32.
+        "context": values * (3 * b + 2 * FP32) + heads * FP32,
+    }
 
 
 def _latent_attention(shape: LayerShape) -> dict[str, float]:
@@ -247,6 +269,7 @@ def _mixture(shape: LayerShape) -> dict[str, float]:
 
 # A float32 temporary of the log-probs has this many elements at most, and three are alive at once.
 _CHUNK, _CHUNKS = 2**24, 3
+_DELTA_CHUNK = 64  # tokens that the delta rule takes at once: it keeps a matrix of their products
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # limits of the kernel for variable lengths (`engines.models.attention_kernels`)
 # Slots per token where sequences are padded to powers of two: lengths spread evenly fill three quarters.
 CLASS_PADDING = 4 / 3
@@ -340,12 +363,12 @@ def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByte
     return PassBytes(working=round(working))
 
 
-def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool) -> LayerShape:
+def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool, delta: bool = False) -> LayerShape:
     """Return a layer of a model as it runs."""
     kernel = _kernel(setup, model)
     padded = kernel in ("classes", "eager") and setup.spec != "te" and setup.config.trainer.microbatch.packing
     padding = CLASS_PADDING if padded else 1.0
-    return LayerShape(model.hf, setup.layout, setup.spec, kernel, moe, setup.itemsize, padding, setup.longest)
+    return LayerShape(model.hf, setup.layout, setup.spec, kernel, moe, delta, setup.itemsize, padding, setup.longest)
 
 
 def _kernel(setup: RunSetup, model: PlannedModel) -> Kernel:
@@ -365,19 +388,20 @@ def _layers_of(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[Layer
     """Return the layers of all chunks of a pipeline rank."""
     layout, hf = setup.layout, model.hf
     numbers = [i for stage in range(layout.vpp) for i in layout.layers_of(pp_rank, hf.num_layers, stage)]
-    shapes = {moe: shape_of(setup, model, moe=moe) for moe in {is_moe(hf, i) for i in numbers}}
-    return [shapes[is_moe(hf, i)] for i in numbers]
+    kinds = [(is_moe(hf, i), is_delta_net(hf, i)) for i in numbers]
+    shapes = {kind: shape_of(setup, model, moe=kind[0], delta=kind[1]) for kind in set(kinds)}
+    return [shapes[kind] for kind in kinds]
 
 
 def _layer_bytes(setup: RunSetup, layers: list[LayerShape]) -> float:
     """Return the bytes per token that all layers of a rank keep."""
     recompute = recompute_of(setup)
     per_chunk = -(-len(layers) // setup.layout.vpp)
-    sizes: dict[tuple[bool, bool], float] = {}
+    sizes: dict[tuple[bool, ...], float] = {}
     total = 0.0
     for number, shape in enumerate(layers):
         whole = recompute.mode == "full" and 0 < recompute.layers <= number % per_chunk
-        key = (shape.moe, whole)
+        key = (shape.moe, shape.delta, whole)
         if key not in sizes:
             sizes[key] = sum(kept(shape, Recompute() if whole else recompute).values())
         total += sizes[key]

@@ -1,28 +1,24 @@
-"""A checkpoint's twin of few layers, experts and tokens, and its logits against transformers'.
+"""A checkpoint's twin of few layers, experts and tokens, and transformers' own model of a folder.
 
 The twin has every kind of layer and every setting of its config, so a wrong conversion of a large model shows on a
-laptop. Functions that need Megatron-Core import it themselves: the accelerator must be prepared before.
+laptop.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 from transformers.utils.logging import disable_progress_bar
 
-from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.architecture import HFConfig, Moe, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.moe import EXPERT_KEYS
@@ -30,34 +26,19 @@ from mega_rl.converters.families.rules import DISK_LAYER
 from mega_rl.converters.hf import small
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.hf.untabled import FOREIGN
-from mega_rl.converters.live.load import load_hf, model_config, repeat_faults
+from mega_rl.converters.live.load import model_config, repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
-from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, name_prefixes, renamed
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.parallel.accelerator import Accelerator, prepare
-from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.plan.preflight.checkpoints import known_bug
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from transformers import PreTrainedModel
 
-    from mega_rl.parallel.groups import Groups
 
 MAX_LAYERS, MAX_VOCAB = 4, 4096
 MAX_CHOSEN = 16  # tokens that an indexer chooses: fewer than there are, or the choice would not matter
-# Largest |logit difference| allowed, relative to deviations above 1: float32 sums in another order stay far below.
-GATE = 1e-4
-TIMEOUT_S = 600.0
-_LOAD_BYTES = 8  # bytes per element: transformers loads float32, and splits experts into copies
-_NOT_INDEPENDENT = (
-    "transformers has not loaded the whole checkpoint, which is quantised or would take over half of the memory: "
-    "tensors that are left out or held twice were judged by mega_rl only"
-)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Widths of a narrowed twin: halved until they are at most this. Numbers of heads and experts stay what they are.
 NARROW = {
     "intermediate_size": 512,
@@ -114,19 +95,19 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
         _narrow(raw, hf)
     twin = Twin(raw, parse_hf_config(raw, where=f"{where} of the shrunk twin"), layers)
     if [_kind(hf, layer) for layer in layers] != [_kind(twin.hf, i) for i in range(len(layers))]:
-        raise UserError(f"{where}: its layers cannot be cut down to {list(layers)}; leave --logits or --twin out")
+        raise UserError(f"{where}: its layers cannot be cut down to {list(layers)}; leave --twin out")
     return twin
 
 
-def write_twin(source: Path, target: Path, *, multiple: int = 1, weights: Mapping[str, Tensor] | None = None) -> Twin:
-    """Write a checkpoint's twin to `target`, with its own weights or the given ones."""
+def write_twin(source: Path, target: Path, *, multiple: int = 1) -> Twin:
+    """Write a checkpoint's twin to `target`, with its own weights."""
     with CheckpointReader(source) as reader:
         original = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
         if faults := repeat_faults(reader, original, "lm"):
             raise UserErrors([f"{source}: {fault}" for fault in faults])
         twin = shrink(original, where=str(source / "config.json"), multiple=multiple)
         spelled = as_on_disk(twin.hf, {name: (0,) for name in reader.tensors})
-        _write(twin, target, _tensors(reader, twin, spelled, weights))
+        _write(twin, target, _tensors(reader, twin, spelled))
     return twin
 
 
@@ -180,21 +161,16 @@ def num_elements(hf: HFConfig) -> int:
     return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
 
 
-def _tensors(
-    reader: CheckpointReader, twin: Twin, spelled: HFConfig, weights: Mapping[str, Tensor] | None
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(reader: CheckpointReader, twin: Twin, spelled: HFConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the twin's tensors: leading rows of the chosen layers of the original."""
     prefixes = {DISK_LAYER.format(layer=i): DISK_LAYER.format(layer=layer) for i, layer in enumerate(twin.layers)}
     for name, tensor in hf_tensors(spelled, head="lm").items():
         prefix = next((p for p in prefixes if name.startswith(p)), "")
         there = prefixes.get(prefix, "") + name.removeprefix(prefix)
-        if there not in (reader.tensors if weights is None else weights):
-            raise UserError(f"{reader.path}: {there} is missing; run verify without --logits for the whole list")
+        if there not in reader.tensors:
+            raise UserError(f"{reader.path}: {there} is missing; 'mega-rl convert verify' lists all that are")
         numel, width = prod(tensor.shape), tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        if weights is None:
-            yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
-        else:
-            yield name, weights[there].reshape(-1, width)[: numel // width].reshape(tensor.shape)
+        yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
 
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
@@ -264,31 +240,6 @@ def _kind(hf: HFConfig, layer: int) -> tuple[bool, ...]:
     return is_moe(hf, layer), windowed, unrotated, is_delta_net(hf, layer)
 
 
-@torch.no_grad()
-def hf_logits(
-    path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False
-) -> tuple[Tensor, list[Tensor]]:
-    """Return logits [B, S, V] float32 and layers' outputs [B, S, H] by transformers.
-
-    dtype: "fp32" or "bf16". layer_outputs: without it the list is empty. No code of the checkpoint is run.
-    """
-    model = load_transformers(path, DTYPES[dtype])
-    states: list[Tensor] = []
-
-    def keep(output: Any) -> None:
-        states.append(output[0] if isinstance(output, tuple) else output)
-
-    with recorded(model.model.layers if layer_outputs else [], keep):
-        logits = model(tokens, use_cache=False).logits
-    return logits.float(), states
-
-
-def hf_weights(path: str | Path) -> dict[str, Tensor]:
-    """Return the float32 weights by name on disk, as transformers loads them."""
-    model = load_transformers(path, torch.float32)
-    return as_saved(model, model.state_dict())
-
-
 def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a model by name on disk, as transformers would save them."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -316,126 +267,3 @@ def load_transformers(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         raise UserError(f"{path}: transformers does not find {len(missing)} weights of its model ({missing[0]}, ...)")
     loaded: PreTrainedModel = model.eval()
     return loaded
-
-
-@contextmanager
-def recorded(layers: Iterable[torch.nn.Module], keep: Callable[[Any], None]) -> Iterator[None]:
-    """Hand every output of `layers` to `keep` inside the context."""
-    hooks = [layer.register_forward_hook(lambda module, inputs, output: keep(output)) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def load_model(
-    path: str | Path,
-    *,
-    groups: Groups,
-    accelerator: Accelerator,
-    dtype: str = "fp32",
-    mtp: Literal["drop", "load"] = "drop",
-) -> tuple[list[GPTModel], Sharding]:
-    """Load a checkpoint into this rank's part of a Megatron-Core model; dtype: fp32, bf16."""
-    from mega_rl.engines.models.build import build_chunks, transformer_config
-
-    hf = replace(read_hf_config(path), mtp=mtp)
-    config = transformer_config(
-        hf,
-        layout=groups.layout,
-        model=ModelConfig(dtype=dtype),
-        megatron=MegatronConfig(),
-        deterministic=False,
-        attention="sdpa",
-        device_overrides=accelerator.transformer_config_overrides(),
-    )
-    sharding = Sharding(hf, groups.layout, spec="local")
-    chunks = build_chunks(
-        hf,
-        config=config,
-        groups=groups,
-        head="lm",
-        impl="local",
-        padded_vocab=sharding.vocab,
-        device=accelerator.device,
-    )
-    load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
-    for chunk in chunks:
-        chunk.eval()
-    return chunks, sharding
-
-
-@dataclass(frozen=True)
-class Parity:
-    """Result of comparing logits."""
-
-    good: bool  # within the gate, or beyond it for a fault of the reference that is known
-    max_abs: float
-    first_layer: int | None  # first layer of the original model whose output differs
-    summary: str
-    details: tuple[str, ...] = ()
-
-
-@torch.no_grad()
-def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int = 0) -> Parity:
-    """Compare logits of random tokens of two Hugging Face folders' twins: by transformers and by Megatron-Core.
-
-    transformers loads the whole reference by its own rules if memory holds it; else a detail says so. Call it before
-    Megatron-Core is imported, in one process.
-    """
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups as process_groups
-
-    disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="twin_") as folder:
-        sides = [Path(folder) / name for name in ("reference", "converted")]
-        hf = read_hf_config(reference)
-        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        independent = hf.quantization is None and num_elements(hf) * _LOAD_BYTES < host_bytes // 2
-        twin = write_twin(reference, sides[0], weights=hf_weights(reference) if independent else None)
-        write_twin(converted, sides[1])
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, twin.hf.vocab_size, (1, num_tokens), generator=generator)
-        expected, hidden = hf_logits(sides[0], tokens, layer_outputs=True)
-        groups = process_groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=TIMEOUT_S)
-        states: list[Tensor] = []
-        try:
-            (chunk,), sharding = load_model(sides[1], groups=groups, accelerator=accelerator)
-            positions = torch.arange(num_tokens, device=accelerator.device)[None]
-            with recorded(chunk.decoder.layers, lambda output: states.append(output[0].transpose(0, 1).cpu())):
-                logits = chunk(tokens.to(accelerator.device), positions, attention_mask=None)
-            logits = logits[..., : sharding.hf.vocab_size].float().cpu()
-        finally:
-            process_groups.destroy()
-    parity = judge(twin, expected, logits, list(zip(hidden, states, strict=True)))
-    return parity if independent else replace(parity, details=(*parity.details, _NOT_INDEPENDENT))
-
-
-def judge(twin: Twin, expected: Tensor, converted: Tensor, hidden: list[tuple[Tensor, Tensor]]) -> Parity:
-    """Judge logits [B, S, V] and the layers' outputs, pairs of [B, S, H]."""
-    gap = float((expected - converted).abs().max())
-    layers = ", ".join(map(str, twin.layers))
-    deviation = float(expected.std())
-    gate = GATE * max(1.0, deviation)
-    figures = f"max |difference| {gap:.2e}, gate {gate:.0e}, logits' deviation {deviation:.2g} (layers {layers})"
-    if gap <= gate:  # false for nan too
-        return Parity(True, gap, None, figures)
-    bug = known_bug(twin.hf)
-    if bug is not None:
-        return Parity(True, gap, None, f"{figures}: not comparable", (bug.what,))
-    details = []
-    for layer, (a, b) in zip(twin.layers, hidden, strict=True):
-        cosine = float(cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
-        details.append(f"after layer {layer}: cosine {cosine:.6f}, max |difference| {float((a - b).abs().max()):.2e}")
-    first = next((i for i, (a, b) in enumerate(hidden) if _differs(a, b)), None)
-    if first is None:
-        details.append("all layers agree: look at the final norm, the output layer and its scale")
-        return Parity(False, gap, None, figures, tuple(details))
-    details.append(f"first to differ: layer {twin.layers[first]}")
-    return Parity(False, gap, twin.layers[first], figures, tuple(details))
-
-
-def _differs(a: Tensor, b: Tensor) -> bool:
-    """Return whether outputs differ by more than the gate, relative to sizes above 1."""
-    return not float((a - b).abs().max()) <= GATE * max(1.0, float(a.abs().max()))

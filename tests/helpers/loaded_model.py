@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mega_rl.config.schema import MegatronConfig, ModelConfig
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.groups import Groups
-from mega_rl.verify import twin
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -83,7 +85,26 @@ class LoadedModel:
         return torch.cat(parts, dim=-1)[..., : self.sharding.hf.vocab_size]
 
 
-def load_model(path: str | Path, *, groups: Groups, accelerator: Any, **settings: Any) -> LoadedModel:
-    """Load this rank's part of the checkpoint; `settings` are those of `logits.load_model`."""
-    chunks, sharding = twin.load_model(path, groups=groups, accelerator=accelerator, **settings)
-    return LoadedModel(chunks, sharding, groups, accelerator.device)
+def load_model(
+    path: str | Path, *, groups: Groups, accelerator: Any, dtype: str = "fp32", mtp: Literal["drop", "load"] = "drop"
+) -> LoadedModel:
+    """Load this rank's part of the checkpoint; dtype: fp32, bf16."""
+    from mega_rl.engines.models.build import build_chunks, transformer_config
+
+    hf = replace(read_hf_config(path), mtp=mtp)
+    config = transformer_config(
+        hf,
+        layout=groups.layout,
+        model=ModelConfig(dtype=dtype),
+        megatron=MegatronConfig(),
+        deterministic=False,
+        attention="sdpa",
+        device_overrides=accelerator.transformer_config_overrides(),
+    )
+    sharding, device = Sharding(hf, groups.layout, spec="local"), accelerator.device
+    built = {"config": config, "groups": groups, "head": "lm", "impl": "local"}
+    chunks = build_chunks(hf, **built, padded_vocab=sharding.vocab, device=device)
+    load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
+    for chunk in chunks:
+        chunk.eval()
+    return LoadedModel(chunks, sharding, groups, device)

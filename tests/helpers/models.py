@@ -212,6 +212,15 @@ def _add_mtp_layers(directory: Path, *, family: str, first: int, count: int) -> 
     _edit_config(directory, num_nextn_predict_layers=count)
 
 
+@torch.no_grad()
+def hf_logits(path: Path, tokens: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits [B, S, V] float32 of transformers' own model."""
+    from mega_rl.verify.twin import load_transformers
+
+    logits: torch.Tensor = load_transformers(path, dtype)(tokens, use_cache=False).logits
+    return logits.float()
+
+
 def random_experience(
     *, num_prompts: int = 4, samples: int = 2, vocab_size: int = 50, longest: int = 24, seed: int = 0
 ) -> Experience:

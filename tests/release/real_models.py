@@ -144,7 +144,7 @@ def commands(model: Path, work: Path, *, steps: int) -> list[list[str]]:
     ]
     return [
         [sys.executable, "-c", ANSWER, str(model), json.dumps([source.prompt.format(a=2, b=2), source.chat])],
-        [*program, "convert", "verify", str(model), "--logits", "32"],
+        [*program, "convert", "verify", str(model)],
         [*program, "verify", "engines", "--model", str(model), "--nproc", "1", "--steps", "1"],
         [*program, "verify", "layouts", "--model", str(model), "--layouts", "pp2"],
         *([*train, f"engine.backend={one}", f"trainer.run_dir={work / one}"] for one in ("megatron", "fsdp")),

@@ -49,6 +49,13 @@ DENSE = EMBEDDING + ATTENTION + MLP + OUTPUT
 
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
+LLAMA = Family(
+    "llama",
+    DENSE,
+    title="Llama",
+    differs="nothing: RMSNorm, rotary positions (linear, llama3, YaRN), grouped-query attention, gated SiLU",
+    bias_keys=("attention_bias", "mlp_bias"),
+)
 QWEN2 = Family(
     "qwen2",
     DENSE,
@@ -69,13 +76,6 @@ QWEN3 = Family(
     qk_norm=True,
     window=windows.in_last_layers,
     in_wrappers=("qwen3_vl", "qwen3_vl_text"),
-)
-LLAMA = Family(
-    "llama",
-    DENSE,
-    title="Llama",
-    differs="nothing: RMSNorm, rotary positions (linear, llama3, YaRN), grouped-query attention, gated SiLU",
-    bias_keys=("attention_bias", "mlp_bias"),
 )
 SEED_OSS = Family(
     "seed_oss",

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.hf.companions import config_changes
-from mega_rl.converters.live.copying import BlockReader, TensorLike, blocks_of, fill
+from mega_rl.converters.live.copying import BlockReader, ShapeAndDtype, TensorLike, blocks_of, fill
 from mega_rl.converters.live.export import join_pieces
-from mega_rl.converters.live.load import repeat_faults
+from mega_rl.converters.live.load import check_tensors
 from mega_rl.converters.offline.checkpoint import open_checkpoint
 from mega_rl.converters.plan.export import ExportUnit, export_plan
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors, outside
@@ -93,10 +93,9 @@ def verify_checkpoint(
         prove_complete(sharding)
         return Verification(layout, compare_checkpoints(first, second, allow_missing=allow_missing))
     with CheckpointReader(first) as reader:
-        sharding, description = describe(reader, sharding)
-        if description.problems:
-            raise UserErrors([f"{first}: {problem}" for problem in description.problems])
-        returned, lost = round_trip(reader, sharding)
+        hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
+        check_tensors(reader, hf, sharding.head, allow_missing=allow_missing)
+        returned, lost = round_trip(reader, replace(sharding, hf=hf))
     return Verification(layout, returned=returned, lost=lost)
 
 
@@ -249,75 +248,53 @@ def _kind(tensor: TensorLike) -> str:
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint against the table of its family."""
+    """A checkpoint against the table of its family, or that which a config.json announces."""
 
     num_tensors: int
     num_params: int
     nbytes: int
     dtypes: dict[str, int]  # number of tensors of each
     stages: tuple[dict[str, object], ...]  # layers, params, nbytes of each rank by pipeline rank
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    mis_shaped: tuple[str, ...] = ()
-    contradicting: tuple[str, ...] = ()  # would be left out as copies of others, whose values they do not have
-
-    @property
-    def problems(self) -> list[str]:
-        """Return the mismatches of the tensors with the model, a line each."""
-        missing = [f"{name} is missing" for name in self.missing]
-        unexpected = [f"{name} is not part of the model of config.json" for name in self.unexpected]
-        return [*missing, *unexpected, *self.mis_shaped, *self.contradicting]
+    problems: tuple[str, ...] = ()  # those for which loading would refuse it
 
 
-def describe(reader: CheckpointReader, sharding: Sharding) -> tuple[Sharding, Description]:
-    """Return the sharding with the spellings on disk, and the description.
+def describe(sharding: Sharding, reader: CheckpointReader | None) -> tuple[Sharding, Description]:
+    """Return the sharding with the spellings on disk, and the description; reader: None without weights.
 
     Raises UserErrors when the model cannot be cut this way.
     """
-    shapes = {name: info.shape for name, info in reader.tensors.items()}
-    sharding = replace(sharding, hf=as_on_disk(sharding.hf, shapes))
-    hf, head = sharding.hf, sharding.head
-    prove_complete(sharding)
-    expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
-    ignorable |= outside(hf, shapes, reader.others)
+    ignored, problems = tuple[str, ...](), tuple[str, ...]()
+    tensors: Mapping[str, TensorLike]
+    if reader is None:
+        prove_complete(sharding)
+        usual = getattr(torch, sharding.hf.dtype or "float32")
+        tensors = {
+            name: ShapeAndDtype(tensor.shape, torch.float32 if tensor.float32 else usual)
+            for name, tensor in hf_tensors(sharding.hf, head=sharding.head).items()
+            if not tensor.optional
+        }
+    else:
+        tensors = reader.tensors
+        hf = as_on_disk(sharding.hf, {name: info.shape for name, info in tensors.items()})
+        sharding = replace(sharding, hf=hf)
+        prove_complete(sharding)
+        try:
+            ignored, _ = check_tensors(reader, hf, sharding.head)
+        except UserErrors as errors:
+            problems = tuple(errors.problems)
+    dtypes = Counter(tensor.dtype for tensor in tensors.values())
     sizes: Counter[int] = Counter()  # bytes by item size
-    for info in reader.tensors.values():
-        sizes[info.dtype.itemsize] += _nbytes(info)
-    usual = sizes.most_common(1)[0][0] if sizes else 0
+    for tensor in tensors.values():
+        sizes[tensor.dtype.itemsize] += _nbytes(tensor)
     return sharding, Description(
-        num_tensors=len(shapes),
-        num_params=sum(prod(shape) for shape in shapes.values()),
-        nbytes=sizes.total(),
-        dtypes=dict(Counter(str(info.dtype).removeprefix("torch.") for info in reader.tensors.values()).most_common()),
-        stages=_stages(sharding, usual),
-        missing=tuple(name for name, t in expected.items() if name not in shapes and not t.optional),
-        unexpected=tuple(sorted(shapes.keys() - expected.keys() - ignorable)),
-        ignored=tuple(sorted(shapes.keys() & ignorable)),
-        mis_shaped=tuple(
-            f"{name}: {list(shapes[name])}, config.json asks for {list(tensor.shape)}"
-            for name, tensor in expected.items()
-            if name in shapes and shapes[name] != tensor.shape
-        ),
-        contradicting=tuple(repeat_faults(reader, hf, head)),
-    )
-
-
-def describe_config(sharding: Sharding) -> Description:
-    """Return the description of the checkpoint that a config.json announces, for a folder without weights.
-
-    Raises UserErrors when the model cannot be cut this way.
-    """
-    hf = sharding.hf
-    prove_complete(sharding)
-    tensors = [tensor for tensor in hf_tensors(hf, head=sharding.head).values() if not tensor.optional]
-    itemsize = 4 if hf.dtype in (None, "float32") else 2
-    return Description(
         num_tensors=len(tensors),
-        num_params=sum(prod(tensor.shape) for tensor in tensors),
-        nbytes=sum(prod(tensor.shape) * (4 if tensor.float32 else itemsize) for tensor in tensors),
-        dtypes={hf.dtype or "float32": len(tensors)},
-        stages=_stages(sharding, itemsize),
+        num_params=sum(prod(tensor.shape) for tensor in tensors.values()),
+        nbytes=sizes.total(),
+        dtypes={str(dtype).removeprefix("torch."): count for dtype, count in dtypes.most_common()},
+        stages=_stages(sharding, sizes.most_common(1)[0][0] if sizes else 0),
+        ignored=ignored,
+        problems=problems,
     )
 
 

@@ -57,7 +57,7 @@ def test_inspect(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Elements of the stages add up: every rank of a stage holds 1 / tp of what is cut."""
     whole = facts(capsys, "inspect", models / "qwen3_moe")
     assert whole["family"] == "qwen3_moe"
-    assert whole["missing"] == whole["unexpected"] == []
+    assert whole["problems"] == []
     assert whole["stages"][0]["params"] == whole["num_params"]
     halves = facts(capsys, "inspect", models / "qwen3_moe", "--pp", 2)
     assert sum(stage["params"] for stage in halves["stages"]) == whole["num_params"]
@@ -78,9 +78,10 @@ def test_inspect_lists_what_does_not_fit(models: Path, capsys: pytest.CaptureFix
     tensors["strange"] = torch.zeros(1)
     write_checkpoint("bad", tensors.items(), files={"config.json": models / "qwen3" / "config.json"})
     actual = facts(capsys, "inspect", "bad", code=2)
-    assert actual["missing"] == ["model.layers.1.mlp.up_proj.weight"]
-    assert actual["unexpected"] == ["strange"]
-    assert actual["mis_shaped"] == ["model.norm.weight: [5], config.json asks for [32]"]
+    missing, shape, strange = actual["problems"]
+    assert "model.layers.1.mlp.up_proj.weight is missing, expected shape [64, 32]" in missing
+    assert "model.norm.weight has shape [5], config.json asks for [32]" in shape
+    assert "strange [1] is not part of the qwen3 model" in strange
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

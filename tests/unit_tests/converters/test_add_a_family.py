@@ -73,15 +73,14 @@ def test_the_diff_applies_and_the_pages_have_it(patched: Path) -> None:
 
 @pytest.mark.skipif(not FULL, reason="make test-full: a minute and a half")
 def test_it_converts_and_trains(patched: Path) -> None:
-    """Its own tests, logits against transformers, and training on layouts as on one rank."""
+    """Its own tests, every bit, and its card: transformers' logits and gradients on both engines."""
     files = [f"tests/unit_tests/{name}" for name in ("converters", "rollout/test_families.py")]
     chosen = "ministral or (test_family_entries and not naming)"
     outcome = run(patched, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files)
     assert outcome.returncode == 0, outcome.stdout[-4000:]
     checkpoint = str(patched / "checkpoint")
     assert run(patched, sys.executable, "-c", WRITE, checkpoint).returncode == 0
-    report = mega_rl(patched, "convert", "verify", checkpoint, "--logits", "24")
-    assert report["logits"]["good"], report
-    report = mega_rl(patched, "verify", "layouts", "--model", checkpoint, "--layouts", "tp2,pp2")
-    assert [layout["name"] for layout in report["layouts"]] == ["tp2", "pp2"]
-    assert report["good"], report["layouts"]
+    assert mega_rl(patched, "convert", "verify", checkpoint)["equal"]
+    card = mega_rl(patched, "card", checkpoint, "--layouts", "tp2,pp2")
+    assert [layout["name"] for layout in card["layouts"]] == ["1", "fsdp1", "tp2", "pp2", "fsdp2"]
+    assert card["good"], card["proofs"]

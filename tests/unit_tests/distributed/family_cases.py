@@ -15,9 +15,8 @@ from torch import Tensor
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import release_problems
 from mega_rl.converters.hf.rope import GROWTH
-from mega_rl.verify.twin import hf_logits
 from tests.helpers.distributed import run_ranks
-from tests.helpers.models import GROUPS, TINY, write_tiny_checkpoint
+from tests.helpers.models import GROUPS, TINY, hf_logits, write_tiny_checkpoint
 from tests.helpers.selection import FULL, covering, without
 
 LENGTH, ROWS = 64, 2
@@ -236,10 +235,10 @@ def tokens_of(case: Case) -> Tensor:
 def write_and_measure(root: Path, timeout_s: float) -> tuple[dict[str, Tensor], dict[str, list[dict[str, Any]]]]:
     """Write the checkpoints; return transformers' logits by case, and by "case layout" what every rank found."""
     paths = {name: write_case(name, root) for name in CASES}
-    logits = {n: hf_logits(p, tokens_of(CASES[n]))[0] for n, p in paths.items() if CASES[n].has_logits}
+    logits = {n: hf_logits(p, tokens_of(CASES[n])) for n, p in paths.items() if CASES[n].has_logits}
     right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
     wrong = {name: tensor for name, tensor in logits.items() if not CASES[name].reference}
-    low = {n: (hf_logits(p, tokens_of(CASES[n]))[0], hf_logits(p, tokens_of(CASES[n]), dtype="bf16")[0])
+    low = {n: (hf_logits(p, tokens_of(CASES[n])), hf_logits(p, tokens_of(CASES[n]), dtype=torch.bfloat16))
            for n, p in paths.items() if CASES[n].dtype == "bf16"}  # fmt: skip
     answers: dict[str, list[dict[str, Any]]] = {}
     for size in sorted({layout["world_size"] for layout in LAYOUTS.values()}):

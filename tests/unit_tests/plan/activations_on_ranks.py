@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_rl.converters.hf.config import release_problems
 from tests.helpers.engines import make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 
@@ -34,6 +35,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "deepseek_v3, tp2-sp": (2, "deepseek_v3", {"layout": SP}),
     "qwen3, cp2": (2, "qwen3", {"layout": {"cp": 2}}),
 }
+if not any(release_problems("qwen3_5_text")):
+    CASES["qwen3_5"] = (1, "qwen3_5_text", {})
+    CASES["qwen3_5, tp2-sp"] = (2, "qwen3_5_text", {"layout": SP})
 
 
 def run_cases(rank: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
@@ -100,6 +104,33 @@ class _Norm(torch.autograd.Function):
         return grad.clone(), torch.zeros_like(ctx.saved_tensors[1])
 
 
+class _DeltaRule(torch.autograd.Function):
+    """The rule of flash-linear-attention: its inputs, sums of decays, and products of 64 tokens with each other."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, g.clone(), beta, torch.empty(*g.shape, 64, dtype=q.dtype))
+        return v.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:5])
+
+
+class _Unit(torch.autograd.Function):
+    """Its L2 norm: the result, and one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.clone()
+        ctx.save_for_backward(out, torch.empty(*x.shape[:-1], 1))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
 class _Flash(torch.autograd.Function):
     """FlashAttention: it keeps its inputs, its result and a float32 for each query and head."""
 
@@ -126,6 +157,12 @@ def _kernels_of_a_gpu() -> Iterator[None]:
     forward, function = torch.nn.RMSNorm.forward, norm.rms_norm
     torch.nn.RMSNorm.forward = lambda self, x: _Norm.apply(x, self.weight)  # type: ignore[method-assign]
     norm.rms_norm = lambda x, shape, weight, eps: _Norm.apply(x, weight)  # of norms that multiply by 1 + weight
+    if "qwen3_5" in CASES:
+        from megatron.core.ssm.gated_delta_net import common, gdn
+
+        common.l2norm = _Unit.apply
+        gdn.causal_conv1d = lambda x, weight, **_: (_Norm.apply(x, weight), None)
+        gdn.chunk_gated_delta_rule = lambda q, k, v, *, g, beta, **_: (_DeltaRule.apply(q, k, v, g, beta), None)
     disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
     try:
         yield

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp": (2, "qwen3", {"engine": "fsdp"}),
     "fsdp, untied, frozen": (2, "llama", {"engine": "fsdp", "frozen": ["model.embed_tokens.*"]}),
     "fsdp, critic": (2, "qwen2", {"engine": "fsdp", "head": "value"}),
+    "fsdp, indexers": (2, "deepseek_v32", {"engine": "fsdp"}),
     "tp2-pp2, tied": (4, "qwen3 odd", {"megatron": {"tp": 2, "pp": 2}}),
     "dp4, buckets": (4, "qwen3", {"ddp": BUCKETS}),
     "dp4, instances": (4, "qwen3", {"ddp": {"optimizer_instances": 2}}),

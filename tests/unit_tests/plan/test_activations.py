@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.converters.architecture import HFConfig, is_moe
+from mega_rl.converters.architecture import HFConfig, is_delta_net, is_moe
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.parallel.layout import ParallelLayout
@@ -33,6 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     more = {
         "deepseek_v3": {"num_key_value_heads": 8},
+        "qwen3_5_text": {**GQA, "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2},
         "gemma3_text": {**GQA, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     }
     return {
@@ -72,7 +73,8 @@ def per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any], *, spe
     b = 4 if case.get("dtype") == "fp32" else 2
     recompute = Recompute(case.get("recompute", "none"), case.get("recompute_modules", ["core_attn"]))
     shape = LayerShape(hf, layout, spec, itemsize=b)
-    layers = [sum(kept(replace(shape, moe=is_moe(hf, i)), recompute).values()) for i in range(hf.num_layers)]
+    shapes = [replace(shape, moe=is_moe(hf, i), delta=is_delta_net(hf, i)) for i in range(hf.num_layers)]
+    layers = [sum(kept(each, recompute).values()) for each in shapes]
     final = hf.hidden_size * (4 if hf.zero_centered_norm else b) * shape.share + hf.hidden_size * b * shape.share
     return [*layers, final, hf.vocab_size / layout.tp * b]
 

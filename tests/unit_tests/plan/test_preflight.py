@@ -13,7 +13,9 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.plan.preflight import host
+from mega_rl.plan.preflight.checkpoints import known_bug
 from mega_rl.plan.preflight.host import check_memory, smallest_gpu
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.plan.models import QWEN3, QWEN3_8B, QWEN3_32B
@@ -60,6 +62,8 @@ def test_plan_refuses_families_that_transformers_computes_wrongly(
     arguments = ["gsm8k_qwen3_8b_8gpu", f"model.path={tmp_path}", "engine.megatron.etp=1", "engine.megatron.tp=1"]
     assert main(["plan", *arguments, "--gpus", "8", "--gpu-memory", "80G"]) == 2
     assert "transformers" in capsys.readouterr().err
+    hf = read_hf_config(tmp_path)
+    assert [known_bug(hf, transformers=release) is None for release in ("5.12.1", "5.13.0")] == [False, True]
 
 
 def test_preflight_plans_only_legal_settings(

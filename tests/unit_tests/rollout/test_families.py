@@ -12,8 +12,7 @@ from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.rollout.embedded import HFRolloutEngine
 from mega_rl.rollout.sampling import Sampler
 from mega_rl.types import Prompt
-from mega_rl.verify.twin import hf_logits
-from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.models import hf_logits, write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +52,7 @@ def test_rollouts_have_the_log_probs_of_transformers(tmp_path: Path, family: str
     for row in range(len(LENGTHS) * 2):
         length = int(rollout.lengths[row])
         tokens = rollout.tokens[row : row + 1, :length]
-        expected = hf_logits(path, tokens)[0].log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+        expected = hf_logits(path, tokens).log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
         mask = rollout.loss_mask[row, 1:length]
         off = (rollout.rollout_logprobs[row, 1:length] - expected)[mask].abs().max()
         assert float(off) <= 1e-4

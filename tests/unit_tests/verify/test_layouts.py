@@ -98,7 +98,7 @@ def test_a_random_twin_is_a_whole_checkpoint(family: str, tmp_path: Path) -> Non
     twin = write_random_twin(bare, tmp_path / "twin", multiple=4)
     assert twin.hf.num_layers == 4
     with CheckpointReader(tmp_path / "twin") as reader:
-        _, actual = describe(reader, Sharding(read_hf_config(tmp_path / "twin")))
+        _, actual = describe(Sharding(read_hf_config(tmp_path / "twin")), reader)
         assert not actual.problems
         again = dict(random_tensors(twin.hf))
         assert all(reader.read(name).equal(tensor) and tensor.isfinite().all() for name, tensor in again.items())
