@@ -24,6 +24,14 @@ Answer = str | bool | list[Any] | dict[str, Any] | None  # a reference answer as
 
 
 @dataclass(frozen=True)
+class Given:
+    """A given answer: the whole row with its prompt, tokenised, and the tokens of it that train."""
+
+    token_ids: tuple[int, ...]  # (3, 11, 4, 9, 2)
+    spans: tuple[tuple[int, int], ...]  # ((3, 5),): first position that trains, and the one past the last; from 1 on
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of the data set, tokenised."""
 
@@ -34,6 +42,8 @@ class Prompt:
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
     source: str = ""  # its part of a mixture, "math", or the data source of its row, where rewards go by it
+    given: tuple[Given, ...] = ()  # answers of a run without sampling: one, or the chosen and the rejected
+    worth: float = 0.0  # margin of a pair; 1 for a desired answer and -1 for another, where answers have labels
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,8 @@ class Experience:
     # [B, S, L, K] int16, experts of each mixture when the token was the input, so it is not shifted; -1: unknown.
     # Behind them, in rows of K, the positions that each indexer of sparse attention chose.
     routing: Tensor | None = None
+    # [B] int64: rows of one number, such as a pair, train on one rank in one micro-batch; None: every row by itself
+    unit: Tensor | None = None
 
     @classmethod
     def from_rows(

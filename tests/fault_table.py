@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.evaluation_faults import EVALUATION
 from tests.fault import UNIT, Fault, Table
+from tests.given_faults import GIVEN
 from tests.order_faults import ORDER
 from tests.part_faults import PARTS
 from tests.reference_faults import REFERENCE
@@ -766,7 +767,7 @@ TABLE: Table = {
 }
 FAULTS = [
     Fault(area, *row, tuple(UNIT + target for target in targets))
-    for table in (RL, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, TABLE)
+    for table in (RL, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, GIVEN, TABLE)
     for (area, *targets), rows in table.items()
     for row in rows
 ]

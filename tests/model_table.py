@@ -1,8 +1,8 @@
 """Accepted configurations of transformers: `python -m tests.model_table` rewrites docs/workers/fsdp_workers.md.
 
-Every decoder-only config class with a language-model head, on its defaults, shrunk: three steps of the FSDP engine with
-transformers' own gradients, the embedded engine's proof, and the reader of Megatron-Core's tables. With another
-transformers than the one in constraints.txt it writes a second list, of what is new there.
+Every decoder-only config class with a language-model head, on its defaults, shrunk: the FSDP engine with the numbers of
+transformers, the embedded engine's proof, and the reader of Megatron-Core's tables. With another transformers than the
+one in constraints.txt it writes a second list, of what is new there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -22,14 +21,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.hf.untabled import FOREIGN
+from mega_rl.engines.fsdp_proof import find_way
 from mega_rl.errors import UserError
 from mega_rl.rollout.decoding import prove_decoding
-from tests.helpers.distributed import run_ranks
-from tests.unit_tests.engines.any_model_cases import FIELDS, small_config, train_all, write_model
+from mega_rl.verify.layouts import FP32, LayoutErrors
+from mega_rl.verify.run import problems
+from tests.unit_tests.engines.any_model_cases import FIELDS, measured, small_config, write_model
 
 ROOT = Path(__file__).parents[1]
 PAGE, CONSTRAINTS = ROOT / "docs/workers/fsdp_workers.md", ROOT / "constraints.txt"
-FARTHEST = 2e-5  # relative difference of gradients in float32
 BEGIN, END = "<!-- models: python -m tests.model_table -->", "<!-- end of models -->"
 NEWER, NEWER_END = "<!-- models: the same with another transformers -->", "<!-- end of other models -->"
 LISTS = re.compile(r"^- (.+): (.+)\.$", re.MULTILINE)
@@ -47,20 +47,19 @@ def of_training(types: list[str]) -> dict[str, str]:
             except FOREIGN:
                 verdicts[model_type] = "refused: its defaults make no model"
         for first in range(0, len(written), 10):
-            trained = run_ranks(1, train_all, folder, written[first : first + 10], timeout_s=1200)[0]
-            verdicts |= {model_type: _verdict(result) for model_type, result in trained.items()}
+            for model_type, errors in measured(Path(folder), written[first : first + 10]).items():
+                verdicts[model_type] = _verdict(errors, model_type)
     return verdicts
 
 
-def _verdict(result: dict[str, Any]) -> str:
-    if "error" in result:
-        _, _, why = result["error"].partition(": ")
+def _verdict(errors: LayoutErrors | str, model_type: str) -> str:
+    if isinstance(errors, str):
+        _, _, why = errors.partition(": ")
         return "refused: " + re.sub(r"/tmp/\S*/(\w|-)+(/[\w.]+)?: ", "", why.split("; ")[0])[:120]
-    nearest, farthest = min(result["gradients"]), max(result["gradients"])
-    if nearest > FARTHEST or not result["same file"]:
-        return f"refused: gradients are off by {nearest:.0e}"
-    tie = f": a near tie (top-k, ReLU) moves a step's gradients by {farthest:.0e}" if farthest > FARTHEST else ""
-    return ("packed" if result["packs"] else "padded") + tie
+    if far := problems(errors, FP32):
+        return f"refused: {far[0]}"
+    way, _ = find_way(small_config(model_type), "auto", True, "cpu")
+    return "packed" if way is not None and way[1] else "padded"
 
 
 def of_decoding(model_type: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from mega_rl.checkpoint.format.reader import Checkpoint as RunCheckpoint
 from mega_rl.checkpoint.format.reader import StoredPiece
+from mega_rl.config.schema import AdapterConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.copying import ShapeAndDtype
@@ -15,7 +17,7 @@ from mega_rl.converters.offline.checkpoint import WeightFiles, open_boxes
 from mega_rl.converters.offline.torch_dist import Chunk, DistTensor
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import Home
-from mega_rl.converters.plan.parameters import disk_tensors, hf_tensors
+from mega_rl.converters.plan.parameters import adapted, disk_tensors, hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader, TensorInfo
@@ -42,9 +44,18 @@ def open_weights(folder: Path, *, role: str, reference: Path) -> WeightFiles:
     stored.verify(piece for of_one in pieces.values() for piece in of_one)
     shapes = {name: manifest.tensors[prefix + name].shape for name in pieces}
     is_fsdp = manifest.identity.get("engine") == "fsdp"
-    hf = read_hf_config(reference, any_model=is_fsdp)
+    hf = adapted(read_hf_config(reference, any_model=is_fsdp), _adapter_of(manifest.config), HEADS[role])
     open_engine = _open_fsdp if is_fsdp else _open_megatron
-    return open_engine(folder, Sharding(hf, head=HEADS[role]), pieces, shapes)
+    kind = manifest.config.get("algorithm", {}).get("kind", {})
+    head: Head = "value" if role == "actor" and kind.get("name") == "rm" else HEADS[role]
+    return open_engine(folder, Sharding(hf, head=head), pieces, shapes)
+
+
+def _adapter_of(config: Mapping[str, Any]) -> AdapterConfig:
+    """Return the settings of a run's adapters; those of a checkpoint without any: none."""
+    model = config.get("model")
+    given = model.get("adapter", {}) if isinstance(model, dict) else {}
+    return AdapterConfig(**{**given, "path": ""})
 
 
 def _open_megatron(

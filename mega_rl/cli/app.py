@@ -33,6 +33,14 @@ _COMMANDS = (
     Later("Start", "recipes", "look:recipes", "List and show the recipes that come with the package."),
     Later("Start", "data", "data:app", "Write the rows of a problem set, or show the prompts of a recipe."),
     Later("Train", "train", "train:train", "Train a policy with the settings of a recipe and of the command line."),
+    Later("Train", "sft", "train:sft",
+          "Train a model on given answers by maximum likelihood: conversations, completions or text."),
+    Later("Train", "dpo", "train:dpo",
+          "Train a policy on preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled answers."),
+    Later("Train", "rm", "train:rm",
+          "Train a reward model on pairs of answers: a sequence-classification checkpoint with one label."),
+    Later("Train", "distill", "train:distill",
+          "Train a student on the answers of a teacher, or of itself, that mega-rl eval has sampled."),
     Later("Train", "eval", "train:evaluate",
           "Sample a model's answers to prompts and report pass@k, avg@k and maj@k with 95 % intervals."),
     Later("Train", "checkpoint", "checkpoint:app", "List, verify, export and remove the checkpoints of a run."),
@@ -51,7 +59,6 @@ _COMMANDS = (
     Later("Convert", "convert", "convert:app",
           "Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core."),
     Later("Cluster", "launch", "launch:app", "Runs on several nodes, by the scheduler of a cluster."),
-    Later("", "quickstart-warm-start", "quickstart.run:warm_start", ""),
 )  # fmt: skip
 
 _HELP = "Post-training of language models by reinforcement learning on Megatron-Core."

@@ -147,6 +147,23 @@ def export(
 
 
 @app.command()
+def merge(
+    base: HfDir,
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter that PEFT reads.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    overwrite: Overwrite = False,
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Write a Hugging Face checkpoint with a LoRA adapter merged into its weights."""
+    with showing():
+        from mega_rl.converters.offline.convert import merge_adapter
+
+        report = merge_adapter(base, adapter, target, overwrite=overwrite, jobs=jobs)
+    show_report(target, report, as_json=as_json)
+
+
+@app.command()
 @with_options
 def verify(
     first: HfDir,

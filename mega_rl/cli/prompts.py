@@ -11,7 +11,7 @@ from typing import TypeAlias
 import typer
 
 from mega_rl.cli.output import print_table
-from mega_rl.config.choices import DATA
+from mega_rl.config.choices import DATA, kind_of_run
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
@@ -25,7 +25,7 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.preflight import check_data
 from mega_rl.plan.setup import smallest_world
 from mega_rl.tracking.progress import printable
-from mega_rl.trainer.assemble.data import OwnRows, Tokens, load_data, read_tokens, with_length
+from mega_rl.trainer.assemble.data import OwnRows, Tokens, load_data, prompt_reader, read_tokens, with_length
 from mega_rl.types import Prompt
 
 LINE = 240  # characters of a prompt, or of an answer, that are shown: half from each end
@@ -41,7 +41,7 @@ def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int) -> Non
     columns = RewardColumns(answer=False, structured=True, source=source)  # any reward
     make, validates = DATA.maker(config), config.trainer.val_interval > 0 and DATA.needs(config, "has_validation")
     rows = make and OwnRows(make, data.source.name, config.trainer.seed, validates)
-    reader, seed = PromptReader(data, tokens.tokenizer, vocab_size, columns), config.trainer.seed
+    reader, seed = prompt_reader(kind_of_run(config), data, tokens, columns, vocab_size=vocab_size), config.trainer.seed
     train, held_out = load_data(reader, config.validation.sets, tokens, seed=seed, source=rows)
     if data.stream.rows:
         sets = [*_streams(config.trainer, reader)]
@@ -65,7 +65,11 @@ def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int) -> Non
             answer = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, ensure_ascii=False)
             typer.echo(f"  {number}. {_cut(tokens.render(prompt.token_ids))}")
             typer.echo(f"     last token ids: {' '.join(map(str, prompt.token_ids[-10:]))}")
-            typer.echo(f"     answer: {_cut(answer)}")
+            if not prompt.given:
+                typer.echo(f"     answer: {_cut(answer)}")
+            for given in prompt.given:
+                trained = [tokens.render(given.token_ids[first:end]) for first, end in given.spans]
+                typer.echo(f"     trains: {_cut(' | '.join(trained))}")
 
 
 def _inputs(recipe: Path, overrides: Sequence[str]) -> tuple[Config, Tokens, int]:

@@ -1,10 +1,11 @@
-"""`mega-rl train` and `mega-rl eval`: check the settings without torch, then run or start ranks.
+"""`mega-rl train`, `sft`, `dpo`, `rm` and `eval`: check the settings without torch, then run or start ranks.
 
 Exit codes of `eval`: 0 when every sample is scored, 1 when the evaluation cannot continue, 2 for mistakes.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,10 @@ from mega_rl.cli.launch import become
 from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.keys import pinned_overrides
-from mega_rl.errors import UserError
+from mega_rl.config.packaged import parse_value, read_recipe
+from mega_rl.data.rows import read_jsonl
+from mega_rl.disk import replace_text
+from mega_rl.errors import UserError, no_such
 from mega_rl.operations.diagnosis import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
 from mega_rl.operations.launcher.ranks import LOOPBACK
@@ -92,19 +96,97 @@ class LaunchOptions:
         return replace(launch, master_addr=LOOPBACK, master_port=0) if self.nnodes == 1 else launch
 
 
+Config = Annotated[
+    Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
+]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
+]
+KIND = "algorithm.kind"
+# Command -> kinds of training, the first its own.
+KINDS = {"sft": ("sft",), "dpo": ("dpo", "ipo", "simpo", "orpo", "kto"), "rm": ("rm",)}
+
+
 @with_options
 def train(
-    launch: LaunchOptions,
-    overrides: Overrides = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
-    ] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
-    ] = False,
+    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
 ) -> None:
     """Train a policy with the settings of a recipe and of the command line."""
-    settings = overrides or []
+    _run(launch, overrides or [], config, print_config=print_config)
+
+
+@with_options
+def sft(
+    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
+) -> None:
+    """Train a model on given answers by maximum likelihood: conversations, completions or text."""
+    _run(launch, of_kind("sft", config, overrides or []), config, print_config=print_config)
+
+
+@with_options
+def dpo(
+    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
+) -> None:
+    """Train a policy on preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled answers."""
+    _run(launch, of_kind("dpo", config, overrides or []), config, print_config=print_config)
+
+
+@with_options
+def rm(
+    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
+) -> None:
+    """Train a reward model on pairs of answers: a sequence-classification checkpoint with one label."""
+    _run(launch, of_kind("rm", config, overrides or []), config, print_config=print_config)
+
+
+@with_options
+def distill(
+    launch: LaunchOptions,
+    samples: Annotated[
+        Path, typer.Option("--samples", metavar="FILE", help="samples.jsonl that mega-rl eval wrote of the teacher.")
+    ],
+    overrides: Overrides = None,
+    config: Config = None,
+    right: Annotated[bool, typer.Option("--right", help="Train on right answers only.")] = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Train a student on the answers of a teacher, or of itself, that mega-rl eval has sampled."""
+    rows = samples.with_name("right_answers.jsonl" if right else "answers.jsonl")
+    write_answers(samples, rows, only_right=right)
+    files = f"data.train_files={json.dumps([str(rows)])}"
+    _run(launch, [*of_kind("sft", config, overrides or []), files], config, print_config=print_config)
+
+
+def write_answers(samples: Path, rows: Path, *, only_right: bool) -> None:
+    """Write the samples that a stop token ended as rows with given answers. Raises UserError without any."""
+    if not samples.is_file():
+        raise UserError(
+            f"--samples={samples}: {no_such('file', samples)}; sample a teacher with mega-rl eval --out DIR"
+        )
+    kept = []
+    for where, one in read_jsonl(samples):
+        if not isinstance(one, dict) or not {"prompt", "response", "finish"} <= one.keys():
+            raise UserError(f"{where}: is no sample of mega-rl eval, with prompt, response and finish")
+        if one["finish"] == "stop" and (one.get("right") or not only_right):
+            kept.append({"prompt": one.get("messages") or one["prompt"], "completion": one["response"]})
+    if not kept:
+        raise UserError(f"--samples={samples}: no answer ended at a stop token" + " and is right" * only_right)
+    replace_text(rows, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+
+
+def of_kind(command: str, recipe: Path | None, settings: Sequence[str]) -> list[str]:
+    """Return the settings with the command's kind of training. Raises UserError for a kind of another command."""
+    section = read_recipe(recipe).get("algorithm") if recipe is not None else None
+    given = [parse_value(text.partition("=")[2]) for text in settings if text.startswith((f"{KIND}=", f"{KIND}.name="))]
+    kind = (given or [section.get("kind") if isinstance(section, Mapping) else None])[-1]
+    kind = kind.get("name") if isinstance(kind, Mapping) else kind
+    legal = KINDS[command]
+    if kind is not None and kind not in legal:
+        raise UserError(f"{KIND}={kind}: is not for mega-rl {command}; legal: {', '.join(legal)}")
+    return [*settings] if given else [f"{KIND}={kind or legal[0]}", *settings]
+
+
+def _run(launch: LaunchOptions, settings: list[str], config: Path | None, *, print_config: bool) -> None:
     if launch.nproc_per_node is None:
         become_rank()
     progress.show_progress()

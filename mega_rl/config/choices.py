@@ -170,7 +170,9 @@ def needs_critic(config: Config) -> bool:
 
 
 def has_reference(config: Config) -> bool:
-    """Return whether a run has a reference: for a KL, an estimator or a teacher."""
+    """Return whether a run has a reference model: for a KL, an estimator or a teacher."""
+    if config.model.adapter.rank and not config.model.ref_path:
+        return False  # the policy without its adapters
     return reads_reference(config) or LOSS.needs(config, "needs_teacher")
 
 
@@ -178,7 +180,17 @@ def reads_reference(config: Config) -> bool:
     """Return whether a step evaluates the reference, for its log-probs of the sampled tokens."""
     # The loss of the same name reads no advantages.
     of_tokens = ADVANTAGE.needs(config, "needs_reference") and config.algorithm.loss.name != "distillation"
-    return config.algorithm.kl.name != "none" or of_tokens
+    return config.algorithm.kl.name != "none" or of_tokens or bool(kind_of_run(config).reference)
+
+
+def kind_of_run(config: Config) -> Any:
+    """Return the kind of training, an `algorithms.preferences.TrainingKind`."""
+    return config.algorithm.kind
+
+
+def is_sampled(config: Config) -> bool:
+    """Return whether a run learns from its own samples."""
+    return bool(kind_of_run(config).form == "prompts")
 
 
 def corrects(config: Config) -> bool:

@@ -73,11 +73,10 @@ def flat(config: Config) -> dict[str, Any]:
 def as_nested(area: Any) -> dict[str, Any]:
     """Return every setting of a config or section as plain values by section and name."""
     entries = {field.name: getattr(area, field.name) for field in dataclasses.fields(area) if field.name != _NO_SETTING}
-    return {name: as_nested(value) if _is_section(value) else _plain(value) for name, value in entries.items()}
-
-
-def _is_section(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, Kind)
+    sections = {
+        name for name, value in entries.items() if dataclasses.is_dataclass(value) and not isinstance(value, Kind)
+    }
+    return {name: as_nested(value) if name in sections else _plain(value) for name, value in entries.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.choices import CHOICES
 from mega_rl.config.keys import FIELDS, SECTIONS, TAGGED, TYPES, as_nested, is_mapping, with_settings
-from mega_rl.config.needs import Unmet, unmet
+from mega_rl.config.needs import Unmet, implied, unmet
 from mega_rl.config.packaged import parse_value, read_recipe, rows_of
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.data import completed_sources
@@ -157,6 +157,7 @@ def _drop_settings_of_others(inherited: Settings, given: Settings) -> None:
 def _config(layers: Sequence[Settings], problems: list[str]) -> Config:
     """Return the Config of merged settings; the default stands for a setting that goes to `problems`."""
     chosen = _merged(layers)
+    chosen = _merged([implied(str(chosen.get("algorithm.kind", {}).get("name", "rl"))), *layers])
     resolved = _with_references(chosen, problems)
     values: Settings = {}
     for key in (key for key in FIELDS if key in chosen):

@@ -6,11 +6,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mega_rl.config.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
-from mega_rl.config.keys import SECTIONS, TAGGED, keys_below, open_ended, value_of
+from mega_rl.config.choices import (
+    ADVANTAGE,
+    DATA,
+    corrects,
+    has_reference,
+    is_sampled,
+    kind_of_run,
+    needs_critic,
+    reads_reference,
+)
+from mega_rl.config.keys import FIELDS, SECTIONS, TAGGED, keys_below, open_ended, value_of, with_settings
 from mega_rl.config.schema import Config, EngineConfig, RolloutConfig, TrainerConfig
 from mega_rl.config.schema.rollout import runs_code
 
+# Settings of a run that samples nothing, whatever its kind.
+_UNSAMPLED = {"reward.source.name": "none", "rollout.backend": "none", "rollout.max_new_tokens": 1}
+_OF_SAMPLES = (
+    "algorithm.advantage algorithm.loss algorithm.correction algorithm.entropy_coef algorithm.loss_aggregation "
+    "algorithm.old_logprobs algorithm.value_clip algorithm.epochs algorithm.critic_warmup_steps algorithm.kl "
+    "data.source_key data.curriculum reward rollout trainer.async_steps model.critic_path "
+    "optim.critic_lr metrics.rollout_interval metrics.rollout_samples metrics.print_samples metrics.records "
+    "validation.n validation.temperature validation.top_p validation.top_k validation.max_new_tokens validation.chunk "
+    "validation.k validation.right_above validation.right_part"
+)
 # Setting with a value -> keys that are read only then; a section stands for all keys in it.
 _EQUAL = {
     "engine.backend=megatron": "engine.megatron model.recompute_layers",
@@ -44,6 +63,7 @@ _GIVEN = {
     "trainer.val_interval": "data.val_files data.val_size validation",
     "validation.temperature": "validation.top_p validation.top_k",
     "data.stream.rows": "data.stream.timeout_s",
+    "model.adapter.rank": "model.adapter",
     "data.mixture.sources": "data.mixture.temperature",
     "reward.functions": "reward.sources",
     "reward.sources": "data.source_key",
@@ -54,6 +74,7 @@ _GIVEN = {
 }
 # Keys, their condition as a user would write it, and whether a config has that.
 _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
+    (_OF_SAMPLES, "algorithm.kind=rl: other kinds sample nothing", is_sampled),
     (
         "model.critic_path model.critic_attn_implementation optim.critic_lr algorithm.value_clip "
         "algorithm.critic_warmup_steps",
@@ -155,15 +176,21 @@ class Unmet(NamedTuple):
 
 def unmet(config: Config) -> Iterator[Unmet]:
     """Yield each non-default setting whose condition does not hold, with its first unmet condition."""
-    default, listed = Config(), set[str]()
+    default, listed = with_settings(Config(), implied(config.algorithm.kind.name)), set[str]()
     for keys, needs in _missed(open_ended(config)):
         for key in (key for name in keys.split() for key in (keys_below(name) if name in SECTIONS else [name])):
             section, _, name = key.rpartition(".")
-            usual = type(value_of(config, section))() if section in TAGGED else value_of(default, section)
+            usual: object = type(value_of(config, section))() if section in TAGGED else value_of(default, section)
             value = getattr(value_of(config, section), name, None)
             if key not in listed and value is not None and value != getattr(usual, name):
                 listed.add(key)
                 yield Unmet(key, value, needs)
+
+
+def implied(kind: str) -> dict[str, object]:
+    """Return the settings that a kind of training implies, by key; none of those that sample."""
+    own = FIELDS["algorithm.kind"].metadata["kinds"].get(kind)
+    return {} if own is None or own.form == "prompts" else {**_UNSAMPLED, "rollout.n": own.rows}
 
 
 def _missed(config: Config) -> Iterator[tuple[str, str]]:
@@ -250,6 +277,7 @@ class RequestedModel(NamedTuple):
 
     path: Path
     attention: RequestedAttention
+    head: Literal["lm", "value"] = "lm"
 
 
 def requested_models(config: Config) -> dict[Role, RequestedModel]:
@@ -259,8 +287,11 @@ def requested_models(config: Config) -> dict[Role, RequestedModel]:
         **{"actor": True, "critic": needs_critic(config), "reference": has_reference(config), "reward": has_reward}
     }
     own = {"critic": model.critic_path, "reference": model.ref_path, "reward": config.reward.model_path}
+    scored = ("critic", "reward", *(["actor"] if kind_of_run(config).scores else []))
     return {
-        role: RequestedModel(Path(own.get(role) or model.path), requested_attention(config, role))
+        role: RequestedModel(
+            Path(own.get(role) or model.path), requested_attention(config, role), "value" if role in scored else "lm"
+        )
         for role, is_there in there.items()
         if is_there
     }

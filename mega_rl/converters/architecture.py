@@ -5,6 +5,7 @@ Nothing here knows a file format or a family's name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -153,6 +154,22 @@ class OwnTable:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Low-rank adapters: W + `scale` B A in the place of weights W. Source: arXiv:2106.09685."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # last parts of modules' names on disk: "q_proj"
+    rank_stabilised: bool = False  # alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732)
+    path: str = ""  # PEFT folder that it begins as; empty: B is zero
+
+    @property
+    def scale(self) -> float:
+        """Return the factor on B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+
+@dataclass(frozen=True)
 class HFConfig:
     """The architecture of a decoder-only model, and how its checkpoint on disk spells it."""
 
@@ -198,6 +215,7 @@ class HFConfig:
     fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
     value_head: str = "score.weight"  # name of a critic's head
     prefixes: tuple[str, str] = PLAIN_NAMES  # how names begin, layers' and the head's
+    adapter: Adapter | None = None
     own: OwnTable | None = None  # in the place of a family's table; most fields above then say nothing
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     # config.json of the model of images and text whose language model this is; `raw` is the language model's part.
@@ -265,6 +283,8 @@ class HFConfig:
                 "delta_head_dim": self.delta.value_head_dim,
                 "conv_kernel": self.delta.conv_kernel,
             }
+        if self.adapter is not None:
+            dims["rank"] = self.adapter.rank
         if self.own is not None:
             dims |= {str(size): size for _, disk in self.own.tensors for one in disk for size in one.shape}
         return dims

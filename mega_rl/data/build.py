@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -15,8 +15,10 @@ from mega_rl.config.schema import (
     SuccessCurriculum,
     TrainerConfig,
 )
+from mega_rl.config.setting import Kind
 from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.examples import ExampleColumns, ExampleReading
 from mega_rl.data.hub import dataset_name, hub_shards
 from mega_rl.data.order import (
     MixtureSampler,
@@ -53,6 +55,10 @@ class PromptReader:
     tokenizer: Tokenizer
     vocab_size: int
     columns: RewardColumns
+    # given answers: their kind of training, the ids that end an answer, and the id that ends plain text
+    kind: Kind | None = None
+    stop_ids: Collection[int] = ()
+    end_id: int = -1
 
     def reading(self, source: SourceConfig | None = None) -> PromptReading:
         """Return the reading of a source's rows: its settings take the place of those of `data`."""
@@ -61,7 +67,7 @@ class PromptReader:
         system_prompt = data.chat.system_prompt if source.system_prompt is None else source.system_prompt
         kwargs = {**data.chat.template_kwargs, **source.template_kwargs}
         keys = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key)
-        return PromptReading(
+        reading = PromptReading(
             self.tokenizer,
             self.vocab_size,
             RowColumns(*keys, self.columns, source_key),
@@ -70,6 +76,17 @@ class PromptReader:
             data.overlong_prompts,
             data.malformed_rows,
         )
+        if self.kind is None:
+            return reading
+        form, train_on = getattr(self.kind, "form", ""), getattr(self.kind, "train_on", "assistant")
+        columns = ExampleColumns(*keys, self.columns, source_key)
+        of_answers: dict[str, Any] = {
+            "form": form,
+            "train_on": train_on,
+            "stop_ids": self.stop_ids,
+            "end_id": self.end_id,
+        }
+        return ExampleReading(**{**vars(reading), "columns": columns}, **of_answers)
 
     def mixture(self) -> list[Prompt]:
         """Return the prompts of all sources in order, with their source's name, numbered over all.

@@ -110,10 +110,10 @@ class ChatTemplate:
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def render(self, messages: list[Message], variables: Mapping[str, object]) -> str:
-        """Return the text of the messages, ready for the assistant's turn."""
+    def render(self, messages: list[Message], variables: Mapping[str, object], *, ready: bool = True) -> str:
+        """Return the text of the messages; ready: for the assistant's turn."""
         kwargs = {**self.kwargs, **variables} | ({} if self.date is None else {_DATE: self.date.strftime})
-        return apply_template(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
+        return apply_template(self.tokenizer, messages, add_generation_prompt=ready, **kwargs)
 
     @cached_property
     def _reads(self) -> frozenset[str] | None:

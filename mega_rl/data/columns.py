@@ -59,6 +59,17 @@ class RowColumns:
 
 def conversation(prompt: list[object], key: str) -> list[Message]:
     """Return a row's messages without null keys, ready for the assistant's turn. Raises RowProblem."""
+    messages = messages_of(prompt, key)
+    if messages[-1]["role"] not in ("user", *_TOOL):
+        raise RowProblem(
+            f"{key!r} ends with a message of the {messages[-1]['role']}, and the assistant's is to be sampled; end it "
+            "with a message of the user"
+        )
+    return messages
+
+
+def messages_of(prompt: list[object], key: str) -> list[Message]:
+    """Return a row's messages without null keys. Raises RowProblem."""
     if not prompt:
         raise RowProblem(f"{key!r} is an empty list of messages")
     messages: list[Message] = []
@@ -76,11 +87,6 @@ def conversation(prompt: list[object], key: str) -> list[Message]:
         if misplaced := _misplaced(role, messages[-1]["role"] if messages else ""):
             raise RowProblem(f"{place} is {role!r} {misplaced}")
         messages.append(message)
-    if messages[-1]["role"] not in ("user", *_TOOL):
-        raise RowProblem(
-            f"{key!r} ends with a message of the {messages[-1]['role']}, and the assistant's is to be sampled; end it "
-            "with a message of the user"
-        )
     return messages
 
 

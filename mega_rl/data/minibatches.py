@@ -23,18 +23,32 @@ def minibatch_prompt_blocks(num_prompts: int, minibatch_size: int, *, seed_key: 
     return [sorted(order[first : first + minibatch_size]) for first in range(0, num_prompts, minibatch_size)]
 
 
-def assign_rows(prompt_index: Tensor, lengths: Tensor, *, block: Sequence[int], dp_size: int) -> Tensor:
+def assign_rows(
+    prompt_index: Tensor, lengths: Tensor, *, block: Sequence[int], dp_size: int, units: Tensor | None = None
+) -> Tensor:
     """Return [B_global] int64: data-parallel rank of each row in this mini-batch, -1 for other rows.
 
-    prompt_index, lengths: [B_global] int64, of the rows of all data-parallel ranks in rank order, the same on every
-    rank. Ranks get equal numbers of rows, give or take one, and about equal numbers of tokens.
+    prompt_index, lengths, units: [B_global] int64, of the rows of all data-parallel ranks in rank order, the same on
+    every rank. Ranks get equal numbers of units, give or take one, and about equal numbers of tokens.
     """
     chosen = torch.isin(prompt_index.cpu(), torch.tensor(block, dtype=torch.int64)).nonzero().squeeze(1)
     destinations = torch.full(prompt_index.shape, -1, dtype=torch.int64)
-    parts = partition_balanced(lengths.cpu()[chosen].tolist(), dp_size, equal_counts=True)
-    for rank, rows in enumerate(parts):
-        destinations[chosen[rows]] = rank
+    groups = rows_of_units(len(chosen), None if units is None else units.cpu()[chosen])
+    sizes = lengths.cpu()[chosen].tolist()
+    parts = partition_balanced([sum(sizes[row] for row in group) for group in groups], dp_size, equal_counts=True)
+    for rank, own in enumerate(parts):
+        destinations[chosen[[row for number in own for row in groups[number]]]] = rank
     return destinations.to(prompt_index.device)
+
+
+def rows_of_units(count: int, units: Tensor | None) -> list[list[int]]:
+    """Return the rows of each unit, in the order of first rows; units: [count] int64, None: each row is one."""
+    if units is None:
+        return [[row] for row in range(count)]
+    groups: dict[int, list[int]] = {}
+    for row, unit in enumerate(units.tolist()):
+        groups.setdefault(unit, []).append(row)
+    return list(groups.values())
 
 
 def minimum_microbatches(lengths: Sequence[int], max_tokens: int) -> int:

@@ -50,7 +50,7 @@ class PromptReading:
         for index, (where, content) in enumerate(rows, start=first):
             sizes[where.rpartition(":")[0]] += 1
             try:
-                parsed.append(parse_row(content, where, index, self.columns, self.template))
+                parsed.append(self._parsed(content, where, index))
             except RowProblem as problem:
                 bad.append(f"{where}: {problem}")
         prompts, long = self._tokenised(parsed, fatal, bad)
@@ -63,6 +63,10 @@ class PromptReading:
         problems = {"data.malformed_rows": (self.malformed, bad), "data.overlong_prompts": (self.overlong, long)}
         _report(fatal, problems, sizes)
         return prompts, sizes.total()
+
+    def _parsed(self, row: object, where: str, index: int) -> PromptRow:
+        """Return a row as text. Raises RowProblem."""
+        return parse_row(row, where, index, self.columns, self.template)
 
     def _tokenised(
         self, parsed: Sequence[PromptRow], fatal: list[str], bad: list[str]
@@ -130,7 +134,8 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         columns = [] if prompt.row is None else [prompt.row]
-        further = [prompt.source] if prompt.source else []
+        further: list[object] = [prompt.source] if prompt.source else []
+        further += [[one.token_ids, one.spans] for one in prompt.given] + [prompt.worth] * bool(prompt.given)
         content = [prompt.token_ids, prompt.text, prompt.answer, *columns, *further]
         row = json.dumps(content, separators=(",", ":"), default=repr)  # Parquet has more types than JSON
         digest.update(row.encode() + b"\n")

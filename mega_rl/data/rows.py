@@ -212,7 +212,7 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
             model_text = template.render(messages, variables)
         except TemplateRefusal as error:
             raise RowProblem(f"the tokenizer's chat template refuses it: {error}") from error
-    _check_unicode({prompt_key: model_text, answer_key: json.dumps(answer, ensure_ascii=False)})
+    check_unicode({prompt_key: model_text, answer_key: json.dumps(answer, ensure_ascii=False)})
     prompt = Prompt(
         index,
         token_ids=(),
@@ -225,7 +225,7 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
     return PromptRow(where, prompt, model_text, unread)
 
 
-def _check_unicode(texts: Mapping[str, str]) -> None:
+def check_unicode(texts: Mapping[str, str]) -> None:
     """Raise RowProblem for half a surrogate pair, which JSON can spell and no tokenizer takes."""
     for key, text in texts.items():
         try:

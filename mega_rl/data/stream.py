@@ -22,7 +22,7 @@ from mega_rl.data.prompts import PromptReading
 from mega_rl.data.rows import one_line, read_jsonl, read_parquet, with_short_floats
 from mega_rl.errors import RunError, UserError
 from mega_rl.processes import Running
-from mega_rl.types import JsonObject, Metrics, Prompt
+from mega_rl.types import Given, JsonObject, Metrics, Prompt
 
 SAMPLE_BYTES = 1 << 16  # from the beginning, the middle and the end of a file, which identify it
 
@@ -261,13 +261,18 @@ def _row(prompt: Prompt, name: str) -> list[object]:
                 "ranks; write it as a string, or leave the column out"
             )
     messages = [list(turn) for turn in prompt.messages]
-    return [prompt.index, list(prompt.token_ids), prompt.text, prompt.answer, messages, columns, prompt.source]
+    given = [[one.token_ids, one.spans] for one in prompt.given]
+    return [
+        *(prompt.index, list(prompt.token_ids), prompt.text, prompt.answer),
+        *(messages, columns, prompt.source, given, prompt.worth),
+    ]
 
 
 def _prompt(row: Sequence[Any]) -> Prompt:
-    index, token_ids, text, answer, messages, columns, source = row
+    index, token_ids, text, answer, messages, columns, source, given, worth = row
     turns = tuple((role, content) for role, content in messages)
-    return Prompt(index, tuple(token_ids), text, answer, turns, columns, source)
+    answers = tuple(Given(tuple(ids), tuple((first, end) for first, end in spans)) for ids, spans in given)
+    return Prompt(index, tuple(token_ids), text, answer, turns, columns, source, answers, worth)
 
 
 def _is_json(value: object) -> bool:

@@ -196,8 +196,6 @@ def let_gradients_through(chunk: GPTModel) -> None:
     if chunk.config.recompute_granularity is None or not chunk.pre_process:
         return
     if not any(parameter.requires_grad for parameter in chunk.embedding.parameters()):
-        chunk.embedding.register_forward_hook(_require_grad)
-
-
-def _require_grad(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+        chunk.embedding.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
+        )

@@ -9,23 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.param_and_grad_buffer import (
-    _ParamAndGradBucket,
-    _ParamAndGradBucketGroup,
-    shard_buffer,
-)
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup, shard_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.ddp.reduce_scatter import (
-    Reduction,
-    Scratch,
-    Works,
-    all_reduce_fp32,
-    broadcast_shards,
-    reduce_scatter_fp32,
-)
+from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, all_reduce_fp32, broadcast_shards, reduce_scatter_fp32
 
 
 class SummingBucketGroup(_ParamAndGradBucketGroup):
@@ -93,7 +82,9 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             self.param_gather_handle.wait()
             self.param_gather_handle = None
             return
-        works = Works([work for bucket in self.buckets for work in self._broadcast(bucket).works])
+        size = self.group.size()
+        sent = [broadcast_shards(shard_buffer(one.param_data, size), group=self.group) for one in self.buckets]
+        works = Works([work for one in sent for work in one.works])
         self.param_gather_dispatched = True
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = works
@@ -114,9 +105,6 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
         )
         assert reduction is not None
         return reduction
-
-    def _broadcast(self, bucket: _ParamAndGradBucket) -> Works:
-        return broadcast_shards(shard_buffer(bucket.param_data, self.group.size()), group=self.group)
 
 
 def wait(reductions: Sequence[Reduction]) -> None:

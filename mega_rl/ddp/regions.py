@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mega_rl.converters.plan.adapters import PART
 from mega_rl.errors import UserError
 from mega_rl.parallel.boxes import Box
 
@@ -65,7 +66,32 @@ def find_regions(
         region = _region(value, shape)
         if value.data.numel() and region not in regions.setdefault(name, []):
             regions[name].append(region)
+    for name, parameter in model.named_parameters():
+        if PART in name:
+            regions[name] = [_of_adapter(name, parameter, shapes[name], regions, model)]
     return regions
+
+
+def _of_adapter(
+    name: str, parameter: Tensor, shape: tuple[int, ...], regions: Mapping[str, list[Region]], model: GPTModel
+) -> Region:
+    """Return the region of a part of an adapter, which lies where its layer's weight lies."""
+    layer, _, part = name.partition(PART)
+    weight = regions[f"{layer}.weight"][0]
+    group = model.get_submodule(f"{layer}.adapter").group
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    cut = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+    whole = tuple(length * ranks if axis == cut else length for axis, length in enumerate(shape))
+    offset = tuple(length * rank if axis == cut else 0 for axis, length in enumerate(shape))
+    axes = weight.added_axes
+    return Region(
+        key=f"{weight.key.removesuffix('.weight')}{PART}{part}",
+        global_shape=(*weight.global_shape[:axes], *whole),
+        global_offset=(*weight.global_offset[:axes], *offset),
+        local=Box((0,) * len(shape), shape),
+        replica=(weight.replica[0], rank if cut is None else 0, weight.replica[2]),
+        resizable=False,
+    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from mega_rl.config.needs import Role
 from mega_rl.config.schema import EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.live.adapters import merged
 from mega_rl.converters.live.export import ModelPlace, export_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
@@ -105,7 +106,8 @@ class ModelEngine(Engine):
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
+        weights = export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
+        return merged(weights, self.sharding.hf.adapter)
 
     def save_hf(self, directory: Path, *, source: Path) -> list[float]:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.

@@ -17,14 +17,14 @@ from mega_rl.config.needs import RequestedAttention, Role
 from mega_rl.config.schema import MoeConfig
 from mega_rl.converters.hf.config import needs_proof, read_hf_config
 from mega_rl.converters.live.load import load_hf
-from mega_rl.converters.plan.parameters import rules_of
+from mega_rl.converters.plan.parameters import adapted, rules_of
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
 from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.fsdp import FSDPEngine, build_adam
-from mega_rl.engines.fsdp_model import shard, sharded_parameters, skeleton, use_fp32_head
+from mega_rl.engines.fsdp_model import add_adapters, shard, sharded_parameters, skeleton, use_fp32_head
 from mega_rl.engines.fsdp_proof import prove_rows
 from mega_rl.engines.fsdp_weights import load_rows
 from mega_rl.engines.megatron import MegatronEngine
@@ -58,12 +58,15 @@ def resolve_model(
     Raises UserError: the settings ask for what cannot run here.
     """
     hf = read_hf_config(path, any_model=settings.engine.backend == "fsdp")
+    hf = adapted(hf, settings.model.adapter, head) if trainable else hf
     if settings.engine.backend == "fsdp" and needs_proof(hf.raw):
         proven = prove_rows(name, path, attention, packing=settings.microbatch.packing, device_type=device_type)
         return ModelRequest(name, path, hf, head, trainable, impl="hf", attention=proven[0], packs=proven[1])
     impl: Spec = "hf"
     if settings.engine.backend == "megatron":
-        impl = choose_transformer_impl(settings.engine.megatron.transformer_impl, device_type=device_type)
+        # Transformer Engine's linear layers norm their input themselves, so adapters would not see the normed one.
+        wanted = "local" if settings.model.adapter.rank else settings.engine.megatron.transformer_impl
+        impl = choose_transformer_impl(wanted, device_type=device_type)
     chosen = choose_attention(
         attention.word,
         key=attention.key,
@@ -186,8 +189,10 @@ def _build_fsdp(
     """Return this rank's share of the model; common: fields of every engine."""
     fsdp, device, dtype = settings.engine.fsdp, accelerator.device, DTYPES[settings.model.dtype]
     model, transformers_model = skeleton(request.path, head=request.head, attention=request.attention)
+    if request.hf.adapter is not None:
+        add_adapters(model, request.hf, head=request.head)
     if request.trainable:
-        rules = rules_of(request.hf, request.head)
+        rules = rules_of(common["sharding"].merged.hf, request.head)
         constant = {one.name.format(layer="*", expert="*") for rule in rules if rule.frozen for one in rule.sources}
         freeze(model.named_parameters(), [*settings.model.frozen, *constant], everyone=SingleRank())
     else:

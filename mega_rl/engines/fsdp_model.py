@@ -30,10 +30,14 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from mega_rl.config.schema import FsdpConfig
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.untabled import build_empty
 from mega_rl.converters.live.load import model_config
+from mega_rl.converters.plan.adapters import PART, WEIGHT, A
+from mega_rl.converters.plan.parameters import disk_tensors, hf_tensors
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shards, reduce_scatter_fp32
+from mega_rl.engines.models.adapters import LinearAdapter
 from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
 from mega_rl.engines.models.attention_kernels import KERNELS
 from mega_rl.errors import RunError, UserError
@@ -120,6 +124,28 @@ class TokenClassifier(nn.Module):
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """Return [b, S, 1] float32 of tokens [b, S] int64."""
         return self.score(self.get_submodule(self.body)(tokens, **arguments).last_hidden_state)
+
+
+def add_adapters(model: nn.Module, hf: HFConfig, *, head: Head) -> None:
+    """Give targeted linear layers an adapter each; only adapters and a value head then train.
+
+    Raises UserError: a target is no linear layer in transformers.
+    """
+    assert hf.adapter is not None
+    left = {name.removesuffix(A) for name in hf_tensors(hf, head=head) if name.endswith(A)}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in hf.adapter.targets:
+            with torch.device("meta"):
+                module.adapter = LinearAdapter(module, hf.adapter)
+            disk = disk_tensors(hf.family, f"{name}.weight", tuple(module.weight.shape), hf.own)
+            left -= {tensor.name.removesuffix(WEIGHT) for tensor in disk}
+    if left:
+        raise UserError(
+            f"model.adapter.targets: {min(left)} and {len(left) - 1} more are no linear layers of transformers' class, "
+            "as experts in one tensor; leave them out, or set engine.backend=megatron"
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(PART in name or name == TokenClassifier.HEAD)
 
 
 def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreTrainedModel]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,13 +24,14 @@ from mega_rl.converters.live.load import model_config
 from mega_rl.engines.fsdp_model import attention_arguments, attention_name
 from mega_rl.engines.models.specs import Attention
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.accelerator.base import squared_norm
+from mega_rl.parallel.accelerator.base import distance
 
 log = logging.getLogger(__name__)
 
 # Tokens, more than windows and convolutions of small models see. They make three chunks and two: without its CUDA
 # kernels NemotronH computes a row differently in a batch whose longest row has more chunks.
 LENGTHS = (21, 13)
+SMALLEST = 1e-30  # element that counts
 TOLERANCE = 2e-5  # relative, float32: rounding gives 1e-6, a softcap of 50 left out 2e-4, a leak 1e-2 and more
 Found = tuple[tuple[Attention, bool] | None, str]  # (attention, whether rows are packed) or None; a reason
 CANDIDATES: dict[str, tuple[Attention, ...]] = {
@@ -95,7 +95,7 @@ def find_way(config: PreTrainedConfig, word: str, packing: bool, device_type: st
         return None, "a token sees later ones"
     for attention, packed in _ways(word, packing):
         try:
-            far = distance(_together(small, attention, device, packed=packed), truth)
+            far = farthest(_together(small, attention, device, packed=packed), truth)
         except (*FOREIGN, RunError) as error:
             why = f"{attention}: {_line(error)}"
             continue
@@ -136,7 +136,7 @@ def _is_causal(small: PreTrainedConfig, device: torch.device) -> bool:
     (row,) = random_rows(LENGTHS[:1], device=device)
     with torch.no_grad():
         whole, part = (_forward(model, tokens[None], {})[0] for tokens in (row, row[: LENGTHS[1]]))
-    return _off(whole[: LENGTHS[1]], part) <= TOLERANCE
+    return distance(whole[: LENGTHS[1]], part, floor=SMALLEST) <= TOLERANCE
 
 
 def _together(small: PreTrainedConfig, attention: Attention, device: torch.device, *, packed: bool) -> Result:
@@ -169,13 +169,7 @@ def _backward(model: PreTrainedModel, logits: Sequence[Tensor]) -> Result:
     return [one.detach() for one in logits], gradients(model)
 
 
-def distance(one: Result, truth: Result) -> float:
+def farthest(one: Result, truth: Result) -> float:
     """Return the largest relative difference of logits and gradients."""
     pairs = [*zip(one[0], truth[0], strict=True), (one[1], truth[1])]
-    return max(_off(actual, expected) for actual, expected in pairs)
-
-
-def _off(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative difference; infinite if a number is not finite."""
-    far = math.sqrt(float(squared_norm([actual - expected]) / squared_norm([expected]).clamp_min(1e-60)))
-    return far if far == far else math.inf
+    return max(distance(actual, expected, floor=SMALLEST) for actual, expected in pairs)

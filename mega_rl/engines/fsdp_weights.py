@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mega_rl.converters.architecture import DiskTensor
+from mega_rl.converters.live.adapters import add_stored
 from mega_rl.converters.live.copying import fill_all
 from mega_rl.converters.live.load import LoadReport, check_tensors
+from mega_rl.converters.plan.adapters import A
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors
 from mega_rl.converters.plan.sharding import Sharding
@@ -22,6 +24,7 @@ from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.ddp.access import Whole
 from mega_rl.engines.fsdp_model import TokenClassifier, sharded_parameters
+from mega_rl.engines.models.adapters import first_a
 from mega_rl.parallel.boxes import Box
 
 EXPERT_TENSORS = 2  # a layer's: gate and up projection, down projection; exported expert by expert
@@ -66,6 +69,7 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
     kept: list[str] = []
     with CheckpointReader(path) as reader:
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
+        add_stored(reader, hf.adapter)
         ignored, absent = check_tensors(reader, hf, sharding.head)
         renamed = {TokenClassifier.HEAD: hf.value_head}
         jobs: list[tuple[Tensor, list[Copy]]] = []
@@ -74,7 +78,7 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
             own = disk_tensors(hf.family, name, parameter.shape, hf.own)
             disk = [tensor._replace(name=renamed.get(tensor.name, tensor.name)) for tensor in own]
             if any(tensor.name in absent for tensor in disk):
-                local.zero_()
+                local.copy_(_first_rows(disk[0].name, parameter))
                 kept.append(name)
             elif local.numel():
                 jobs.append((local, list(_copies(disk, rows_here(parameter), parameter.shape))))
@@ -85,6 +89,14 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
         expected = sum(target.numel() for target, _ in jobs)
         assert written == expected, f"{written} elements were written, the shards have {expected}"
         return LoadReport(reader.bytes_read, tuple(kept), ignored, perf_counter() - start)
+
+
+def _first_rows(name: str, parameter: DTensor) -> Tensor:
+    """Return this rank's rows of a tensor that is new: zeros, except for an adapter's A."""
+    box = rows_here(parameter)
+    if not name.endswith(A):
+        return torch.zeros(box.shape)
+    return first_a(name.removesuffix(A), tuple(parameter.shape))[box.offset[0] : box.offset[0] + box.shape[0]]
 
 
 def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:

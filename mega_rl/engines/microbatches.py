@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.statistics import BINS, QUANTILES, Sequences, identity, points_of
 from mega_rl.converters.plan.sharding import Head
-from mega_rl.data.minibatches import minimum_microbatches, plan_microbatches
+from mega_rl.data.minibatches import minimum_microbatches, plan_microbatches, rows_of_units
 from mega_rl.data.packing import MicroBatch, cut, pack, pad, scatter_back
 from mega_rl.errors import NonFiniteGradientError, UserError
 from mega_rl.parallel.accelerator.base import send
@@ -55,17 +55,18 @@ class Batching:
         multiple = self.sequence_multiple
         if self.packing:
             lengths = [-(-length // multiple) * multiple for length in lengths]
-            needed = minimum_microbatches(lengths, self.max_tokens)
-        else:
-            needed = -(-len(lengths) // self.micro_batch_size)
+        units = rows_of_units(len(lengths), getattr(batch, "unit", None))
+        sizes = [sum(lengths[row] for row in unit) for unit in units]
+        per_micro = max(self.micro_batch_size // max(map(len, units), default=1), 1)  # units of a padded micro-batch
+        needed = minimum_microbatches(sizes, self.max_tokens) if self.packing else -(-len(units) // per_micro)
         count = int(data_parallel.max(torch.tensor(max(needed, 1))))
         count = -(-count // self.count_multiple) * self.count_multiple
         if self.packing:
-            plan = plan_microbatches(lengths, max_tokens=self.max_tokens, count=count)
+            parts = plan_microbatches(sizes, max_tokens=self.max_tokens, count=count)
         else:
-            order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-            size = self.micro_batch_size
-            plan = [sorted(order[i * size : (i + 1) * size]) for i in range(count)]
+            order = sorted(range(len(units)), key=lambda unit: -sizes[unit])
+            parts = [order[i * per_micro : (i + 1) * per_micro] for i in range(count)]
+        plan = [sorted(row for number in part for row in units[number]) for part in parts]
         shape = self._common_shape(lengths, plan)
         if self.packing:
             make = partial(pack, sequence_multiple=multiple, min_tokens=shape[1])

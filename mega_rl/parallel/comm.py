@@ -143,7 +143,7 @@ class GroupRanks:
         length = int(self.max(torch.tensor(rows.tokens.shape[1])))
         received_counts = self._exchange_counts(counts)
         received = {
-            name: self._send(_padded(field[order], length), counts, received_counts).to(field.device)
+            name: self._send(padded(field[order], length), counts, received_counts).to(field.device)
             for name, field in _tensors(rows).items()
         }
         return _like(rows, TensorDict(received, sum(received_counts)))
@@ -294,7 +294,7 @@ def _like(rows: Batch, fields: TensorDict) -> Batch:
     return batch
 
 
-def _padded(field: Tensor, length: int) -> Tensor:
+def padded(field: Tensor, length: int) -> Tensor:
     """Return [B, S, ...] padded with zeros (False) to S = length; [B] unchanged."""
     if field.dim() == 1 or field.shape[1] == length:
         return field

@@ -16,6 +16,7 @@ from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config
+from mega_rl.converters.plan.parameters import adapted
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.downloads import checkpoint_folder, checkpoint_paths
 from mega_rl.errors import UserError, UserErrors
@@ -87,7 +88,7 @@ class RunSetup:
         """Return the layers that run: transformers', Transformer Engine's, or Megatron-Core's own."""
         if self.config.engine.backend == "fsdp":
             return "hf"
-        wanted = self.config.engine.megatron.transformer_impl
+        wanted = "local" if self.config.model.adapter.rank else self.config.engine.megatron.transformer_impl
         return "te" if wanted == "transformer_engine" or (wanted == "auto" and self.machine.has_te) else "local"
 
     @property
@@ -136,10 +137,11 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
     """Return the models of a run by role; without a checkpoint it is the actor's."""
     own = {"critic": "model.critic_path", "reference": "model.ref_path", "reward": "reward.source.path"}
     models: dict[Role, PlannedModel] = {}
-    for role in requested_models(config):
+    for role, asked in requested_models(config).items():
         hf = checkpoints.get(own.get(role, ""), checkpoints["model.path"])
-        head: Head = "lm" if role in ("actor", "reference") else "value"
-        models[role] = PlannedModel(role, hf, head, trainable=role in ("actor", "critic"))
+        trainable = role in ("actor", "critic")
+        hf = adapted(hf, config.model.adapter, asked.head) if trainable else hf
+        models[role] = PlannedModel(role, hf, asked.head, trainable=trainable)
     return models
 
 

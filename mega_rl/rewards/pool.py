@@ -26,16 +26,7 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.environment import of_other_programs, python_module
 from mega_rl.processes import KILL_S, PIPE, POLL_S, Child, ChildDeadlineError, ChildStartError
 from mega_rl.rewards.call import Arguments, PlannedFunction
-from mega_rl.rewards.score import (
-    Item,
-    NotAScoreError,
-    Outcome,
-    Report,
-    RewardError,
-    RewardFailure,
-    as_score,
-    ignore,
-)
+from mega_rl.rewards.score import Item, NotAScoreError, Outcome, Report, RewardError, RewardFailure, as_score, ignore
 
 COMMAND = python_module("mega_rl.rewards.pool_worker")
 START_S = 300.0  # for imports of the function's file, from a busy file server

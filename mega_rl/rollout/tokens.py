@@ -46,7 +46,7 @@ def check_stop_tokens(
     """
     model = model_config(path)
     stop_ids = with_end_of_sequence(path, model, extra)
-    endings = dict(_endings(tokenizer, chat_template=chat_template))
+    endings = dict(token_endings(tokenizer, chat_template=chat_template))
     if not stop_ids:
         raise UserError(_nothing_ends(path, tokenizer, endings))
     if not is_writer:
@@ -65,7 +65,7 @@ def name_stop_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
     return " or ".join(_named(tokenizer, token_id) for token_id in stop_ids)
 
 
-def _endings(tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> Iterator[tuple[int, str]]:
+def token_endings(tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> Iterator[tuple[int, str]]:
     """Yield (id, "a sequence" or "a turn" in words) of the tokens that end one."""
     closing = _closing_token(tokenizer) if chat_template else None
     if closing is not None:

@@ -5,7 +5,7 @@
     generate, reward   log-probs, values,   critic, actor      weights to      validate, save,
                        advantages                              the sampler     export, dump
 
-Every rank runs it. PPO, GRPO and distillation are one `PolicyGradient`; another kind of training is another object.
+Every rank runs it. Learning from given answers has other `batches`, another `algorithm` and nothing to publish.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter
 from mega_rl.types import Metrics
 
 if TYPE_CHECKING:
-    from mega_rl.trainer.policy_gradient import PolicyGradient
     from mega_rl.workers.residency import Residency
 
 
@@ -107,6 +106,16 @@ class BatchSource(Protocol):
         """Return the batch of a step, counted from 0; called once per step, in order; collective."""
 
 
+class Algorithm(Protocol):
+    """Kind of training: PPO, GRPO and distillation are a `PolicyGradient`, given answers have `FromAnswers`."""
+
+    def evaluate(self, batch: Any, step: int) -> Any:
+        """Return the batch with all that its updates need, before any weight changes; collective."""
+
+    def update(self, evaluated: Any, step: int) -> None:
+        """Update the models; collective."""
+
+
 class Event:
     """Action around steps when it is due. All methods are collective; by default they do nothing."""
 
@@ -132,7 +141,7 @@ class Trainer:
     """The loop of a run, the same on every rank."""
 
     batches: BatchSource
-    algorithm: PolicyGradient
+    algorithm: Algorithm
     sync: WeightSync  # sends new weights to those who generate
     events: Sequence[Event]  # in this order
     stage: Stages

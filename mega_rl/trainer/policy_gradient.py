@@ -177,10 +177,11 @@ class MinibatchPlan:
         """
         ranks = self.ranks
         index, lengths = gather_column(experience.prompt_index, ranks), gather_column(experience.lengths, ranks)
+        units = None if experience.unit is None else gather_column(experience.unit, ranks)
         own = slice(*own_rows(experience.prompt_index.numel(), ranks))
         for epoch in range(self.epochs):
             for block in minibatch_prompt_blocks(num_prompts, self.minibatch_size, seed_key=(self.seed, step, epoch)):
-                destinations = assign_rows(index, lengths, block=block, dp_size=ranks.size)[own]
+                destinations = assign_rows(index, lengths, block=block, dp_size=ranks.size, units=units)[own]
                 yield self._weigh(moved_rows(experience, destinations, ranks), num_prompts)
 
     def _weigh(self, minibatch: Experience, num_prompts: int) -> Experience:

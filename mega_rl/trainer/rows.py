@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
-from mega_rl.parallel.comm import share
+from mega_rl.parallel.comm import padded, share
 from mega_rl.protocols import Ranks
 from mega_rl.types import PER_TOKEN, Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, row_numbers
 
@@ -48,7 +48,7 @@ class Samples(NamedTuple):
                 rollout.failed = ~answered(rollout)
         width = max(rollout.tokens.size(1) for rollout in rollouts)
         columns = [_columns(rollout) for rollout in rollouts]
-        fields = {name: torch.cat([_widened(one[name], width) for one in columns]) for name in columns[0]}
+        fields = {name: torch.cat([padded(one[name], width) for one in columns]) for name in columns[0]}
         known = other.rewards if other.rewards.parts is not None and other.rewards.parts.names else self.rewards
         names = () if known.parts is None else known.parts.names
         values = []
@@ -65,13 +65,6 @@ def with_parts(table: Tensor, own: Sequence[str], names: Sequence[str], *, first
     for place, name in enumerate(own):
         more[:, names.index(name)] = table[:, first + place]
     return torch.cat([table[:, :first], more], dim=1)
-
-
-def _widened(column: Tensor, width: int) -> Tensor:
-    """Return [B, S, ...] padded with zeros to S = width; [B] unchanged."""
-    if column.dim() == 1 or column.size(1) == width:
-        return column
-    return torch.cat([column, column.new_zeros(len(column), width - column.size(1), *column.shape[2:])], dim=1)
 
 
 def _columns(rollout: Rollout) -> dict[str, Tensor]:

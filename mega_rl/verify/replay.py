@@ -22,15 +22,7 @@ from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.base import gpu_for_each
 from mega_rl.tracking import progress
-from mega_rl.tracking.records.reader import (
-    INPUTS,
-    MODEL_OUTPUTS,
-    TENSORS,
-    WEIGHTS,
-    Array,
-    Record,
-    folder_of,
-)
+from mega_rl.tracking.records.reader import INPUTS, MODEL_OUTPUTS, TENSORS, WEIGHTS, Array, Record, folder_of
 from mega_rl.tracking.records.reader import read_record as read_step
 from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import Layout, resolve_all

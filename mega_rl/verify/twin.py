@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MAX_LAYERS, MAX_VOCAB = 4, 4096
 MAX_CHOSEN = 16  # tokens that an indexer chooses: fewer than there are, or the choice would not matter
-# Widths of a narrowed twin: halved until they are at most this. Numbers of heads and experts stay what they are.
+# Widths of a narrowed twin, at most. Numbers of heads and experts stay what they are.
 NARROW = {
     "intermediate_size": 512,
     "moe_intermediate_size": 128,
@@ -65,7 +65,7 @@ class Twin:
 def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narrow: bool = False) -> Twin:
     """Return a small twin of a model: about `MAX_LAYERS` layers, `MAX_VOCAB` tokens, and few experts.
 
-    multiple: divides the number of layers. narrow: halve widths too. Raises UserError for layers that cannot be chosen.
+    multiple: divides the number of layers. narrow: cut widths too. Raises UserError for layers that cannot be chosen.
     """
     layers = _layers(hf, multiple, where)
     raw = dict(hf.raw)
@@ -193,27 +193,20 @@ def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
 
 
 def _narrow(raw: dict[str, Any], hf: HFConfig) -> None:
-    """Halve widths; widths that are cut with the heads stay multiples of their number."""
+    """Cut widths; those that are cut with the heads stay multiples of their number."""
     for name, limit in NARROW.items():
         if raw.get(name):
-            raw[name] = _halved(raw[name], limit)
-    head = _halved(hf.head_dim, NARROW_HEAD)
+            raw[name] = min(raw[name], limit)
+    head = min(hf.head_dim, NARROW_HEAD)
     if raw.get("rotary_dim"):
         raw["rotary_dim"] = raw["rotary_dim"] * head // hf.head_dim
     if hf.mla is not None:
-        raw["hidden_size"] = _halved(hf.hidden_size, NARROW_HIDDEN)
+        raw["hidden_size"] = min(hf.hidden_size, NARROW_HIDDEN)
         raw.pop("head_dim", None)
     elif raw.get("head_dim") or hf.head_dim * hf.num_heads != hf.hidden_size:
-        raw |= {"hidden_size": _halved(hf.hidden_size, NARROW_HIDDEN), "head_dim": head}
+        raw |= {"hidden_size": min(hf.hidden_size, NARROW_HIDDEN), "head_dim": head}
     else:
         raw["hidden_size"] = hf.num_heads * head
-
-
-def _halved(size: int, limit: int) -> int:
-    """Return `size` halved until it is at most `limit`, or odd."""
-    while size > limit and size % 2 == 0:
-        size //= 2
-    return size
 
 
 def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...], defaults: Mapping[str, object]) -> None:

@@ -18,8 +18,10 @@ from mega_rl.algorithms.losses import (
     PolicyTokens,
     SampledTokens,
     clipped_value_loss,
+    nll_loss,
     policy_loss,
 )
+from mega_rl.algorithms.preferences import TrainingKind, preference_loss
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses, Teacher
@@ -108,6 +110,29 @@ class ValueLoss:
 
 
 @dataclass(frozen=True)
+class GivenLoss:
+    """The loss of given answers: maximum likelihood, or a kind in `algorithms.preferences`."""
+
+    kind: TrainingKind
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences) -> LossOutput:
+        numbers = outputs.values if self.kind.scores else outputs.logprobs
+        assert numbers is not None
+        if self.kind.form == "answers":
+            return nll_loss(numbers, loss_weights=fields["loss_weights"])
+        return preference_loss(
+            self.kind,
+            numbers,
+            ref_logprobs=fields["ref_logprobs"],
+            worth=fields["advantages"],
+            baseline=fields["returns"],
+            loss_weights=fields["loss_weights"],
+            sequences=sequences,
+        )
+
+
+@dataclass(frozen=True)
 class RoleMeter:
     """Counter of this rank's share of a role's work in a replica."""
 
@@ -161,7 +186,7 @@ class LearningWorker:
 
     role: str
     engine: ModelPasses
-    loss: PolicyLoss | ValueLoss
+    loss: PolicyLoss | ValueLoss | GivenLoss
     learning_rate: LearningRate
     first_step: int = 0
     max_skipped_steps: int = 0

@@ -93,6 +93,14 @@ def exported(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.export_weights()}
 
 
+def parts(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights, with adapters apart, under Hugging Face's names, as copies."""
+    from mega_rl.converters.live.export import export_hf
+
+    tensors = export_hf(engine.whole_chunks(), engine.place, dtype=engine.export_dtype)
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
+
+
 def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
     """The main gradients under Hugging Face's names, without weights that are frozen.
 
@@ -106,7 +114,7 @@ def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
             kept.append((parameter, parameter.data))
             missing = torch.full_like(parameter, torch.nan)
             parameter.data = getattr(parameter, "main_grad", missing).to(parameter.dtype).clone()
-    gradients = exported(engine)
+    gradients = parts(engine)
     for parameter, data in kept:
         parameter.data = data
     return {name: gradient for name, gradient in gradients.items() if not gradient.isnan().all()}
@@ -126,9 +134,9 @@ def replaced(config: Config, area: str, **changes: Any) -> Config:
     return with_settings(config, {f"{area}.{name}": value for name, value in changes.items()})
 
 
-def save_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
-    """The engine's state as a checkpoint of step 1; collective."""
-    _checkpoints(engine, folder, role).save(1, {})
+def save_state(engine: Any, folder: Path, *, role: str = "actor", config: Config | None = None) -> None:
+    """The engine's state as a checkpoint of step 1, with a run's config; collective."""
+    _checkpoints(engine, folder, role, {} if config is None else dataclasses.asdict(config.model)).save(1, {})
 
 
 def load_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
@@ -136,7 +144,7 @@ def load_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
     assert _checkpoints(engine, folder, role).restore() is not None
 
 
-def _checkpoints(engine: Any, folder: Path, role: str) -> Any:
+def _checkpoints(engine: Any, folder: Path, role: str, model: dict[str, Any] | None = None) -> Any:
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.parallel.comm import GroupRanks
 
@@ -147,7 +155,7 @@ def _checkpoints(engine: Any, folder: Path, role: str) -> Any:
         settings=CheckpointConfig(on_error="stop"),
         identity={"engine": "fsdp" if type(engine).__name__ == "FSDPEngine" else "megatron"},
         layout=engine.groups.layout,
-        config={},
+        config={"model": model} if model else {},
         rank_states={},
     )
 

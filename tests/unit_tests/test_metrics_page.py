@@ -44,7 +44,6 @@ OTHERS = {
     "actor/ratio",
     "rollout/logprob_diff",
     "rollout/stale_logprob_diff",
-    "sft/loss",
     "val/reward_",
 }
 DERIVED = "console/"  # the console makes these of others and shows them alone

@@ -30,6 +30,9 @@ REAL_MODELS = {
     "math_qwen3_32b_64gpu_async": 32,
     "moe_qwen3_30b_a3b": 16,
     "distill_qwen3_8b_from_32b": 8,
+    "sft_8b": 8,
+    "dpo_8b": 8,
+    "rm_8b": 8,
 }
 real_models = pytest.mark.parametrize(("name", "world_size"), REAL_MODELS.items())
 
@@ -39,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with the data the recipes name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(host, "free_bytes", lambda path: 10**15)
-    for problems in ("gsm8k", "math"):
+    for problems in ("gsm8k", "math", "chats", "pairs"):
         write_prompts(tmp_path / f"data/{problems}/train.jsonl")
         write_prompts(tmp_path / f"data/{problems}/test.jsonl")
 
@@ -48,7 +51,7 @@ def models_of(config: Config) -> dict[str, HFConfig]:
     """The checkpoints that a recipe names, by key, from the sizes of the real models."""
     paths = {"model.path": config.model.path, "model.ref_path": config.model.ref_path}
     return {
-        key: parse_hf_config(qwen3_config(path.removeprefix("Qwen/Qwen3-").lower()), where=path)
+        key: parse_hf_config(qwen3_config(path.removeprefix("Qwen/Qwen3-").removesuffix("-Base").lower()), where=path)
         for key, path in paths.items()
         if path
     }
@@ -58,7 +61,7 @@ def models_of(config: Config) -> dict[str, HFConfig]:
 def test_recipe_holds_for_its_model_and_world(name: str, world_size: int) -> None:
     recipe = RECIPES / f"{name}.yaml"
     for path in filter(None, [load(recipe, []).model.path, load(recipe, []).model.ref_path]):
-        write_checkpoint(Path(path), qwen3_config(path.removeprefix("Qwen/Qwen3-").lower()))
+        write_checkpoint(Path(path), qwen3_config(path.removeprefix("Qwen/Qwen3-").removesuffix("-Base").lower()))
     config = preflight(recipe, world_size=world_size)
     assert config.model.path in recipe.read_text()
 

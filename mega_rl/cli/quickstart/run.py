@@ -32,10 +32,14 @@ from mega_rl.tracking.metrics.records import read_metrics
 
 log = logging.getLogger(__name__)
 
-WARM_START = "quickstart-warm-start"  # the hidden command that runs one rank of the supervised part
 NUM_RANKS = 2
 WARM_START_LR = 3e-3
-INPUTS = ("data", "fresh_model", "model")  # folders that are written before the training, anew by each quickstart
+INPUTS = (
+    "data",
+    "fresh_model",
+    "model",
+    "warm_start",
+)  # folders that are written before the training, anew by each quickstart
 EXPLAINED = "values/explained_variance"
 LAST_STEPS = 10
 _SHARES = r"val/(pass_at_\d+|maj_at_([2-9]|\d\d+)|reward_correct|reward_format)"  # validation's metrics that are shares
@@ -60,6 +64,20 @@ class QuickstartTask(NamedTuple):
             if there != texts:
                 moved.append(setting(key, there if isinstance(value, list) else there[0]))
         return moved
+
+    def warm_start(self, run_dir: Path, *, seed: int, tp: int) -> list[str]:
+        """Return the settings of the supervised part, which writes `warm_start/hf`; tp: of the recipe."""
+        return [
+            setting("trainer.run_dir", str(run_dir / "warm_start")),
+            setting("model.path", str(run_dir / "fresh_model")),
+            setting("data.train_files", [str(run_dir / DEMONSTRATIONS)]),
+            *(f"trainer.{key}={value}" for key, value in (("seed", seed), ("steps", self.steps), ("timeout_s", 60))),
+            *(f"trainer.{key}={self.batch_size}" for key in ("prompts_per_step", "minibatch_size")),
+            *(f"engine.megatron.tp={tp}", "model.dtype=fp32", "data.answer_key=response"),
+            *(f"data.max_prompt_tokens={self.inputs.MAX_POSITIONS - 1}", f"optim.lr={WARM_START_LR}"),
+            *("optim.schedule=cosine", f"optim.warmup_steps={self.steps // 10}", "checkpoint.resume=never"),
+            *("checkpoint.save_final=false", "checkpoint.hf_final=true"),
+        ]
 
 
 TASKS: Mapping[str, QuickstartTask] = {
@@ -124,43 +142,16 @@ def quickstart(
         chosen.inputs.write_data(folder / "data", seed=seed)
         chosen.inputs.write_model(folder / "fresh_model", seed=seed)
 
+    recipe_tp = load(Path(chosen.recipe)).engine.megatron.tp
     log.info("warm start: %d supervised steps on %d ranks", chosen.steps, NUM_RANKS)
     # The warm start is Megatron-Core's, so runs of both engines begin with the same weights.
-    warm_start_s = launch([WARM_START, "--run-dir", str(folder), "--seed", str(seed), "--task", task], folder)
+    warm_start_s = launch(["sft", *chosen.warm_start(folder, seed=seed, tp=recipe_tp)], folder)
+    shutil.move(folder / "warm_start" / "hf" / f"step_{chosen.steps:06d}", folder / "model")
     log.info("training on %d ranks", NUM_RANKS)
     train_s = launch(["train", "--config", chosen.recipe, *overrides], folder)
     seconds = {"train_s": train_s, "warm_start_s": warm_start_s, "total_s": time.perf_counter() - start}
     summarize(folder, layout=f"{engine} {layout}", seed=seed, **seconds)
     report([folder])
-
-
-def warm_start(seed: Seed, run_dir: RunDir, task: Task = "sums") -> None:
-    """Run one rank of the quickstart's supervised warm start."""
-    chosen, folder = _task_and_folder(task, run_dir)
-    fresh = folder / "fresh_model"
-    overrides = [*chosen.overrides(folder, seed=seed), setting("model.path", str(fresh))]
-    config = load(Path(chosen.recipe), overrides)
-    progress.show_progress()
-    with progress.importing("PyTorch and Megatron-Core", announce=True):
-        from mega_rl.api import prepared
-
-        accelerator = prepared(config)
-        from transformers import AutoTokenizer
-
-        from mega_rl.cli.quickstart import warm_start as supervised  # imports Megatron-Core
-
-    tokenizer = AutoTokenizer.from_pretrained(fresh, trust_remote_code=False)
-    end = tokenizer.eos_token_id
-    rows = [json.loads(line) for line in (folder / DEMONSTRATIONS).read_text(encoding="utf-8").splitlines()]
-    supervised.warm_start(
-        config,
-        accelerator,
-        [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["response"]), end]) for row in rows],
-        output=folder / "model",
-        steps=chosen.steps,
-        batch_size=chosen.batch_size,
-        lr=WARM_START_LR,
-    )
 
 
 def prepare_folder(run_dir: Path) -> None:

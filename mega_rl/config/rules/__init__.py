@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mega_rl.config.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, chosen, needs_critic, reads_reference
+from mega_rl.config.choices import (
+    ADVANTAGE,
+    CHOICES,
+    CORRECTION,
+    LOSS,
+    chosen,
+    is_sampled,
+    kind_of_run,
+    needs_critic,
+    reads_reference,
+)
 from mega_rl.config.keys import open_ended, value_of
 from mega_rl.config.needs import may_have_parts, unmet, updates_of_a_batch
 from mega_rl.config.rules.parallel import engine, fits_models, has_own_layout, layout
@@ -25,8 +35,12 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     """
     given, config = config, open_ended(config)
     problems = [*layout(config.engine.megatron, world_size), *_batches(config, world_size), *_lengths(config)]
-    problems += [*_algorithm(config), *_teacher(config), *_loss(config)]
-    problems += [*engine(config, world_size), *rollouts(config), *_reward(config), *_functions(config)]
+    problems += engine(config, world_size)
+    if is_sampled(config):
+        problems += [*_algorithm(config), *_teacher(config), *_loss(config)]
+        problems += [*rollouts(config), *_reward(config), *_functions(config)]
+    else:
+        problems += _given(config)
     problems += [*data(config), *validation(config)]
     for key in CHOICES:
         problems += [f"{key}.{line}" for line in value_of(config, key).problems()]
@@ -68,6 +82,24 @@ def _lengths(config: Config) -> Iterator[str]:
         yield (
             f"trainer.microbatch.max_tokens={micro.max_tokens} cannot hold one sequence of data.max_prompt_tokens and "
             f"the longest response, {longest} tokens{padded}; make it at least {needed}"
+        )
+
+
+def _given(config: Config) -> Iterator[str]:
+    """Yield the problems of a run that learns from given answers."""
+    kind, micro, data = kind_of_run(config), config.trainer.microbatch, config.data
+    longest = kind.rows * (data.max_prompt_tokens + kind.scores)
+    if micro.packing and micro.max_tokens < longest:
+        yield (
+            f"trainer.microbatch.max_tokens={micro.max_tokens} cannot hold the {kind.rows} rows of a pair, of up to "
+            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens each; make it at least {longest}"
+        )
+    if not micro.packing and micro.size < kind.rows:
+        yield f"trainer.microbatch.size={micro.size} cannot hold the {kind.rows} rows of a pair; legal: at least 2"
+    if kind.reference == "once" and data.stream.rows:
+        yield (
+            f"algorithm.kind.reference=once with data.stream.rows={data.stream.rows}: all pairs have to be known "
+            "before the first step; legal: step"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from mega_rl.config.choices import has_reference
+from mega_rl.config.choices import has_reference, reads_reference
 from mega_rl.config.schema import Config, MegatronConfig
 from mega_rl.config.values import ModelFacts, divisors, leave_out, listed
 
@@ -153,7 +153,31 @@ def engine(config: Config, world_size: int) -> Iterator[str]:
             f"algorithm.kl.reference_interval={interval} with {REFERENCE}: the reference takes in the policy's weights "
             "rank by rank, which needs equal shards; set it to 0, or leave the reference on the actor's layout"
         )
+    yield from _adapter(config)
     yield from _fsdp(config, world_size)
+
+
+def _adapter(config: Config) -> Iterator[str]:
+    """List what low-rank adapters are not combined with."""
+    adapter, par, kl = config.model.adapter, config.engine.megatron, config.algorithm.kl
+    given = f"model.adapter.rank={adapter.rank}"
+    if not adapter.rank:
+        return
+    if par.transformer_impl == "transformer_engine":
+        # Its linear layers norm their input themselves, and hand the normed one to nobody.
+        yield f"{given}: engine.megatron.transformer_impl=transformer_engine has no adapters; legal: auto, local"
+    if par.ddp.name != "ddp":
+        yield f"{given}: {_DDP}={par.ddp} is not supported; set {_DDP}=ddp"
+    if kl.reference_interval:
+        yield (
+            f"{given}: algorithm.kl.reference_interval={kl.reference_interval} copies weights into the reference, and "
+            "adapters are none of its weights; set it to 0"
+        )
+    if adapter.path and reads_reference(config) and not config.model.ref_path:
+        yield (
+            f"model.adapter.path={adapter.path}: the reference would be the model below, not the policy as it starts; "
+            "merge the two by 'mega-rl convert merge' and name the result in model.path, or set model.ref_path"
+        )
 
 
 def _fsdp(config: Config, world_size: int) -> Iterator[str]:

@@ -47,6 +47,7 @@ from mega_rl.config.schema.rollout import (
     SglangSyncConfig,
 )
 from mega_rl.config.schema.training import (
+    AdapterConfig,
     AlgorithmConfig,
     CheckpointConfig,
     KlConfig,

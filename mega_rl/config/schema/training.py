@@ -13,8 +13,23 @@ from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 _ALGORITHMS = "mega_rl.algorithms"
 ESTIMATORS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.advantages").ESTIMATORS
 LOSSES: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.policy_losses").LOSSES
+_preferences = import_module(f"{_ALGORITHMS}.preferences")
 _corrections = import_module(f"{_ALGORITHMS}.corrections")
 CORRECTIONS = by_name(_corrections.AutoCorrection, _corrections.NoCorrection) | _corrections.CORRECTIONS
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA), which train in the place of the model's weights."""
+
+    rank: int = setting(0, "Rank of every adapter; 0: none, the weights train.", min=0)
+    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0.0)
+    targets: list[str] = setting(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "Modules with an adapter: last parts of their names in the checkpoint.",
+    )
+    rs: bool = setting(False, "Scale by alpha / sqrt(rank) (rank-stabilised).")
+    path: str = setting("", "PEFT folder that the actor's adapters begin from; empty: they add nothing at first.")
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class ModelConfig:
     recompute_layers: int = setting(
         0, "Layers of each chunk that full recompute runs again; 0: all.", unit="layers", min=0
     )
+    adapter: AdapterConfig = AdapterConfig()
     frozen: list[str] = setting(
         [],
         "Weights that do not train: shell patterns of parameter names, such as embedding.* or decoder.layers.0.* "
@@ -124,8 +140,36 @@ class KlInLoss(_Penalty):
 
 
 @dataclass(frozen=True)
+class FromSamples(_preferences.TrainingKind):  # type: ignore[name-defined]
+    """Reinforcement learning from the policy's own samples: `mega-rl train`."""
+
+    name = "rl"
+
+
+@dataclass(frozen=True)
+class Supervised(_preferences.TrainingKind):  # type: ignore[name-defined]
+    """Maximum likelihood of given answers: `mega-rl sft`."""
+
+    name = "sft"
+    form = "answers"
+
+    train_on: str = setting(
+        "assistant",
+        "Tokens that train: all turns of the assistant, its last one, or every token.",
+        choices=("assistant", "last", "all"),
+    )
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and losses: docs/algorithms.md."""
+
+    kind: Kind = tagged(
+        by_name(FromSamples, Supervised) | _preferences.PREFERENCES,
+        "rl",
+        "What the run learns from: its own samples (rl), given answers (sft), pairs (dpo, ipo, simpo, orpo), labelled "
+        "answers (kto), or pairs for a reward model (rm). The commands sft, dpo and rm set it.",
+    )
 
     advantage: Kind = tagged(
         ESTIMATORS,

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mega_rl.converters.architecture import HFConfig, Indexer, Mla, Moe
+from mega_rl.converters.architecture import Indexer, Mla, Moe
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
 from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT, mistral_yarn
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
-from mega_rl.converters.families.moe import (
-    EXPERTS,
-    MOE_NORM,
-    ROUTER,
-    expert_bias,
-    mixture,
-    shared_experts,
-    softmax_moe,
-)
+from mega_rl.converters.families.moe import EXPERTS, MOE_NORM, ROUTER, expert_bias, mixture, shared_experts, softmax_moe
 from mega_rl.converters.families.rules import col, copy, in_layers, in_mtp_layers, of_mtp, row
 
 # SGLang fuses the two down projections as they arrive, so they are exported together.
@@ -230,13 +222,9 @@ def _groups(fields: Fields, total: int, top_k: int) -> tuple[int | None, int | N
     return groups, best
 
 
-def _yarn_with_mscale(hf: HFConfig) -> bool:
-    return hf.rope.yarn is not None and bool(hf.rope.yarn.mscale_all_dim)
-
-
 YARN_BUG = KnownBug(
     "5.15.0",
-    _yarn_with_mscale,
+    lambda hf: hf.rope.yarn is not None and bool(hf.rope.yarn.mscale_all_dim),
     "transformers before 5.15 leaves yarn's factor mscale^2 out of the softmax scale of deepseek_v2 "
     "(fixed by huggingface/transformers#47435)",
 )

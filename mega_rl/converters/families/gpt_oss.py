@@ -82,7 +82,7 @@ GPT_OSS = Family(
     },
     keys=("experts_per_token", "initial_context_length"),
     qkv_bias=True,
-    window=windows.in_even_layers,
+    window=lambda fields, num_layers: windows.by_layer_types(fields, [i % 2 == 0 for i in range(num_layers)]),
     moe=gpt_oss_moe,
     linear_bias=True,
     sinks=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
 from mega_rl.converters.families.dense import ATTENTION_WEIGHTS, EMBEDDING, MLP_WEIGHTS, OUTPUT
@@ -19,10 +18,6 @@ LAYERS = in_layers(
     copy("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
 )
 OLMO = EMBEDDING + in_layers(*JOINT_NORM) + LAYERS + OUTPUT
-
-
-def _scaled_beside_windows(hf: HFConfig) -> bool:
-    return hf.rope.local_theta is not None and hf.window is not None
 
 
 def outside_windows(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -52,14 +47,14 @@ OLMO3 = replace(
     known_bugs=(
         KnownBug(
             "5.13.0",
-            _scaled_beside_windows,
+            lambda hf: hf.rope.local_theta is not None and hf.window is not None,
             "transformers from 5.0 on scales the rotation of olmo3's sliding-window layers too "
             "(found by huggingface/transformers#45945)",
         ),
     ),
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None},
     rope_per_layer_type=True,
-    window=windows.but_every_fourth,
+    window=lambda fields, num_layers: windows.by_layer_types(fields, [(i + 1) % 4 != 0 for i in range(num_layers)]),
 )
 EXAONE4 = Family(
     "exaone4",

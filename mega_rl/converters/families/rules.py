@@ -20,7 +20,7 @@ from typing import Literal
 Primitive = Literal["vocab", "copy", "qkv", "col", "row", "gated", "sections"]
 # Scope of a rule: once, for every layer of the decoder, for every multi-token prediction layer.
 Scope = Literal["model", "layer", "mtp"]
-Part = Literal["all", "first half", "second half", "even", "odd", "q", "k", "v"]
+Part = Literal["all", "first half", "second half", "even", "odd"]
 LAYER_KINDS = frozenset({"dense", "moe", "attention", "delta"})  # a layer is one of the first two, and of the last two
 
 DECODER_LAYER, MTP_LAYER = "decoder.layers.{layer}.", "mtp.layers.{mtp}.transformer_layer."
@@ -127,8 +127,7 @@ def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
 
 def joined_qkv(param: str, name: str, *columns: str) -> Rule:
     """Return the rule of fused qkv from one tensor of queries, then keys, then values."""
-    parts: tuple[Part, ...] = ("q", "k", "v")
-    return Rule(param, "qkv", tuple(Source(name, ("qkv", *columns), part=part) for part in parts))
+    return Rule(param, "qkv", shares(name, "qkv", *columns, parts=("q", "kv", "kv")))
 
 
 def gated(param: str, name: str, *shape: str, parts: Sequence[str] = ("gate", "up"), when: Sequence[str] = ()) -> Rule:

@@ -44,16 +44,6 @@ def _if_used(fields: Fields, num_layers: int, has_window: Callable[[int, int], b
     return by_layer_types(fields, [has_window(layer, bound) for layer in range(num_layers)])
 
 
-def in_even_layers(fields: Fields, num_layers: int) -> Window | None:
-    """Return the window of GPT-OSS: every second layer from the first on, or as `layer_types` says."""
-    return by_layer_types(fields, [i % 2 == 0 for i in range(num_layers)])
-
-
-def but_every_fourth(fields: Fields, num_layers: int) -> Window | None:
-    """Return the window of OLMo 3: all layers but every fourth, or as `layer_types` says."""
-    return by_layer_types(fields, [(i + 1) % 4 != 0 for i in range(num_layers)])
-
-
 def but_every_nth(fields: Fields, num_layers: int) -> Window | None:
     """Return the window of all layers but every n-th, or as `layer_types` says.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,19 +67,28 @@ def _without_links(path: Path, source: Path) -> Path:
     )
 
 
-def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool = False) -> dict[str, Any]:
+def config_changes(
+    hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool = False, scores: bool = False
+) -> dict[str, Any]:
     """Return the keys of config.json that an export changes; the value None removes one.
 
     Exported weights have the model's dtype, so the key for quantised ones goes; a `dtype` ("bfloat16") that the caller
-    asks for replaces another in the file; prediction layers that the export drops count 0.
+    asks for replaces another in the file; prediction layers that the export drops count 0. scores: the model has a
+    score for an output layer, which makes it transformers' class for one label.
     """
     if hf.wrapper is None:
-        return _changes(hf.raw, dtype, mtp_dropped)
+        return _changes(hf.raw, dtype, mtp_dropped) | (_of_scores(hf.raw) if scores else {})
     changes = _changes(hf.wrapper, dtype, mtp_dropped)
     text = hf.wrapper.get("text_config")
     if isinstance(text, dict) and (inside := _changes(text, dtype, mtp_dropped)):
         changes["text_config"] = _changed(text, inside)
     return changes
+
+
+def _of_scores(raw: Mapping[str, Any]) -> dict[str, Any]:
+    names = [re.sub(r"For[A-Za-z]+$", "ForSequenceClassification", name) for name in raw.get("architectures") or ()]
+    changes = {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {key: value for key, value in changes.items() if raw.get(key) != value}
 
 
 def _changes(raw: Mapping[str, Any], dtype: str | None, mtp_dropped: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.deepseek import MTP_REPEATED
 from mega_rl.converters.hf.config import text_config
 from mega_rl.converters.hf.untabled import FOREIGN, config_of, table_of
+from mega_rl.converters.live.adapters import add_stored, incomplete
 from mega_rl.converters.live.copying import BlockReader, blocks_of, fill_all
 from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, hf_tensors, ignored_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
@@ -93,6 +94,7 @@ def load_hf(
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = replace(sharding, hf=hf)
         prove_complete(sharding)
+        add_stored(reader, hf.adapter)
         ignored, absent = check_tensors(reader, hf, sharding.head)
         jobs: list[tuple[ParamPlan, Tensor]] = []
         for vp_stage, chunk in enumerate(chunks):
@@ -163,6 +165,7 @@ def check_tensors(
         f"{info.file}: {info.name} {list(info.shape)} is not part of the {hf.family} model of config.json"
         for info in (reader.tensors[name] for name in sorted(unexpected))
     ]
+    problems += incomplete(hf.adapter, absent)
     problems = problems or [f"{reader.path}: {fault}" for fault in repeat_faults(reader, hf, head)]
     if problems:
         raise UserErrors(problems)

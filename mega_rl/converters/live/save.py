@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_rl.converters.hf.companions import companions, config_changes, copy_companions, not_copied
+from mega_rl.converters.live.adapters import FOLDER, merged, write_adapter
 from mega_rl.converters.live.copying import in_threads, rectangle
 from mega_rl.converters.live.export import ModelPlace, export_hf, join_pieces, usual_dtype
 from mega_rl.converters.live.load import weights_of
@@ -58,7 +59,8 @@ def save_hf(
     once, unless data parallelism has cut the parameters (`place.is_sharded`): then it is collective over all. Names,
     experts and value heads are spelled as in `source`. Its multi-token prediction layers are kept if they are not part
     of the model, and so are all tensors outside of the language model of a checkpoint of images and text. config.json
-    is copied byte for byte except for keys that are no longer true (`companions.config_changes`).
+    is copied byte for byte except for keys that are no longer true (`companions.config_changes`). Weights with adapters
+    are merged with them, and a folder `adapter` has the adapters apart, as PEFT saves them.
 
     Needs the memory of `export_hf` and 64 MiB. On a single rank, where nothing is gathered, parameters are written from
     where they lie by a thread for each core, at most 8: it needs at most one tensor per thread, and none on a CPU
@@ -81,13 +83,15 @@ def save_hf(
         elif place.sharding.hf.wrapper is not None:
             raise UserError(f"{source}: has no weights, and a checkpoint of images and text needs those of its tower")
         losses: list[float] = []
-        stream = export_hf(chunks, place, dtype=options.dtype)
+        adapter, parts = place.sharding.hf.adapter, dict[str, Tensor]()
+        stream = merged(export_hf(chunks, place, dtype=options.dtype), adapter, parts)
         try:
             if place.is_first:
                 usual = usual_dtype(chunks) if options.dtype is None else options.dtype
-                whole = chunks if place.needs_no_peer and place.sharding.hf.quantization is None else None
+                direct = place.needs_no_peer and place.sharding.hf.quantization is None and adapter is None
                 measured = stream if reader is None else _measured(stream, reader, losses)
-                _write_folder(Path(directory), place.sharding, whole, measured, usual, reader, files, options)
+                content = chunks if direct else measured
+                _write_folder(Path(directory), place.sharding, content, parts, usual, reader, files, options)
                 logger.info("wrote %s%s", directory, not_copied(Path(source), files))
         finally:
             # After an error too: the other ranks are inside the same collectives.
@@ -110,17 +114,19 @@ def _measured(
 def _write_folder(
     directory: Path,
     sharding: Sharding,
-    chunks: Sequence[nn.Module] | None,
-    stream: Iterator[tuple[str, Tensor]],
+    content: Sequence[nn.Module] | Iterator[tuple[str, Tensor]],
+    parts: Mapping[str, Tensor],
     usual: torch.dtype,
     reader: CheckpointReader | None,
     files: Mapping[str, Path],
     options: SaveOptions,
 ) -> None:
-    """Write the whole folder from the parameters of `chunks` or, if None, the tensors of `stream`.
+    """Write the whole folder from the parameters of chunks, or a stream of tensors.
 
-    usual: dtype of weights that are not float32 in every model. reader, files: weights and companions of the source.
+    parts: those of adapters, once the stream has ended. usual: dtype of weights that are not float32 in every model.
+    reader, files: weights and companions of the source.
     """
+    adapter, sharding = sharding.hf.adapter, sharding.merged
     prefixes = PLAIN_NAMES if reader is None else reader.prefixes
     specs = {
         name: TensorSpec(renamed(name, PLAIN_NAMES, prefixes), torch.float32 if unit.float32 else usual, shape)
@@ -137,14 +143,17 @@ def _write_folder(
             kept[name] = TensorSpec(info.name, info.dtype, info.shape)
     cast = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
     with output_folder(directory, overwrite=options.overwrite) as work:
-        copy_companions(work, files, config_changes(sharding.hf, dtype=cast))
+        copy_companions(work, files, config_changes(sharding.hf, dtype=cast, scores=sharding.head == "value"))
         with CheckpointWriter(work, [*specs.values(), *kept.values()], shard_bytes=options.shard_bytes) as writer:
-            if chunks is None:
-                _write_stream(writer, ((specs[name].name, tensor) for name, tensor in stream))
+            if isinstance(content, Sequence):
+                _write_parameters(writer, content, sharding, specs)
             else:
-                _write_parameters(writer, chunks, sharding, specs)
+                _write_stream(writer, ((specs[name].name, tensor) for name, tensor in content))
             if reader is not None:
                 _write_stream(writer, ((s.name, reader.read(name).to(s.dtype)) for name, s in kept.items()))
+        if adapter is not None:
+            base = directory if reader is None else reader.path
+            write_adapter(work / FOLDER, adapter, parts, base=base, prefixes=prefixes)
 
 
 def _write_parameters(

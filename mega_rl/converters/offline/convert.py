@@ -16,8 +16,10 @@ from typing import Literal
 
 import torch
 
+from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.hf.companions import companions, config_changes, copy_companions, not_copied
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live.adapters import FOLDER, add_stored, write_adapter
 from mega_rl.converters.live.load import check_tensors
 from mega_rl.converters.offline.checkpoint import (
     HF_FOLDER,
@@ -32,10 +34,11 @@ from mega_rl.converters.offline.checkpoint import (
 )
 from mega_rl.converters.offline.slabs import extra_state_keys, parts_of, slab_of, whole_model
 from mega_rl.converters.offline.torch_dist import Written, write_metadata
-from mega_rl.converters.offline.writing import Conversion, Output, Report, convert, group_outputs
+from mega_rl.converters.offline.writing import Conversion, Merge, Output, Report, convert, group_outputs
+from mega_rl.converters.plan.adapters import WEIGHT, A, B, read_adapter_config
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, invert
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors, outside
+from mega_rl.converters.plan.parameters import adapted, as_on_disk, hf_tensors, kept_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, matrix_shape, renamed
@@ -189,18 +192,13 @@ def _to_hf(
     dropped = options.mtp == "drop" and hf.mtp_layers > 0
     sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
     prove_complete(sharding)
-    if origin.kind == "hf":  # stored in parts
-        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
-        outputs = [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
-    else:
-        windows = invert(whole_model(sharding))
-        wholes = hf_wholes(origin, sharding, windows, cast=cast)
-        outputs = [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
+    outputs, parts = _with_merges(_tensors(origin, sharding, cast), hf.adapter)
+    prefixes = PLAIN_NAMES if weights is None else weights.files.prefixes
     if weights is not None:
         made = {output.spec.name for output in outputs}
         for name, float32 in kept.items():
             outputs.append(_copied(name, weights, torch.float32 if cast is not None and float32 else cast))
-        spelled = (renamed(output.spec.name, PLAIN_NAMES, weights.files.prefixes) for output in outputs)
+        spelled = (renamed(output.spec.name, PLAIN_NAMES, prefixes) for output in outputs)
         outputs = [
             replace(output, spec=output.spec._replace(name=name)) for output, name in zip(outputs, spelled, strict=True)
         ]
@@ -218,9 +216,53 @@ def _to_hf(
         if len(shards) > 1:
             weight_map = {output.spec.name: shard.name for shard in shards for output in shard.outputs}
             write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))
+        if hf.adapter is not None and not hf.adapter.path:
+            tensors = {name: part.read() for name, part in parts.items()}
+            write_adapter(work / FOLDER, hf.adapter, tensors, base=folder, prefixes=prefixes)
 
     report = Report(ignored=origin.ignored, absent=origin.absent, kept=tuple(kept), config_changes=tuple(changes))
     return Conversion(shards, complete, [origin] if weights is None else [origin, weights], report)
+
+
+def _tensors(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
+    """Return the Hugging Face tensors of a model that a checkpoint of any kind has."""
+    if origin.kind == "hf":  # stored in parts
+        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
+        return [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
+    windows = invert(whole_model(sharding))
+    wholes = hf_wholes(origin, sharding, windows, cast=cast)
+    return [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
+
+
+def _with_merges(outputs: list[Output], adapter: Adapter | None) -> tuple[list[Output], dict[str, Output]]:
+    """Return (weights with their adapters, the adapters' tensors)."""
+    parts = {output.spec.name: output for output in outputs if output.spec.name.endswith((A, B))}
+    weights = []
+    for output in (output for output in outputs if output.spec.name not in parts):
+        a, b = (parts.get(output.spec.name.removesuffix(WEIGHT) + end) for end in (A, B))
+        if adapter is not None and a is not None and b is not None:
+            output = replace(output, adapter=Merge(a, b, adapter.scale))
+        weights.append(output)
+    return weights, parts
+
+
+def merge_adapter(
+    base: str | Path, folder: Path, target: str | Path, *, overwrite: bool = False, jobs: int | None = None
+) -> Report:
+    """Write the Hugging Face checkpoint `base` with the adapter of a PEFT folder in its weights.
+
+    Raises UserError: the adapter is none that we compute, or that of another model.
+    """
+
+    def opened() -> WeightFiles:
+        origin = open_checkpoint(base)
+        settings = replace(read_adapter_config(folder), path=str(folder))
+        sharding = replace(origin.sharding, hf=adapted(origin.hf, settings, "lm"))
+        add_stored(origin.files, sharding.hf.adapter)
+        check_tensors(origin.files, sharding.hf, "lm")
+        return replace(origin, sharding=sharding, tensors=tensors_of(origin.files))
+
+    return export_checkpoint(folder, target, reference=base, overwrite=overwrite, jobs=jobs, opened=opened)
 
 
 def _copied(name: str, weights: WeightFiles, cast: torch.dtype | None) -> Output:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mega_rl.converters.live.adapters import add
 from mega_rl.converters.live.copying import in_threads
 from mega_rl.converters.offline.checkpoint import WeightFiles, fill_windows, is_plain
 from mega_rl.converters.offline.slabs import Slab
@@ -61,6 +62,29 @@ class Output:
     windows: tuple[ColumnRange, ...]
     source: WeightFiles
     slab: Slab | None = None  # its place in a distributed checkpoint
+    adapter: Merge | None = None  # added to its values
+
+    def read(self) -> Tensor:
+        """Return the whole tensor."""
+        return self.read_rows(0, matrix_shape(self.spec.shape)[0]).view(self.spec.shape)
+
+    def read_rows(self, low: int, high: int, buffer: Tensor | None = None) -> Tensor:
+        """Return rows [low, high) as [rows, columns]; buffer: [bytes] uint8 for them."""
+        rows, columns, dtype = high - low, matrix_shape(self.spec.shape)[1], self.spec.dtype
+        matrix = torch.empty(rows, columns, dtype=dtype) if buffer is None else buffer.view(dtype).view(rows, columns)
+        fill_windows(matrix, [rows_of(window, low, high) for window in self.windows], self.source)
+        if self.adapter is not None:
+            a, b, scale = self.adapter
+            matrix.copy_(add(matrix, a.read(), b.read_rows(low, high), scale))
+        return matrix
+
+
+class Merge(NamedTuple):
+    """A low-rank adapter that is merged into a weight as it is written."""
+
+    a: Output
+    b: Output
+    scale: float
 
 
 class OutputFile(NamedTuple):
@@ -179,9 +203,7 @@ def _write_safetensors(folder: Path, file: OutputFile, meter: _Meter, threads: i
             columns = matrix_shape(output.spec.shape)[1]
             nbytes = (high - low) * columns * output.spec.dtype.itemsize
             with meter.room(nbytes):
-                matrix = _buffer(buffers, nbytes).view(output.spec.dtype).view(high - low, columns)
-                fill_windows(matrix, [rows_of(window, low, high) for window in output.windows], output.source)
-                target.write_rows(output.spec.name, low, [matrix])
+                target.write_rows(output.spec.name, low, [output.read_rows(low, high, _buffer(buffers, nbytes))])
 
         in_threads(pieces, work, threads=threads)
 

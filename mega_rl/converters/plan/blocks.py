@@ -136,11 +136,7 @@ def _source_blocks(source: Source, hf: HFConfig, layer: int, expert: int) -> tup
     if source.stacked:
         src_row = expert * (1 if len(item) == 1 else item[0])
     rows, columns = (item[0], item[1:]) if not source.transposed else (item[1], item[:1])
-    if source.part in ("q", "k", "v"):
-        sizes = {part: hf.dims["q" if part == "q" else "kv"] for part in ("q", "k", "v")}
-        src_row = {"q": 0, "k": sizes["q"], "v": sizes["q"] + sizes["k"]}[source.part]
-        rows = sizes[source.part]
-    elif source.part != "all":
+    if source.part != "all":
         rows //= 2
         offset = {"second half": rows, "odd": 1}.get(source.part, 0)
         step = 2 if source.part in ("even", "odd") else 1

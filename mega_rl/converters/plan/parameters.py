@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NamedTuple
 
-from mega_rl.converters.architecture import DiskTensor, HFConfig, OwnTable, is_delta_net, is_moe
+from mega_rl.config.schema import AdapterConfig
+from mega_rl.converters.architecture import Adapter, DiskTensor, HFConfig, OwnTable, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import LAYER_KINDS, Rule, Source
+from mega_rl.converters.plan.adapters import PART, WEIGHT, A, B, read_adapter_config, uncut, with_adapters
 from mega_rl.converters.plan.blocks import source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -158,7 +162,7 @@ def _value_head(hf: HFConfig) -> Rule:
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
     """Return the rules in force, with the model's output head; a tied one has no tensor."""
     if hf.own is not None:
-        return _own_rules(hf, head)
+        return with_adapters(_own_rules(hf, head), hf.adapter)
     rules = []
     for rule in FAMILIES[hf.family].rules:
         if not hf.switches.issuperset(set(rule.when) - LAYER_KINDS):
@@ -169,7 +173,34 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
             elif hf.tied:
                 rule = replace(rule, sources=())
         rules.append(rule)
-    return rules
+    return with_adapters(rules, hf.adapter)
+
+
+def adapted(hf: HFConfig, settings: AdapterConfig, head: Head) -> HFConfig:
+    """Return a model with the adapters of `model.adapter`; rank 0: as it is.
+
+    Raises UserErrors: `path`, which is a policy's, holds another adapter than the settings describe.
+    """
+    if not settings.rank:
+        return hf
+    path = settings.path if head == "lm" else ""
+    if path:
+        stored = asdict(read_adapter_config(Path(settings.path)))
+        given = asdict(settings) | {"path": "", "targets": sorted(set(settings.targets))}
+        different = [name for name in stored if stored[name] != given[name]]
+        if different:
+            problem = "model.adapter.{}={}: the adapter in {} has {}; set that"
+            raise UserErrors([problem.format(n, given[n], settings.path, stored[n]) for n in different])
+    rank, alpha, targets = settings.rank, settings.alpha, tuple(settings.targets)
+    return replace(hf, adapter=Adapter(rank, alpha, targets, settings.rs, path))
+
+
+def adapter_problems(hf: HFConfig, layout: ParallelLayout) -> list[str]:
+    """Return why the adapters of a model cannot be made, or cut this way."""
+    try:
+        return [] if hf.adapter is None else list(dict.fromkeys(uncut(rules_of(hf, "lm"), hf, layout)))
+    except UserError as error:
+        return [str(error)]
 
 
 def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
@@ -246,6 +277,11 @@ def disk_tensors(
 
     own: table of a model that no family describes.
     """
+    layer, is_adapter, part = name.partition(PART)
+    if is_adapter:
+        (weight,) = disk_tensors(model_type, f"{layer}.weight", shape, own)
+        yield DiskTensor(weight.name.removesuffix(WEIGHT) + (A if part == "a" else B), shape, 0)
+        return
     if own is not None:
         yield from own.on_disk.get(name, (DiskTensor(name, shape, 0),))  # a head of our own
         return

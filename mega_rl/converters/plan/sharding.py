@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mega_rl.converters.architecture import HFConfig
@@ -25,6 +25,11 @@ class Sharding:
     layout: ParallelLayout = ParallelLayout()  # noqa: RUF009 - immutable
     spec: Spec = "local"  # the live chunks have its parameter names
     head: Head = "lm"
+
+    @property
+    def merged(self) -> Sharding:
+        """Return the model whose weights have its adapters in them."""
+        return replace(self, hf=replace(self.hf, adapter=None))
 
     @property
     def vocab(self) -> int:

@@ -27,7 +27,9 @@ from mega_rl.converters.live.model_config import (
     transformer_config_kwargs,
     unfused,
 )
-from mega_rl.converters.plan.sharding import Head, Spec
+from mega_rl.converters.plan.ranks import build_plan
+from mega_rl.converters.plan.sharding import Head, Sharding, Spec
+from mega_rl.engines.models.adapters import attach
 from mega_rl.engines.models.heads import ValueHead
 from mega_rl.engines.models.layer import LatentAttention
 from mega_rl.engines.models.moe import ExpertRowParallelLinear, use_own_dispatchers
@@ -231,6 +233,9 @@ def build_chunks(
         if hf.rope.kind == "llama3":
             set_llama3_frequencies(chunk, hf)
         order_angles(chunk)
+        if hf.adapter is not None:
+            plan = build_plan(Sharding(hf, layout, spec=impl, head=head), at, vp_stage=stage)
+            attach(chunk, plan, hf=hf, head=head, groups=groups)
         mark_tensor_parallel(chunk)
         unmark_whole_weights(chunk)
         pass_on_padding(chunk)

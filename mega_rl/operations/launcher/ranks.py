@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
@@ -98,16 +98,9 @@ def environment(
 class NodeRanks:
     """The ranks of this node, of one generation after another."""
 
-    def __init__(
-        self,
-        program: Sequence[str],
-        *,
-        variables: Mapping[str, str],
-        interface: str = "lo",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, program: Sequence[str], *, variables: Mapping[str, str], interface: str = "lo") -> None:
         """program: a module and its arguments. variables: as `base` of `environment`."""
-        self._program, self._variables, self._interface, self._clock = program, variables, interface, clock
+        self._program, self._variables, self._interface = program, variables, interface
         self._running: dict[int, Child] = {}
         self._last_words = -1  # descriptor of the generation's file, see LAST_WORD
         self._kill_at = float("inf")
@@ -137,7 +130,7 @@ class NodeRanks:
 
     def poll(self) -> list[RankEnd]:
         """Return the ranks that have ended since the last call; kill those whose time is over."""
-        if self._clock() >= self._kill_at:
+        if time.monotonic() >= self._kill_at:
             self.kill()
         ends = []
         for rank, child in list(self._running.items()):
@@ -162,7 +155,7 @@ class NodeRanks:
         """End the ranks by END_NOW, after END_GRACE_S by SIGKILL; return at once."""
         self.signal(END_NOW)
         self.signal(signal.SIGCONT)  # a stopped process takes no other signal
-        self._kill_at = min(self._kill_at, self._clock() + END_GRACE_S)
+        self._kill_at = min(self._kill_at, time.monotonic() + END_GRACE_S)
 
     def kill(self) -> None:
         """Kill the ranks and their process groups."""

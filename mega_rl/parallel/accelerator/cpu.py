@@ -178,69 +178,36 @@ class Generators:
 _STREAM = Done()
 
 
-def _current_device() -> torch.device:
-    """The CPU as a torch.device: upstream passes the result as `device=`."""
-    return CPU
-
-
 def _get_rng_state(device: object = None) -> torch.Tensor:
     return torch.default_generator.get_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: object = None) -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    # torch.manual_seed would reseed the CUDA generators too, that is, call this function again.
-    torch.default_generator.manual_seed(seed)
-
-
-def _call_now(callback: Callable[[], None], **kwargs: object) -> None:
-    callback()
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
-def _the_stream(*args: object, **kwargs: object) -> Done:
-    return _STREAM
-
-
-def _stream_context(stream: Done | None) -> contextlib.nullcontext[None]:
-    return contextlib.nullcontext()  # DDP with several optimizer instances enters it again
-
-
-def _memory_allocated(device: object = None) -> int:
-    return resident_bytes()
-
-
-def _memory_stats(device: object = None) -> dict[str, int]:
-    return {}
-
-
 STANDIN_NAMES: dict[str, Any] = {
-    "current_device": _current_device,
+    "current_device": lambda: CPU,  # upstream passes the result as `device=`
     "set_device": _nothing,
     "device_count": lambda: 1,
     "synchronize": _nothing,
     "empty_cache": _nothing,
-    "memory_allocated": _memory_allocated,
-    "memory_reserved": _memory_allocated,
-    "memory_stats": _memory_stats,
+    "memory_allocated": lambda device=None: resident_bytes(),
+    "memory_reserved": lambda device=None: resident_bytes(),
+    "memory_stats": lambda device=None: {},
     "get_rng_state": _get_rng_state,
-    "set_rng_state": _set_rng_state,
-    "manual_seed": _manual_seed,
+    "set_rng_state": lambda new_state, device=None: torch.default_generator.set_state(new_state),
+    # torch.manual_seed would reseed the CUDA generators too, that is, call this function again.
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
     "default_generators": Generators(),
     "random": SimpleNamespace(get_rng_state=_get_rng_state),
-    "_lazy_call": _call_now,
+    "_lazy_call": lambda callback, **_: callback(),
     "_lazy_init": _nothing,
     "Stream": Done,
     "Event": Done,
-    "stream": _stream_context,
-    "current_stream": _the_stream,
-    "default_stream": _the_stream,
+    "stream": lambda stream: contextlib.nullcontext(),  # DDP with several optimizer instances enters it again
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
     "set_stream": _nothing,
     "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
     "FloatTensor": torch.FloatTensor,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mega_rl import environment
-from mega_rl.config.choices import OWN_CHOICES
+from mega_rl.config.choices import OWN_CHOICES, is_sampled
 from mega_rl.config.keys import value_of, with_settings
 from mega_rl.config.loader import Overrides, load
 from mega_rl.config.rules import check
@@ -22,6 +22,7 @@ from mega_rl.data.downloads import HubNames, fetch, hub_names
 from mega_rl.data.hub import dataset_name
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.plan.preflight.checkpoints import (
+    check_adapters,
     check_reference,
     check_tokenizers,
     check_weight_files,
@@ -102,6 +103,7 @@ def _of_models(config: Config, checkpoints: Checkpoints, world_size: int) -> lis
     """Return every problem that shows without weights and data."""
     models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
     problems = [*check(config, world_size=world_size, models=models), *check_reference(config, checkpoints)]
+    problems += [] if problems else check_adapters(config, checkpoints, world_size)
     if not problems:  # memory can be planned only for legal settings
         problems += check_memory(config, checkpoints, world_size)
     problems += [*check_tokenizers(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]
@@ -124,19 +126,19 @@ def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
 
 def check_data(config: Config, *, trains: bool = True) -> Iterator[str]:
     """Yield the problems of the files of prompts."""
-    data, validation = config.data, config.validation
+    data, validation, asks = config.data, config.validation, is_sampled(config)
     if trains and not data.train_files and data.reads_train_files:
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
     for name, source in data.mixture.named().items():
         own = replace(data, prompt_key=source.prompt_key or data.prompt_key)
-        yield from _data_files(f"data.mixture.sources.{name}", source.files, own)
-    yield from _data_files("data.train_files", data.train_files, data)
-    yield from _data_files("data.val_files", data.val_files, data)
+        yield from _data_files(f"data.mixture.sources.{name}", source.files, own, needs_prompt=asks)
+    yield from _data_files("data.train_files", data.train_files, data, needs_prompt=asks)
+    yield from _data_files("data.val_files", data.val_files, data, needs_prompt=asks)
     for name, files in validation.sets.items():
-        yield from _data_files(f"validation.sets.{name}", files_of(files), data)
+        yield from _data_files(f"validation.sets.{name}", files_of(files), data, needs_prompt=asks)
 
 
-def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[str]:
+def _data_files(key: str, files: Iterable[str], data: DataConfig, *, needs_prompt: bool) -> Iterator[str]:
     for path in map(Path, files):
         if data.stream.rows and dataset_name(str(path)) is not None:  # a data set of the Hub, which is streamed
             continue
@@ -153,7 +155,7 @@ def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[st
             except (ArrowException, OSError):
                 yield f"{key}: {path}: not a readable Parquet file; write it again"
                 continue
-            if columns and data.prompt_key not in columns:
+            if columns and needs_prompt and data.prompt_key not in columns:
                 there = ", ".join(sorted(columns))
                 yield f"{key}: {path}: has no column {data.prompt_key!r} (data.prompt_key); it has {there}"
 

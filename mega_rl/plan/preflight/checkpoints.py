@@ -17,10 +17,13 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, KnownBug
 from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config, release_problems
+from mega_rl.converters.plan.parameters import adapter_problems
 from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.data.downloads import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.plan.setup import models_of
 
 ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.source.path"
 # Properties of a checkpoint that its forward does not depend on.
@@ -132,6 +135,18 @@ def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iter
             f"algorithm.loss={config.algorithm.loss}: a divergence goes over one vocabulary, but model.path and "
             "model.ref_path differ in its size; take a teacher of the same size, or another loss"
         )
+
+
+def check_adapters(config: Config, checkpoints: Mapping[str, HFConfig], world_size: int) -> Iterator[str]:
+    """Yield why the models that train cannot have the adapters of `model.adapter`."""
+    try:
+        for role, model in models_of(config, checkpoints).items():
+            layout = ParallelLayout.of_engine(
+                config.engine, world_size=world_size, has_experts=model.hf.moe is not None
+            )
+            yield from (f"{role}: {problem}" for problem in adapter_problems(model.hf, layout))
+    except UserError as error:
+        yield from str(error).splitlines()
 
 
 def check_tokenizers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:

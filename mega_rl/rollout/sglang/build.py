@@ -217,7 +217,7 @@ def connect(
     hidden_tokens: IdRanges,
 ) -> Connection:
     """Return the connection with servers that are ready; `resources` closes it. hidden_tokens: never in a response."""
-    sglang, hf = rollout.sglang, actor.sharding.hf
+    sglang, hf = rollout.sglang, actor.sharding.merged.hf
     # Every rank has a control of every server; only the one that leads a server uses it.
     controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
     servers = [Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)]
@@ -253,7 +253,7 @@ def connect(
             num_servers=len(servers),
             expected=ExpectedServer(
                 hf,
-                sent_shapes(actor.sharding),
+                sent_shapes(actor.sharding.merged),
                 _name_of(dtype),
                 tp=None if sglang.urls else sglang.server.tp,
                 routing=sglang.return_routing,

@@ -6,12 +6,20 @@ import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.losses import AGGREGATIONS, Correction, PolicyObjective
-from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects, reads_reference
+from mega_rl.config.choices import (
+    ADVANTAGE,
+    CORRECTION,
+    LOSS,
+    chosen,
+    corrects,
+    is_sampled,
+    reads_reference,
+)
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.schema import (
     AlgorithmConfig,
@@ -38,7 +46,7 @@ from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient
 from mega_rl.trainer.rows import Overlong
 from mega_rl.types import Rollout
 from mega_rl.workers.ahead import OneStepAhead
-from mega_rl.workers.models import LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
+from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
 if TYPE_CHECKING:
     from mega_rl.trainer.assemble.load import LoadedRun
@@ -69,7 +77,7 @@ class Method:
 
 def choose_method(config: Config) -> Method:
     """Return the algorithm that a recipe chooses. Raises UserError as `Choice.build` does."""
-    if config.algorithm.correction.name == "auto":
+    if config.algorithm.correction.name == "auto" and is_sampled(config):
         log.info("algorithm.correction=auto takes %s", chosen(config, CORRECTION))
     return Method(
         config.algorithm,
@@ -96,14 +104,19 @@ def build_actor_role(
 ) -> LearningWorker:
     """Return the role of the policy on its engine; it learns after the critic's warm-up."""
     algorithm, objective = method.settings, method.objective
-    loss = PolicyLoss(
-        objective,
-        kl=kl if algorithm.kl.name == "loss" else None,
-        kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
-        entropy_coef=algorithm.entropy_coef,
-        drift_coef=getattr(objective, "drift_coef", 0.0),
-        correction=method.correction,
-        on_policy=method.on_policy,
+    kind: Any = algorithm.kind
+    loss: PolicyLoss | GivenLoss = (
+        GivenLoss(kind)
+        if kind.form != "prompts"
+        else PolicyLoss(
+            objective,
+            kl=kl if algorithm.kl.name == "loss" else None,
+            kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
+            entropy_coef=algorithm.entropy_coef,
+            drift_coef=getattr(objective, "drift_coef", 0.0),
+            correction=method.correction,
+            on_policy=method.on_policy,
+        )
     )
     first = algorithm.critic_warmup_steps
     rate = partial(learning_rate, peak=optim.lr, optim=optim, total_steps=total_steps - first)

@@ -15,11 +15,13 @@ from typing import Literal, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mega_rl.algorithms.preferences import TrainingKind
 from mega_rl.config.rules.rollout import files_of
 from mega_rl.config.schema import ChatConfig, DataConfig, RolloutConfig, TrainerConfig
 from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order
 from mega_rl.data.chat import check_template
+from mega_rl.data.columns import RewardColumns
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.data.prompts import fingerprint, load_prompts, split
 from mega_rl.data.rows import DataContext, RowSource
@@ -30,7 +32,7 @@ from mega_rl.parallel.agreement import broadcast_json, first_failure, run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.build import RunRewards, check_tests
 from mega_rl.rewards.score import ResponseReader
-from mega_rl.rollout.tokens import check_stop_tokens
+from mega_rl.rollout.tokens import check_stop_tokens, token_endings
 from mega_rl.tracking import progress
 from mega_rl.types import Prompt, PromptSet
 
@@ -117,13 +119,25 @@ class RunPrompts(NamedTuple):
     fingerprint: str
 
 
+def prompt_reader(
+    kind: TrainingKind, data: DataConfig, tokens: Tokens, columns: RewardColumns, *, vocab_size: int
+) -> PromptReader:
+    """Return the reading of a run's rows, of prompts or with given answers."""
+    tokenizer, chat = tokens.tokenizer, data.chat.template != "false"
+    reader = PromptReader(data, tokenizer, vocab_size, columns)
+    if kind.form == "prompts":
+        return reader
+    stop_ids = {*tokens.stop_ids, *dict(token_endings(tokenizer, chat_template=chat))}
+    end_id = tokens.stop_ids[0] if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+    return replace(reader, kind=kind, stop_ids=frozenset(stop_ids), end_id=end_id)
+
+
 def build_prompts(
-    data: DataConfig, sets: Mapping[str, object], trainer: TrainerConfig, tokens: Tokens, rewards: RunRewards,
-    source: OwnRows | None, *, vocab_size: int, world: Ranks,
+    reader: PromptReader, sets: Mapping[str, object], trainer: TrainerConfig, tokens: Tokens, rewards: RunRewards,
+    source: OwnRows | None, *, world: Ranks,
 ) -> RunPrompts:  # fmt: skip
     """Read the prompts of a run, and check that its rewards can score them; collective."""
-    columns = rewards.columns(data.answer_key, data.source_key)
-    reader = PromptReader(data, tokens.tokenizer, vocab_size, columns)
+    data = reader.data
     train, held_out = load_data(reader, sets, tokens, seed=trainer.seed, source=source)
     identity = agreed_fingerprint(train, held_out, world)
     if data.stream.rows:

@@ -16,6 +16,7 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.build import build_engine, resolve_model
+from mega_rl.engines.models.adapters import without_adapters
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.engines.models.specs import check_one_backend
 from mega_rl.engines.own_layout import OwnLayout
@@ -36,7 +37,6 @@ from mega_rl.workers.residency import ResidentModels
 log = logging.getLogger(__name__)
 
 TRAINED_ROLES: tuple[Role, ...] = ("actor", "critic")
-_HEADS: dict[Role, Head] = {"actor": "lm", "critic": "value", "reference": "lm", "reward": "value"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
     asked = requested_models(config)
     models = {
         role: resolve_model(
-            role, one.path, head=_HEADS[role], trainable=role in TRAINED_ROLES,
+            role, one.path, head=one.head, trainable=role in TRAINED_ROLES,
             settings=settings, attention=one.attention, device_type=device_type,
         )
         for role, one in asked.items()
@@ -146,6 +146,8 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, step
         return RoleMeter(ModelWork(sharding.hf, head=sharding.head), work, actor.replica.size)
 
     reference, lessons, average, updates = None, None, None, reference_updates()
+    if method.reads_reference and "reference" not in engines:
+        reference = ReferenceWorker(without_adapters(actor.forward), meter("actor"))
     if "reference" in engines:
         frozen, counted, relaid = engines["reference"], meter("reference"), None
         if frozen.groups is not actor.groups:

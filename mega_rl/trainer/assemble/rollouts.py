@@ -23,7 +23,7 @@ from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.tokens import ids_of, with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
-from mega_rl.types import Draws, Prompt
+from mega_rl.types import Draws, Metrics, Prompt, Rollout
 from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import (
@@ -48,6 +48,26 @@ class OwnRollouts:
     draws: bool  # evaluations say how they sample
 
 
+class NoRollouts:
+    """Source and weight sync of a run that samples nothing."""
+
+    weight_version = 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        raise AssertionError("this run samples nothing")
+
+    def metrics(self) -> Metrics:
+        return {}
+
+    def resume_at(self, version: int) -> None:
+        """Do nothing: there is no version."""
+
+    def publish(self) -> Metrics:
+        return {}
+
+
 CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
 
 
@@ -68,6 +88,8 @@ def build_rollouts(
     """Return the rollouts of a run; waits for servers; collective. prompts: of a step."""
     plan, world, actor = inputs.plan, inputs.world, roles.actor_engine
     own = (actor.data_parallel, actor.replica, rollout.n, trainer.seed)
+    if rollout.backend == "none" and inputs.rollouts is None:
+        return Rollouts(NoRollouts(), NoRollouts(), Residency(roles.models, world))
     if rollout.backend == "none":
         to_source = WeightsToSource(actor.export_weights)
         made, pending = _make_source(inputs, rollout, trainer.seed, roles, None, to_source)

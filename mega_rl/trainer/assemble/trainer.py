@@ -6,27 +6,28 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from mega_rl.checkpoint.identity import run_identity
 from mega_rl.checkpoint.run_state import ORDER, RandomState
 from mega_rl.checkpoint.store import HfExports, RunCheckpoints
+from mega_rl.config.choices import is_sampled, kind_of_run
 from mega_rl.config.keys import as_record, recorded
 from mega_rl.config.schema import CheckpointConfig, Config
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink, Ranks
+from mega_rl.protocols import Ranks
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.sinks import make_sink
 from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector, build_meter
-from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, with_length
+from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, prompt_reader, with_length
+from mega_rl.trainer.assemble.given import Batches, Parts, build_given
 from mega_rl.trainer.assemble.load import LoadedRun, build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES
 from mega_rl.trainer.assemble.records import build_recorder, show_run
-from mega_rl.trainer.collect import Collector, OrderState
+from mega_rl.trainer.collect import OrderState
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.loop import Stages, StepLog, Trainer
 from mega_rl.types import JsonObject
@@ -47,14 +48,16 @@ def build_trainer(
     # Mistakes in data, rewards and attention end the run before weights are loaded and before anything is written.
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     world, run_dir, tokens = inputs.world, Path(config.trainer.run_dir), inputs.tokens
+    columns = inputs.rewards.columns(config.data.answer_key, config.data.source_key)
+    kind, vocab_size = kind_of_run(config), inputs.plan.models["actor"].hf.vocab_size
+    reader = prompt_reader(kind, config.data, tokens, columns, vocab_size=vocab_size)
     prompts = build_prompts(
-        config.data, config.validation.sets, config.trainer, tokens, inputs.rewards, inputs.rows,
-        vocab_size=inputs.plan.models["actor"].hf.vocab_size, world=world,
-    )  # fmt: skip
+        reader, config.validation.sets, config.trainer, tokens, inputs.rewards, inputs.rows, world=world
+    )
     resources.callback(prompts.order.close)
     warmup = config.optim.warmup_steps + config.algorithm.critic_warmup_steps
     config = replace(config, trainer=with_length(config.trainer, len(prompts.train), warmup=warmup))
-    trainer, rollout, overlong, record = config.trainer, config.rollout, config.reward.overlong, as_record(config)
+    trainer, record = config.trainer, as_record(config)
     # From here on no other run writes into this one's folder.
     identity = identify(config, prompts.fingerprint, world)
     checkpoints = RunCheckpoints(
@@ -62,7 +65,7 @@ def build_trainer(
         layout=str(groups.layout), config=record, rank_states={"random": RandomState()},
     )  # fmt: skip
     resources.enter_context(checkpoints)
-    run = load_run(inputs, rollout, trainer, accelerator, groups, resources, prompts=prompts.order.batch)
+    run = load_run(inputs, config.rollout, trainer, accelerator, groups, resources, prompts=prompts.order.batch)
     done, drawn = restore(checkpoints, run, prompts)
     checkpoints.move_earlier_run(run_dir)
     if world.rank == 0:
@@ -71,26 +74,35 @@ def build_trainer(
         config.metrics, run_dir,
         is_writer=world.rank == 0, resume_step=done + 1, total_steps=trainer.steps, settings=record,
     )  # fmt: skip
-    resources.push(partial(_close_sink, sink))
+    resources.push(lambda kind, *_: sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt)))
     in_bf16, scores = config.model.dtype == "bf16", config.reward.source.name != "none"
     meter = build_meter(run, accelerator, in_bf16=in_bf16, scores=scores, done=done)
     stage, steps = Stages(meter, run.rollouts.devices), StepLog(sink, meter)
-    batches = build_collector(run, prompts, rollout, config.data.curriculum, overlong, stage, steps, drawn=drawn)
-    algorithm = build_algorithm(run, rollout, overlong, stage, steps)
+    if is_sampled(config):
+        parts = build_sampled(config, run, prompts, stage, steps, (done, drawn))
+    else:
+        longest = config.data.max_prompt_tokens
+        parts = build_given(kind, run, prompts, stage, steps, longest=longest)
+    batches, algorithm, events = parts
     saves = build_saves(run, config.checkpoint, checkpoints, batches, stage, steps, done=done, stop=stop_requested)
+    return Trainer(batches, algorithm, run.rollouts.sync, [*events, saves], stage, steps, trainer.steps, done)
+
+
+def build_sampled(
+    config: Config, run: LoadedRun, prompts: RunPrompts, stage: Stages, log: StepLog, start: tuple[int, int]
+) -> Parts:
+    """Return batches, algorithm and events of a run that samples; start: steps done, prompts drawn."""
+    rollout, overlong, metrics, trainer = config.rollout, config.reward.overlong, config.metrics, run.trainer
+    batches = build_collector(run, prompts, rollout, config.data.curriculum, overlong, stage, log, drawn=start[1])
+    algorithm = build_algorithm(run, rollout, overlong, stage, log)
     evaluation = build_evaluation(run, config.validation, prompts.held_out, stage.hold)
-    recorder = build_recorder(run, config.metrics.records, record, stage, done=done)
+    recorder = build_recorder(run, metrics.records, as_record(config), stage, done=start[0])
     dumps = DumpRollouts(
-        sink, tokens.reader.written, tokens.render, stage,
-        steps=trainer.steps, interval=config.metrics.rollout_interval, count=config.metrics.rollout_samples,
+        log.sink, run.tokens.reader.written, run.tokens.render, stage,
+        steps=trainer.steps, interval=metrics.rollout_interval, count=metrics.rollout_samples,
     )  # fmt: skip
-    validate = Validate(evaluation, dumps, stage, steps, trainer.steps, trainer.val_interval)
-    events = [*([] if recorder is None else [recorder]), dumps, Warn(steps), validate, saves]
-    return Trainer(batches, algorithm, run.rollouts.sync, events, stage, steps, trainer.steps, done)
-
-
-def _close_sink(sink: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
-    sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
+    validate = Validate(evaluation, dumps, stage, log, trainer.steps, trainer.val_interval)
+    return batches, algorithm, [*([] if recorder is None else [recorder]), dumps, Warn(log), validate]
 
 
 def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
@@ -99,6 +111,9 @@ def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
     names = [*named.train_files, *named.mixture.files()]
     files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
     known = {"seed": config.trainer.seed, "data": fingerprint, "engine": config.engine.backend}
+    known |= {} if is_sampled(config) else {"algorithm.kind": config.algorithm.kind.name}
+    if config.model.adapter.rank:
+        known["adapter"] = str(replace(config.model.adapter, path=""))
     return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 
@@ -128,7 +143,7 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) ->
 
 
 def build_saves(
-    run: LoadedRun, settings: CheckpointConfig, checkpoints: RunCheckpoints, batches: Collector,
+    run: LoadedRun, settings: CheckpointConfig, checkpoints: RunCheckpoints, batches: Batches,
     stage: Stages, log: StepLog, *, done: int, stop: Callable[[], bool],
 ) -> SaveAndExport:  # fmt: skip
     """Return the event that saves and exports; done: steps when the run begins."""

@@ -24,24 +24,19 @@ from mega_rl.trainer.collect import Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.types import Metrics, Rollout
 from mega_rl.verify.learn.tasks import Curve, LearningTask, Variant
+from mega_rl.verify.rl.inputs import UNSEEN
 from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer
 from mega_rl.workers.rollout import RolloutWorker
 
 log = logging.getLogger(__name__)
 
-# Settings of every task: a small model in fp32 on one CPU, without files that nobody reads.
+# Settings of every task: a small model in fp32.
 SHARED: Mapping[str, object] = {
     "model.dtype": "fp32",
     "model.attn_implementation": "sdpa",
-    "trainer.device": "cpu",
-    "trainer.timeout_s": 120.0,
-    "checkpoint.save_final": False,
-    "checkpoint.resume": "never",
+    **UNSEEN,
     "data.max_prompt_tokens": 8,
     "rollout.hf.batch_size": 4096,
-    "metrics.tensorboard": False,
-    "metrics.progress_bar": False,
-    "metrics.rollout_interval": 0,
 }
 
 

@@ -89,17 +89,12 @@ def _ranked(letter: str, state: str) -> float:
 BETA = 0.5
 
 
-def bandit_reward(prompt: str, response: str) -> float:
-    """Return the reward of an arm in a state."""
-    return _ranked(response, prompt)
-
-
 BANDIT = LearningTask(
     name="bandit",
     summary="a KL-constrained bandit ends at ref * exp(reward / beta)",
     vocabulary=LETTERS,
     prompts=[(state, "") for state in "abcd"],
-    reward=bandit_reward,
+    reward=lambda prompt, response: _ranked(response, prompt),
     settings={
         **_sizes(steps=100, prompts=4, n=128, tokens=1, lr=3e-3),
         **{"optim.schedule": "linear", "optim.min_lr_ratio": 0.0},
@@ -271,11 +266,6 @@ def best_arm(state: str) -> str:
     return LETTERS[(5 * REUSED_STATES.index(state) + 3) % len(LETTERS)]
 
 
-def reused_reward(prompt: str, response: str, answer: str) -> float:
-    """Return 1 for an arm that pays on this row, else 0. answer: these arms."""
-    return float(response in answer)
-
-
 def _reused_rows() -> Rows:
     """Return rows in which every arm pays on exactly its share, each on other rows."""
     shuffled = random.Random(0)
@@ -292,7 +282,7 @@ REUSED_BATCH = LearningTask(
     summary="16 updates on every batch: without a clip the policy settles on the luck of a few rows",
     vocabulary=LETTERS,
     prompts=_reused_rows(),
-    reward=reused_reward,
+    reward=lambda prompt, response, answer: float(response in answer),  # answer: arms that pay on this row
     settings={
         **_sizes(steps=40, prompts=16, n=16, tokens=1, lr=1e-3),
         "algorithm.advantage": "rloo",

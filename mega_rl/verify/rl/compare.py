@@ -14,7 +14,7 @@ from torch import Tensor
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.base import distance
 from mega_rl.verify.layouts import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
-from mega_rl.verify.rl.independent.formulas import Formulas, groups_of, wrong_groups, wrong_prompts
+from mega_rl.verify.rl.independent.formulas import groups_of, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
@@ -47,7 +47,6 @@ def follow(
     folder: Path,
     model: Path,
     settings: LockstepSettings,
-    formulas: Formulas,
     rule: RewardRule,
     *,
     reference: Path | None = None,
@@ -56,7 +55,7 @@ def follow(
 
     reference: the reference's weights; None: those of `model`.
     """
-    trainer = IndependentTrainer(model, settings, formulas, reference=reference)
+    trainer = IndependentTrainer(model, settings, reference=reference)
     start, sampler = trainer.weights(), SamplerTest(settings.temperature)
     done: Counter[str] = Counter()
     for step in range(settings.steps):
@@ -69,7 +68,7 @@ def follow(
                 sampler.add(samples, trainer.policy.logits)
             of_step[SAMPLES] = max(map(abs, sampler.deviations()))
         if settings.max_generations:
-            of_step[SAMPLING] = float(wrong_groups(batch, settings, formulas))
+            of_step[SAMPLING] = float(wrong_groups(batch, settings))
         for own in trainer.step(step, batch):
             real = read_figures(folder, own.role, done[own.role])
             done[own.role] += 1

@@ -54,6 +54,16 @@ SIZES: Mapping[str, object] = {
     "optim.critic_lr": 3e-3,
     "optim.eps": 1e-3,
 }
+# Settings of a run on CPUs whose files nobody reads.
+UNSEEN: Mapping[str, object] = {
+    "checkpoint.save_final": False,
+    "checkpoint.resume": "never",
+    "metrics.tensorboard": False,
+    "metrics.progress_bar": False,
+    "metrics.rollout_interval": 0,
+    "trainer.device": "cpu",
+    "trainer.timeout_s": 120.0,
+}
 # The rollout engine's log-probs are shifted on purpose (`mega_rl.verify.rl.record`), so its guards are wide open.
 FIXED: Mapping[str, object] = {
     "model.dtype": "fp32",
@@ -64,13 +74,7 @@ FIXED: Mapping[str, object] = {
     "rollout.mismatch.mean_limit": 10.0,
     "rollout.mismatch.share_limit": 1.0,
     "rollout.mismatch.max_limit": 100.0,
-    "checkpoint.save_final": False,
-    "checkpoint.resume": "never",
-    "metrics.tensorboard": False,
-    "metrics.progress_bar": False,
-    "metrics.rollout_interval": 0,
-    "trainer.device": "cpu",
-    "trainer.timeout_s": 120.0,
+    **UNSEEN,
 }
 
 
@@ -100,17 +104,10 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
     kept = {key: value_of(read, key) for key in FIELDS if _is_kept(key)}
     sizes = {key: value_of(read, key) if key in given else value for key, value in SIZES.items()}
     config = with_settings(Config(), {**FIXED, **rewards, **kept, **sizes, "trainer.steps": steps})
-    config, path = _without_idle(_shortened(config, given), given), read.model.path
+    config, path = without_idle(_shortened(config, given), given), read.model.path
     if path and (model_name(path) is not None or Path(path).exists() or "model.path" in given):
         return LockstepRun(config, checkpoint_folder(Path(path), label="model.path", weights=False), path)
     return LockstepRun(config, None, STAND_IN + (f": {path} is not there" if path else ""))
-
-
-def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
-    """Return a small run with these settings. source: folder of the architecture's config.json."""
-    fixed = FIXED if settings.get("reward.source") == "none" else {**FIXED, "reward.function": REWARD}
-    config = load(None, {**fixed, **SIZES, "trainer.steps": STEPS, **settings})
-    return LockstepRun(_without_idle(config, set(settings)), source, str(source or STAND_IN))
 
 
 def _is_kept(key: str) -> bool:
@@ -133,7 +130,7 @@ def _shortened(config: Config, given: set[str]) -> Config:
     return with_settings(config, changes)
 
 
-def _without_idle(config: Config, given: set[str]) -> Config:
+def without_idle(config: Config, given: set[str]) -> Config:
     """Return the config with defaults for sizes without effect, except `given` ones."""
     idle = {entry.key for entry in unmet(config)} & set(SIZES) - given
     return with_settings(config, {key: value_of(Config(), key) for key in idle})

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.resources import files
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from mega_rl.config.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen
-from mega_rl.config.keys import flattened, value_of
+from mega_rl.config.keys import value_of
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserErrors
 from mega_rl.verify.rl.independent import records
@@ -22,23 +20,12 @@ from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES
 from mega_rl.verify.rl.independent.records import LockstepSettings, ScoredSample, StepBatch
 from mega_rl.verify.rl.inputs import EOS, SPECIAL, VOCABULARY, reward_of
 
-_TEXT = files("mega_rl.verify.rl").joinpath("algorithms.toml").read_text("utf-8")
-# Settings of an algorithm that differ from the defaults, by its name.
-ALGORITHMS: dict[str, Mapping[str, object]] = {name: flattened(own) for name, own in tomllib.loads(_TEXT).items()}
 # Formulas of the independent trainer: kind of choice -> name -> settings that it reads.
 FORMULAS: Mapping[str, Mapping[str, frozenset[str]]] = {
     ADVANTAGE.key: {name: reads for name, (_, reads) in ADVANTAGES.items()},
     LOSS.key: {name: reads for name, (_, reads) in LOSSES.items()},
     CORRECTION.key: {name: reads for name, (_, reads) in CORRECTIONS.items()},
 }
-
-
-def coverage(choice: Choice) -> tuple[list[str], list[str]]:
-    """Return the names of built-in choices that are followed, and of those that are refused."""
-    followed = FORMULAS[choice.key]
-    return [name for name in choice.builtin if name in followed], [
-        name for name in choice.builtin if name not in followed and name != "auto"
-    ]
 
 
 def lockstep_settings(config: Config) -> LockstepSettings:
@@ -98,7 +85,7 @@ def _followed(config: Config, choice: Choice) -> records.NamedSettings:
 
 def _unknown(config: Config, choice: Choice) -> Iterator[str]:
     """Yield why a choice cannot be followed: it has no formula, or an unread setting."""
-    name, followed = chosen(config, choice), coverage(choice)[0]
+    name, followed = chosen(config, choice), [one for one in choice.builtin if one in FORMULAS[choice.key]]
     if name not in followed:
         yield f"{choice.key}={name}: the independent trainer has no formula of it; legal: {' '.join(followed)}"
         return
@@ -111,18 +98,16 @@ def _unknown(config: Config, choice: Choice) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RewardRule:
-    """Rule by which each response is rewarded; a planted fault replaces a field."""
+    """Rule by which each response is rewarded."""
 
     function: Callable[..., float | Mapping[str, float]] | None  # None: the run has no reward
     weights: Mapping[str, float]  # weight of each named part; default 1
     stop_tokens: frozenset[int]  # one at the end of a response is not in its text
-    # Samples in the order in which their rewards go to the samples: each has its own.
-    placed: Callable[[Sequence[ScoredSample]], Sequence[ScoredSample]] = list
-    answers: Mapping[str, str] = field(default_factory=dict)  # answers of the data's rows, by prompt text
+    answers: Mapping[str, str]  # answers of the data's rows, by prompt text
 
     def scored(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
         """Return the samples with rewards computed from their own tokens."""
-        scores = [self._score(sample) for sample in self.placed(samples)]
+        scores = [self._score(sample) for sample in samples]
         return [
             replace(sample, reward=reward, parts=parts, greedy_reward=math.nan)
             for sample, (reward, parts) in zip(samples, scores, strict=True)

@@ -22,7 +22,6 @@ from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import Layout, resolve_all, stages
 from mega_rl.verify.rl.compare import UpdateErrors, follow, off
-from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import LockstepSettings
 from mega_rl.verify.rl.inputs import EOS, PAD, SPECIAL, STAND_IN, VOCABULARY, LockstepRun, rows, with_layout
 from mega_rl.verify.rl.rewards import RewardRule, lockstep_settings, reward_rule
@@ -43,7 +42,7 @@ ARCHITECTURE = {
     "tie_word_embeddings": False,
 }
 # Parts of an independent trainer.
-Trial: TypeAlias = tuple[LockstepSettings, Formulas, RewardRule]
+Trial: TypeAlias = tuple[LockstepSettings, RewardRule]
 # A layout, its updates, and the first error out of tolerance or how the ranks failed; "": the two trainers agree.
 Lockstep: TypeAlias = tuple[Layout, Sequence[UpdateErrors], str]
 
@@ -80,7 +79,7 @@ def follow_config(
     config: Config, trace: Path, plant: Callable[[Trial], Trial] = lambda trial: trial
 ) -> Iterator[UpdateErrors]:
     """Follow a run's trace; yields each update's errors. plant: puts a fault into the independent trainer."""
-    trial = plant((lockstep_settings(config), Formulas(), reward_rule(config)))
+    trial = plant((lockstep_settings(config), reward_rule(config)))
     reference = Path(config.model.ref_path) if config.model.ref_path else None
     yield from follow(trace, Path(config.model.path), *trial, reference=reference)
 

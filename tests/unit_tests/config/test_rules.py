@@ -211,6 +211,24 @@ RULES = [
         "checkpoint.keep_best=val/pass_at_2:",
     ),
     (1, "checkpoint.keep_best=val/reward_mean", "checkpoint.keep_best=val/reward_mean: validations have no such"),
+    # adapters
+    (1, "model.adapter.alpha=8", "model.adapter.alpha=8.0 has no effect: it needs model.adapter.rank"),
+    (1, "model.adapter.rank=4 M.ddp=torch_fsdp2", "model.adapter.rank=4: M.ddp=torch_fsdp2 is not supported; set"),
+    (
+        1,
+        "model.adapter.rank=4 M.transformer_impl=transformer_engine",
+        "model.adapter.rank=4: M.transformer_impl=transformer_engine has no adapters; legal: auto, local",
+    ),
+    (
+        1,
+        "model.adapter.rank=4 A.kl=loss A.kl.reference_interval=1",
+        "model.adapter.rank=4: A.kl.reference_interval=1 copies weights into the reference",
+    ),
+    (
+        1,
+        "model.adapter.rank=4 model.adapter.path=sft A.kl=loss",
+        "model.adapter.path=sft: the reference would be the model below, not the policy as it starts; merge the two",
+    ),
     # args
     (1, "SGLANG S.server.tp=8 S.server.args.tp_size=2", "S.server.args.tp_size: decided by S.server.tp; leave it"),
     (1, "SGLANG S.server.tp=8 S.server.args.mem_fraction_static=0.96", "S.server.args.mem_fraction_static=0.96:"),

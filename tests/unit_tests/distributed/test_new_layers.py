@@ -11,14 +11,7 @@ from torch import Tensor
 
 from mega_rl.protocols import LossOutput
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import (
-    exported_gradients,
-    make_config,
-    own_rows,
-    replaced,
-    running_engine,
-    worst_difference,
-)
+from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced, running_engine, worst_difference
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import FULL, on_megatron
 from tests.unit_tests.distributed.expert_cases import LAYOUTS, config_of, run_cases

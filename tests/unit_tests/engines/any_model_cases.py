@@ -7,22 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from mega_rl.config.schema import (
-    Config,
-    EngineConfig,
-    MicrobatchConfig,
-    ModelConfig,
-    OptimConfig,
-    RolloutConfig,
-    TrainerConfig,
-)
 from mega_rl.types import Experience
-from tests.helpers.engines import exported, own_rows, running_engine
-from tests.helpers.models import random_experience
+from mega_rl.verify.layouts import TRANSFORMERS, Layout, LayoutErrors, Plan, fsdp
+from tests.helpers.distributed import run_ranks
 
-STEPS, VOCAB = 3, 128
+VOCAB = 128
 # Fields where a class's defaults leave out what makes the family.
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
@@ -53,81 +43,32 @@ def write_model(folder: Path, model_type: str, *, seed: int = 0) -> None:
     model.save_pretrained(folder)
 
 
-def config_of(folder: Path) -> Config:
-    return Config(
-        engine=EngineConfig(backend="fsdp"),
-        model=ModelConfig(path=str(folder), dtype="fp32"),
-        optim=OptimConfig(lr=1e-3, weight_decay=0.1, eps=1e-3, clip_grad=0.0),
-        rollout=RolloutConfig(backend="none"),
-        trainer=TrainerConfig(timeout_s=60.0, microbatch=MicrobatchConfig(max_tokens=64, size=2)),
-    )
+def measured(root: Path, families: list[str], *, ranks: int = 1) -> dict[str, LayoutErrors | str]:
+    """Each family's errors on the FSDP engine against transformers' own model, or why there are none."""
+    why = run_ranks(1, measure_all, str(root), families, TRANSFORMERS, timeout_s=1200)[0]
+    layout, rest = fsdp(ranks), [family for family in families if family not in why]
+    why |= run_ranks(ranks, measure_all, str(root), rest, layout, timeout_s=1200)[0]
+    return {family: why.get(family) or LayoutErrors.read(plan_of(root / family).answer(layout)) for family in families}
 
 
-def train_all(rank: int, root: str, families: list[str]) -> dict[str, Any]:
-    """Every family; its message where it fails."""
-    results: dict[str, Any] = {}
+def plan_of(folder: Path, *layouts: Layout) -> Plan:
+    return Plan(str(folder), str(folder), layouts, reference=TRANSFORMERS, timeout_s=60.0)
+
+
+def measure_all(rank: int, root: str, families: list[str], layout: Layout) -> dict[str, str]:
+    """Measure every family; why, where one fails."""
+    from mega_rl.parallel.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.verify.measure import measure
+
+    why = {}
     for family in families:
         try:
-            results[family] = train_one(Path(root) / family)
+            measure(plan_of(Path(root) / family, layout), accelerator)
         except Exception as error:
-            results[family] = {"error": f"{type(error).__name__}: {error}"[:500]}
-    return results
-
-
-def train_one(folder: Path) -> dict[str, Any]:
-    """Three steps of the engine and of transformers' own model: gradients, and the file against the export."""
-    from transformers import AutoModelForCausalLM
-
-    from mega_rl.algorithms.kl import k3
-    from mega_rl.algorithms.policy_losses import PPO
-    from mega_rl.engines.fsdp_model import sharded_parameters
-    from mega_rl.workers.models import PolicyLoss
-
-    loss = PolicyLoss(PPO(clip_low=0.2, clip_high=0.3), kl=None, kl_estimator=k3)
-    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    judge.get_input_embeddings().padding_idx = None  # a token of rows here like any other, and Helium's is 3
-    on_disk = load_file(folder / "model.safetensors")
-    result: dict[str, Any] = {"gradients": [], "weights": []}
-    with running_engine(config_of(folder)) as engine:
-        result |= {"packs": engine.batching.packing, "attention": engine.attention}
-        start = exported(engine)
-        result["same file"] = start.keys() == on_disk.keys() and all(
-            torch.equal(tensor, on_disk[name]) for name, tensor in start.items()
-        )
-        named = list(judge.named_parameters())
-        decays = [p for name, p in named if p.dim() > 1 and not name.endswith("bias")]  # GPT-OSS stacks biases
-        others = [p for name, p in named if p.dim() == 1 or name.endswith("bias")]
-        adam = torch.optim.AdamW(
-            [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-            lr=1e-3, betas=(0.9, 0.95), eps=1e-3,
-        )  # fmt: skip
-        for group in adam.param_groups:
-            group["betas"] = engine.optimizer.param_groups[0]["betas"]
-        for seed in range(STEPS):
-            batch = near(judge, random_experience(vocab_size=VOCAB, seed=seed))
-            engine.train_minibatch(own_rows(batch, engine), loss, lr=1e-3)
-            adam.zero_grad()
-            judge_loss(judge, batch).backward()
-            expected = {name: p.grad for name, p in judge.named_parameters() if p.grad is not None}
-            actual = {
-                name: p.grad.full_tensor() for name, p in sharded_parameters(engine.model).items() if p.grad is not None
-            }
-            square = sum(float((actual[name] - grad).square().sum()) for name, grad in expected.items())
-            result["gradients"].append((square / sum(float(g.square().sum()) for g in expected.values())) ** 0.5)
-            adam.step()
-            result["weights"].append(bring_together(judge, sharded_parameters(engine.model)))
-    return result
-
-
-@torch.no_grad()
-def bring_together(judge: Any, ours: dict[str, Any]) -> float:
-    """The largest relative difference of a weight, which the judge takes over: state-space models magnify it."""
-    worst = 0.0
-    for name, theirs in judge.named_parameters():
-        own = ours[name].full_tensor()
-        worst = max(worst, float((own - theirs).norm() / theirs.norm()))
-        theirs.copy_(own)
-    return worst
+            why[family] = f"{type(error).__name__}: {error}"[:500]
+    return why
 
 
 def logprobs_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:

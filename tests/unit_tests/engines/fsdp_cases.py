@@ -13,14 +13,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from mega_rl.config.schema import (
-    Config,
-    EngineConfig,
-    MicrobatchConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainerConfig,
-)
+from mega_rl.config.schema import Config, EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig, TrainerConfig
 from tests.helpers.engines import exported, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole

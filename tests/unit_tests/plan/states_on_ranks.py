@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import AdapterConfig, Config
 from tests.helpers.engines import make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 
@@ -40,6 +40,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp": (2, "qwen3", {"engine": "fsdp"}),
     "fsdp, untied, frozen": (2, "llama", {"engine": "fsdp", "frozen": ["model.embed_tokens.*"]}),
     "fsdp, critic": (2, "qwen2", {"engine": "fsdp", "head": "value"}),
+    "adapters, tp2-sp": (2, "qwen3", {"megatron": {"tp": 2, **SP}, "adapter": 4}),
+    "adapters, pp2, critic": (2, "qwen3", {"megatron": {"pp": 2}, "adapter": 4, "head": "value"}),
+    "fsdp, adapters": (2, "llama", {"engine": "fsdp", "adapter": 4}),
     "fsdp, indexers": (2, "deepseek_v32", {"engine": "fsdp"}),
     "tp2-pp2, tied": (4, "qwen3 odd", {"megatron": {"tp": 2, "pp": 2}}),
     "dp4, buckets": (4, "qwen3", {"ddp": BUCKETS}),
@@ -59,7 +62,8 @@ def config_of(checkpoint: Path, case: dict[str, Any]) -> Config:
     areas = {"megatron": "engine.megatron", "ddp": "engine.megatron.ddp", "optimizer": "engine.megatron.optimizer"}
     for name, area in {**areas, "fsdp": "engine.fsdp"}.items():
         config = replaced(config, area, **case.get(name, {}))
-    return replace(config, model=replace(config.model, frozen=case.get("frozen", [])))
+    adapter = AdapterConfig(rank=case.get("adapter", 0))
+    return replace(config, model=replace(config.model, frozen=case.get("frozen", []), adapter=adapter))
 
 
 def run_cases(rank: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.plan.parameters import adapted
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
 from mega_rl.plan.state import Parameter, lay_out, state_of
 from tests.helpers.models import write_tiny_checkpoint
@@ -46,6 +47,7 @@ def test_state_of_every_rank_is_exact(
     world_size, family, case = CASES[name]
     hf = read_hf_config(checkpoints[family])
     setup = RunSetup(config_of(checkpoints[family], case), {"model.path": hf}, Machine(world_size))
+    hf = adapted(hf, setup.config.model.adapter)
     model = PlannedModel("actor", hf, case.get("head", "lm"), case.get("trainable", True))
     planned = [state_of(setup, model, rank) for rank in range(world_size)]
     assert [{part: getattr(state, part) for part in PARTS} for state in planned] == live[name]

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.rewards.builtin import (
-    final_answer,
-    has_final_answer,
-    math_verify,
-    number_match,
-    resolve,
-)
+from mega_rl.rewards.builtin import final_answer, has_final_answer, math_verify, number_match, resolve
 
 GSM8K = "She sells 16 - 3 = <<16-3=13>>13 eggs.\nShe earns 13 * 100 = $<<13*100=1300>>1300.\n#### 1,300"
 

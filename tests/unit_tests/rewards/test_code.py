@@ -9,15 +9,7 @@ import pytest
 
 from mega_rl.config.schema import LocalSandboxConfig
 from mega_rl.rewards.builtin import resolve
-from mega_rl.rewards.code import (
-    CodeTests,
-    code_format,
-    last_program,
-    read_cases,
-    same_text,
-    same_value,
-    specification,
-)
+from mega_rl.rewards.code import CodeTests, code_format, last_program, read_cases, same_text, same_value, specification
 from mega_rl.rewards.sandbox import Execution, SandboxError
 from mega_rl.rewards.sandbox.harness import encode
 from mega_rl.rewards.sandbox.suites import UnknownTestsError

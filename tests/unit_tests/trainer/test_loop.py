@@ -17,11 +17,7 @@ from mega_rl.trainer.mismatch import RolloutMismatchError
 from mega_rl.trainer.policy_gradient import PolicyGradientRules
 from mega_rl.types import Rewards, TokenOutputs
 from mega_rl.workers.models import reference_updates
-from tests.helpers.fakes import (
-    FakePrompts,
-    FakeReward,
-    held_out,
-)
+from tests.helpers.fakes import FakePrompts, FakeReward, held_out
 from tests.helpers.loops import FakeRun, RunSettings
 
 

@@ -11,12 +11,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.mismatch import importance_metrics, importance_summary
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
-from mega_rl.trainer.step_metrics import (
-    NGRAM,
-    experience_metrics,
-    repeated_fractions,
-    rollout_metrics,
-)
+from mega_rl.trainer.step_metrics import NGRAM, experience_metrics, repeated_fractions, rollout_metrics
 from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.threads import on_simulated_ranks

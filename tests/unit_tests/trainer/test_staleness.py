@@ -7,12 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mega_rl.trainer.mismatch import (
-    MismatchGuard,
-    MismatchLimits,
-    StalenessGuard,
-    StaleSampleError,
-)
+from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, StalenessGuard, StaleSampleError
 from mega_rl.types import Metrics, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout

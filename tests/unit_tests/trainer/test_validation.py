@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.trainer.validation import (
-    Evaluation,
-    EvaluationPlan,
-    ScoredSamples,
-    estimates_of,
-    right_samples,
-)
+from mega_rl.trainer.validation import Evaluation, EvaluationPlan, ScoredSamples, estimates_of, right_samples
 from mega_rl.types import Draws, Prompt, PromptSet, RewardParts, Rewards, Rollout
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward
 from tests.helpers.loops import FakeRun, RunSettings, read_ids

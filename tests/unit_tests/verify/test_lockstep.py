@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,15 +20,15 @@ from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import REFERENCE, REWARDS, TOLERANCES, Layout, fsdp, parse
 from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import off
-from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
-from mega_rl.verify.rl.inputs import algorithm_run, with_layout
-from mega_rl.verify.rl.rewards import ALGORITHMS, FORMULAS, coverage, lockstep_settings
+from mega_rl.verify.rl.inputs import with_layout
+from mega_rl.verify.rl.rewards import FORMULAS, lockstep_settings
 from mega_rl.verify.rl.run import follow_config, problem_of, write_inputs
 from mega_rl.verify.rl.trace import read_batch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import ROUTED, bare_config
+from tests.unit_tests.verify.lockstep_faults import ALGORITHMS, FAULTS, SHARED, Fault, algorithm_run
 from tests.unit_tests.verify.lockstep_on_ranks import record_runs
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
@@ -135,7 +136,9 @@ def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if FULL or fault.name in FEW_FAULTS], ids=lambda f: f.name)
 def test_independent_trainer_fault_is_named_by_phase(runs: Runs, fault: Fault) -> None:
-    first = off(follow_config(*runs[fault.algorithm, "1"], fault.plant))
+    run, is_patch = runs[fault.algorithm, "1"], hasattr(fault.plant, "__enter__")
+    with fault.plant if is_patch else nullcontext():
+        first = off(follow_config(*run) if is_patch else follow_config(*run, fault.plant))
     assert first is not None
     assert first[1] == fault.phase, first
 
@@ -162,6 +165,14 @@ def test_dynamic_sampling_runs_drop_groups(runs: Runs, name: str, metric: str) -
     assert sum(json.loads(line).get(metric, 0.0) for line in lines) > 0
     drawn = [len(read_batch(trace, step).generations) for step in range(config.trainer.steps)]
     assert drawn == [json.loads(line)["rollout/generations"] for line in lines]
+
+
+def coverage(choice: Choice) -> tuple[list[str], list[str]]:
+    """Names of built-in choices that are followed, and of those that are refused."""
+    followed = FORMULAS[choice.key]
+    return [name for name in choice.builtin if name in followed], [
+        name for name in choice.builtin if name not in followed and name != "auto"
+    ]
 
 
 @pytest.mark.parametrize("choice", ALGORITHM_CHOICES, ids=lambda choice: str(choice.key))

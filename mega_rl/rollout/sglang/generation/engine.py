@@ -18,14 +18,7 @@ from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sampling import is_greedy, response_limits, stream_keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import (
-    GenerationResult,
-    Key,
-    Sample,
-    SampleRequest,
-    Sampling,
-    State,
-)
+from mega_rl.rollout.sglang.generation.samples import GenerationResult, Key, Sample, SampleRequest, Sampling, State
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)

@@ -76,6 +76,7 @@ def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Ex
 
 def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """Return in words the settings of a server under which an update fails."""
+    short = [short for short, name in _SHORT_DTYPES.items() if name == expected.dtype]
     rules: list[tuple[str, tuple[object, ...], str]] = [
         ("version", TESTED, "its endpoints are known for tested releases only"),
         ("pp_size", (1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
@@ -83,7 +84,7 @@ def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list
         ("speculative_algorithm", (None, ""), "the draft model would keep its old weights"),
         ("is_embedding", (False, None), "it has to generate"),
         # "auto" means bfloat16 for a checkpoint in float32 too, so it is not accepted.
-        ("dtype", _names_of(expected.dtype), "start it with --dtype of rollout.dtype"),
+        ("dtype", (expected.dtype, *short), "start it with --dtype of rollout.dtype"),
     ]
     if server.get("enable_dp_attention") is not True:
         rules.append(("dp_size", (1, None), "without enable_dp_attention weights reach one data-parallel replica only"))
@@ -96,10 +97,6 @@ def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list
         for name, allowed, why in rules
         if server.get(name) not in allowed
     ]
-
-
-def _names_of(dtype: str) -> tuple[str, ...]:
-    return (dtype, *(short for short, name in _SHORT_DTYPES.items() if name == dtype))
 
 
 def _wrong_checkpoint(path: Path, expected: ExpectedServer) -> list[str]:

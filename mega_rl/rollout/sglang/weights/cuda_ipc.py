@@ -174,11 +174,9 @@ class CudaIpcTransport(Transport):
     def leader_of(self, server: Server) -> int:
         return self._sites.index(server.hosts[0])
 
-    def _ranks_of_sites(self) -> list[list[int]]:
-        return [[rank for rank, site in enumerate(self._sites) if site == name] for name in sorted(set(self._sites))]
-
     def _open(self) -> None:
-        timeout_s, parts = self._timeout_s + GRACE_S, self._ranks_of_sites()
+        timeout_s, sites = self._timeout_s + GRACE_S, sorted(set(self._sites))
+        parts = [[rank for rank, site in enumerate(self._sites) if site == name] for name in sites]
         self._world = open_ranks(timeout_s=timeout_s)
         self._part = open_ranks(parts, timeout_s=timeout_s) if len(parts) > 1 else self._world
 

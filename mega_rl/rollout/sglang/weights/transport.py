@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mega_rl.converters.live.adapters import merged
 from mega_rl.converters.live.export import export_hf
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, renamed
 from mega_rl.parallel.agreement import merge_failures
@@ -40,7 +41,7 @@ class TrainerWeights:
 
     def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
         """Return the plan: see `reshard.plan_buckets`."""
-        sharding, itemsize = self.engine.sharding, self.dtype.itemsize
+        sharding, itemsize = self.engine.sharding.merged, self.dtype.itemsize
         plan = plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
         named = (tuple(slot._replace(name=self._on_disk(slot.name)) for slot in bucket.slots) for bucket in plan)
         return tuple(replace(bucket, slots=slots) for bucket, slots in zip(plan, named, strict=True))
@@ -49,7 +50,7 @@ class TrainerWeights:
         """Yield (name in the checkpoint, full tensor) on all ranks of a replica; see `export_hf`."""
         place = replace(self.engine.place, bucket_bytes=bucket_bytes)
         tensors = export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, own_stage=own_stage)
-        return ((self._on_disk(name), tensor) for name, tensor in tensors)
+        return ((self._on_disk(name), tensor) for name, tensor in merged(tensors, self.engine.sharding.hf.adapter))
 
     def _on_disk(self, name: str) -> str:
         return renamed(name, PLAIN_NAMES, self.engine.sharding.hf.prefixes)

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mega_rl.verify.rl.independent.formulas import Formulas, Row, returns_to_go
+from mega_rl.verify.rl.independent import formulas
+from mega_rl.verify.rl.independent.formulas import Row, returns_to_go
 from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
 
 
@@ -25,7 +26,6 @@ class Responses:
     values: list[Row]
     parts: Sequence[Mapping[str, float]]  # parts of the rewards by name, with the punishment of overlong ones
     part_weights: Mapping[str, float]
-    formulas: Formulas
 
     def groups(self) -> list[list[int]]:
         """Return the numbers of the responses to each prompt."""
@@ -58,6 +58,12 @@ def centred(rewards: Row, lengths: list[int]) -> Row:
     return [reward - mean for reward in rewards]
 
 
+def normalized(rewards: Row, lengths: list[int]) -> Row:
+    """Return the centred rewards divided by their deviation."""
+    below = formulas.sample_deviation(rewards) + 1e-6
+    return [number / below for number in centred(rewards, lengths)]
+
+
 def against_others(rewards: Row, lengths: list[int]) -> Row:
     """Return each reward less the mean of the others (RLOO, arXiv:2402.14740)."""
     others = len(rewards) - 1
@@ -71,13 +77,13 @@ def generalized(responses: Responses, choice: NamedSettings) -> list[Row]:
         decay = choice["policy_lambda"] or choice["gae_lambda"]
         if choice["length_alpha"] > 0:
             decay = max(1 - 1 / (choice["length_alpha"] * sample.length), 0.0)
-        rows.append(responses.formulas.gae(rewards, values, choice["gamma"], decay)[0])
-    return responses.formulas.whitened(rows) if choice["whiten"] else rows
+        rows.append(formulas.gae(rewards, values, choice["gamma"], decay)[0])
+    return formulas.whitened(rows) if choice["whiten"] else rows
 
 
 def value_targets(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the critic's targets: the returns of GAE by the critic's own lambda."""
-    gae, gamma, lam = responses.formulas.gae, choice["gamma"], choice["gae_lambda"]
+    gae, gamma, lam = formulas.gae, choice["gamma"], choice["gae_lambda"]
     return [gae(*row, gamma, lam)[1] for row in zip(responses.token_rewards, responses.values, strict=True)]
 
 
@@ -88,9 +94,9 @@ def group_relative(responses: Responses, choice: NamedSettings) -> list[Row]:
     (after Lite PPO, arXiv:2508.08221).
     """
     if choice.words["std"] == "group":
-        return responses.on_every_token(responses.of_groups(_normalized_by(responses.formulas)))
+        return responses.on_every_token(responses.of_groups(normalized))
     numbers = responses.of_groups(centred)
-    below = responses.formulas.deviation(numbers) + 1e-6 if choice.words["std"] == "batch" else 1.0
+    below = formulas.sample_deviation(numbers) + 1e-6 if choice.words["std"] == "batch" else 1.0
     return responses.on_every_token([number / below for number in numbers])
 
 
@@ -99,22 +105,12 @@ def parts_relative(responses: Responses, choice: NamedSettings) -> list[Row]:
 
     Source: GDPO, arXiv:2601.05242, section 3; deviations and what is added to them are those of `group_relative`.
     """
-    normalized, totals = _normalized_by(responses.formulas), [0.0] * len(responses.samples)
+    totals = [0.0] * len(responses.samples)
     for name in responses.parts[0]:
         numbers = responses.of_groups(normalized, of=[parts[name] for parts in responses.parts])
         weight = responses.part_weights.get(name, 1.0)
         totals = [total + weight * number for total, number in zip(totals, numbers, strict=True)]
     return responses.on_every_token(normalized(totals, []))
-
-
-def _normalized_by(formulas: Formulas) -> Callable[[Row, list[int]], Row]:
-    """Return the function that centres numbers and divides them by their deviation."""
-
-    def normalized(rewards: Row, lengths: list[int]) -> Row:
-        below = formulas.deviation(rewards) + 1e-6
-        return [number / below for number in centred(rewards, lengths)]
-
-    return normalized
 
 
 def leave_one_out(responses: Responses, choice: NamedSettings) -> list[Row]:
@@ -125,7 +121,7 @@ def leave_one_out(responses: Responses, choice: NamedSettings) -> list[Row]:
 def whitened_returns(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the returns of token rewards, whitened over the batch (REINFORCE++, arXiv:2501.03262)."""
     rows = [returns_to_go(rewards, choice["gamma"]) for rewards in responses.token_rewards]
-    return responses.formulas.whitened(rows)
+    return formulas.whitened(rows)
 
 
 def whitened_centred_returns(responses: Responses, choice: NamedSettings) -> list[Row]:
@@ -135,7 +131,7 @@ def whitened_centred_returns(responses: Responses, choice: NamedSettings) -> lis
         rewards = list(responses.token_rewards[i])
         rewards[-1] += number - responses.rewards[i]
         rows.append(returns_to_go(rewards, 1.0))
-    return responses.formulas.whitened(rows)
+    return formulas.whitened(rows)
 
 
 def less_greedy(responses: Responses, choice: NamedSettings) -> list[Row]:

@@ -1,14 +1,10 @@
-"""Formulas of several algorithms and of the optimizer; lists have a number per response token.
-
-`Formulas` holds those that a planted fault may replace (`mega_rl.verify.rl.faults`).
-"""
+"""Formulas of several algorithms and of the optimizer; lists have a number per response token."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -173,40 +169,12 @@ def decay(tensor: Tensor, settings: LockstepSettings) -> float:
     return settings.weight_decay if tensor.dim() > 1 else 0.0
 
 
-def anchor(before: Tensor, now: Tensor) -> Tensor:
-    """Return the log-probs that the ratio is taken to: those before the step's updates."""
-    return before
-
-
-def same(row: Row) -> Row:
-    """Return a row's advantages, each on its own token."""
-    return row
-
-
 def adapted_coefficient(coef: float, kl: float, sequences: int, settings: LockstepSettings) -> float:
     """Return the KL coefficient after a step with this mean KL (arXiv:1909.08593, section 2.2)."""
     if settings.kl_target == 0:
         return coef
     error = min(max(kl / settings.kl_target - 1, -0.2), 0.2)
     return coef * (1 + error * min(sequences / settings.kl_horizon, 1))
-
-
-@dataclass(frozen=True)
-class Formulas:
-    """The formulas that the independent trainer uses."""
-
-    deviation: Callable[[Row], float] = sample_deviation
-    overlong_punishment: Callable[[int, LockstepSettings], float] = overlong_punishment
-    differ: Callable[[Sequence[Row]], bool] = differ
-    divergence: Callable[[Tensor, Tensor, float, float], Tensor] = divergence
-    gae: Callable[[Row, Row, float, float], tuple[Row, Row]] = gae
-    whitened: Callable[[list[Row]], list[Row]] = whitened
-    placed: Callable[[Row], Row] = same
-    clipped_term: Callable[[Tensor, Tensor, NamedSettings], Tensor] = clipped_term
-    value_term: Callable[[Tensor, Tensor, Tensor, float], Tensor] = value_term
-    anchor: Callable[[Tensor, Tensor], Tensor] = anchor
-    bias_corrections: Callable[[int, LockstepSettings], tuple[float, float]] = bias_corrections
-    decay: Callable[[Tensor, LockstepSettings], float] = decay
 
 
 Group = list[ScoredSample]
@@ -218,9 +186,7 @@ def groups_of(samples: Sequence[ScoredSample]) -> list[Group]:
     return [[sample for sample in samples if sample.prompt == prompt] for prompt in prompts]
 
 
-def kept_groups(
-    generations: Sequence[Sequence[ScoredSample]], settings: LockstepSettings, formulas: Formulas
-) -> tuple[list[Group], int]:
+def kept_groups(generations: Sequence[Sequence[ScoredSample]], settings: LockstepSettings) -> tuple[list[Group], int]:
     """Return the groups that a step trains on, and the number of generations they take.
 
     A step draws until it has enough groups whose rewards differ; the first of them count. When generations run out, the
@@ -229,7 +195,7 @@ def kept_groups(
     drawn, good, needed = list[Group](), list[int](), 0
     while len(good) < settings.prompts_per_step and needed < settings.max_generations:
         for group in groups_of(generations[needed]) if needed < len(generations) else []:
-            if formulas.differ([_compared(sample, settings) for sample in group]):
+            if differ([_compared(sample, settings) for sample in group]):
                 good.append(len(drawn))
             drawn.append(group)
         needed += 1
@@ -237,9 +203,9 @@ def kept_groups(
     return [drawn[number] for number in sorted((good + equal)[: settings.prompts_per_step])], needed
 
 
-def wrong_groups(batch: StepBatch, settings: LockstepSettings, formulas: Formulas) -> int:
+def wrong_groups(batch: StepBatch, settings: LockstepSettings) -> int:
     """Return how many groups of a step, and how many generations, are wrong."""
-    kept, needed = kept_groups(batch.generations, settings, formulas)
+    kept, needed = kept_groups(batch.generations, settings)
     real = groups_of(batch.samples)
     wrong = sum(_content(mine) != _content(its) for mine, its in zip(kept, real, strict=False))
     return wrong + abs(len(kept) - len(real)) + abs(needed - len(batch.generations))

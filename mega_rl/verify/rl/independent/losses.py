@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.verify.rl.independent.formulas import Formulas, bounded_term
+from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.records import NamedSettings
 
 
@@ -33,12 +33,12 @@ class ResponseTokens:
         return torch.exp(self.logprobs - self.anchor)
 
 
-def clipped(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def clipped(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return PPO's clipped term of each token (arXiv:1707.06347)."""
     return formulas.clipped_term(tokens.ratio, tokens.advantages, choice)
 
 
-def of_sequences(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def of_sequences(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return the clipped term of the ratios' geometric mean s (GSPO, arXiv:2507.18071, eq. 5, 7).
 
     Where its tokens' advantages differ, s * p_t / sg(p_t) for token t, in value the same (GSPO-token, eq. 13 and 14).
@@ -50,7 +50,7 @@ def of_sequences(tokens: ResponseTokens, choice: NamedSettings, formulas: Formul
     return formulas.clipped_term(of_token, tokens.advantages, choice)
 
 
-def geometric_mean(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def geometric_mean(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return -A times the geometric mean of the response's clipped ratios (GMPO, arXiv:2507.20673, eq. 4).
 
     Of each token the smaller of ratio^s and clip(ratio)^s counts, s the sign of the advantage.
@@ -63,47 +63,47 @@ def geometric_mean(tokens: ResponseTokens, choice: NamedSettings, formulas: Form
     return (-advantage * torch.exp(sign * mean)).expand(len(log_ratio))
 
 
-def capped(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def capped(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return REINFORCE's loss weighted by the capped ratio (CISPO, arXiv:2506.13585, eq. 4)."""
     return -tokens.ratio.detach().clamp(max=choice["cap"]) * tokens.advantages * tokens.logprobs
 
 
-def gated(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def gated(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return -A * 4 / tau * sigmoid(tau * (ratio - 1)), not clipped (SAPO, arXiv:2511.20347)."""
     tau = torch.where(tokens.advantages > 0, choice["tau_positive"], choice["tau_negative"])
     return -tokens.advantages * 4 / tau / (1 + torch.exp(-tau * (tokens.ratio - 1)))
 
 
-def masked_by_variation(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def masked_by_variation(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return REINFORCE's loss within a distance |p - p_old| of the sampled token (DPPO-TV, arXiv:2602.04879)."""
     distance = (tokens.logprobs.exp() - tokens.anchor.exp()).abs()
-    return _masked(tokens, choice, formulas, distance)
+    return _masked(tokens, choice, distance)
 
 
-def masked_by_divergence(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def masked_by_divergence(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return REINFORCE masked by the binary KL(p_old || p) of each token (DPPO, arXiv:2602.04879)."""
     new, old = tokens.logprobs.exp(), tokens.anchor.exp()
     distance = old * torch.log(old / new) + (1 - old) * torch.log((1 - old) / (1 - new))
-    return _masked(tokens, choice, formulas, distance)
+    return _masked(tokens, choice, distance)
 
 
-def _masked(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas, distance: Tensor) -> Tensor:
+def _masked(tokens: ResponseTokens, choice: NamedSettings, distance: Tensor) -> Tensor:
     """Return REINFORCE by capped ratios, 0 for distant tokens that would move further away."""
     rises = tokens.logprobs > tokens.anchor
     away = torch.where(tokens.advantages > 0, rises, ~rises)
     trains = ~(away & (distance > choice["threshold"]))
-    return torch.where(trains, capped(tokens, choice, formulas), 0.0)
+    return torch.where(trains, capped(tokens, choice), 0.0)
 
 
-def without_covariant(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def without_covariant(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return PPO's loss, without gradient on tokens of large covariance (Clip-Cov, arXiv:2505.22617, section 4)."""
-    loss = clipped(tokens, choice, formulas)
+    loss = clipped(tokens, choice)
     return torch.where(_covariance(tokens) >= choice["threshold"], loss.detach(), loss)
 
 
-def punished_covariant(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def punished_covariant(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return the plain ratio's loss, with |log ratio| on tokens of large covariance (KL-Cov, arXiv:2505.22617)."""
-    loss = bounded_term(tokens.ratio * tokens.advantages, tokens.advantages, choice)
+    loss = formulas.bounded_term(tokens.ratio * tokens.advantages, tokens.advantages, choice)
     moved = choice["coef"] * (tokens.logprobs - tokens.anchor).abs()
     return torch.where(_covariance(tokens) >= choice["threshold"], loss + moved, loss)
 
@@ -114,14 +114,14 @@ def _covariance(tokens: ResponseTokens) -> Tensor:
     return tokens.advantages * (now - now.mean())
 
 
-def from_teacher(tokens: ResponseTokens, choice: NamedSettings, formulas: Formulas) -> Tensor:
+def from_teacher(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return the divergence from the teacher on the student's samples (GKD, arXiv:2306.13649, eq. 3, lambda 1)."""
     assert tokens.teacher is not None
     return formulas.divergence(tokens.student, tokens.teacher, tokens.temperature, choice["beta"])
 
 
 # Name -> (formula, the settings that it reads; drift_coef is the trainer's, as the coefficients of entropy and KL).
-LOSSES: Mapping[str, tuple[Callable[[ResponseTokens, NamedSettings, Formulas], Tensor], frozenset[str]]] = {
+LOSSES: Mapping[str, tuple[Callable[[ResponseTokens, NamedSettings], Tensor], frozenset[str]]] = {
     "ppo": (clipped, frozenset({"clip_low", "clip_high", "dual_clip"})),
     "gspo": (of_sequences, frozenset({"clip_low", "clip_high"})),
     "gmpo": (geometric_mean, frozenset({"clip_low", "clip_high"})),

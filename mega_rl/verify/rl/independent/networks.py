@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from mega_rl.verify.rl.independent.formulas import UNSAID, Formulas, clip_factor
+from mega_rl.verify.rl.independent import formulas
+from mega_rl.verify.rl.independent.formulas import UNSAID
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 
 VALUE_HEAD = "score.weight"
@@ -105,8 +106,8 @@ class CriticNetwork(Network):
 class TrainedNetwork:
     """A network with AdamW (arXiv:1711.05101) and gradient clipping; moments in float64, weights in float32."""
 
-    def __init__(self, role: str, network: Network, settings: LockstepSettings, formulas: Formulas) -> None:
-        self._role, self._network, self._settings, self._formulas = role, network, settings, formulas
+    def __init__(self, role: str, network: Network, settings: LockstepSettings) -> None:
+        self._role, self._network, self._settings = role, network, settings
         self._first, self._second = (
             {name: torch.zeros_like(p, dtype=torch.float64) for name, p in network.parameters.items()} for _ in range(2)
         )
@@ -136,7 +137,7 @@ class TrainedNetwork:
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in parameters.items()}
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         for gradient in gradients.values():
-            gradient.mul_(clip_factor(norm, self._settings.clip_grad))
+            gradient.mul_(formulas.clip_factor(norm, self._settings.clip_grad))
         if samples:  # no optimizer step for a mini-batch without a token to learn from
             self._step(lr, gradients)
         return Figures(
@@ -155,12 +156,12 @@ class TrainedNetwork:
         """Move the weights by their gradients."""
         settings = self._settings
         self._steps += 1
-        first_below, second_below = self._formulas.bias_corrections(self._steps, settings)
+        first_below, second_below = formulas.bias_corrections(self._steps, settings)
         for name, parameter in self._network.parameters.items():
             gradient, first, second = gradients[name].double(), self._first[name], self._second[name]
             first.mul_(settings.beta1).add_((1 - settings.beta1) * gradient)
             second.mul_(settings.beta2).add_((1 - settings.beta2) * gradient**2)
             direction = (first / first_below) / ((second / second_below).sqrt() + settings.eps)
             decayed = parameter.flatten() if name.endswith("bias") else parameter  # experts' biases are stacked
-            weight = parameter.double() * (1 - lr * self._formulas.decay(decayed, settings))
+            weight = parameter.double() * (1 - lr * formulas.decay(decayed, settings))
             parameter.copy_(weight - lr * direction)

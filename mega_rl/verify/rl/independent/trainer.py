@@ -9,25 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, value_targets
-from mega_rl.verify.rl.independent.formulas import (
-    Formulas,
-    Row,
-    adapted_coefficient,
-    aggregation_weights,
-    kl_estimate,
-    kl_term,
-    learning_rate,
-    token_rewards,
-)
+from mega_rl.verify.rl.independent.formulas import Row
 from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES, ResponseTokens
-from mega_rl.verify.rl.independent.networks import (
-    CriticNetwork,
-    PolicyNetwork,
-    TrainedNetwork,
-    moved,
-    of_response,
-)
+from mega_rl.verify.rl.independent.networks import CriticNetwork, PolicyNetwork, TrainedNetwork, moved, of_response
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample, StepBatch
 
 
@@ -46,16 +32,14 @@ class EvaluatedSample:
 class IndependentTrainer:
     """Policy and perhaps critic from the start weights, with a reference; steps count from 0."""
 
-    def __init__(
-        self, path: Path, settings: LockstepSettings, formulas: Formulas, *, reference: Path | None = None
-    ) -> None:
-        self._settings, self._formulas, self._kl_coef = settings, formulas, settings.kl_coef
+    def __init__(self, path: Path, settings: LockstepSettings, *, reference: Path | None = None) -> None:
+        self._settings, self._kl_coef = settings, settings.kl_coef
         self.policy = PolicyNetwork(path)
-        self._actor_role = TrainedNetwork("actor", self.policy, settings, formulas)
+        self._actor_role = TrainedNetwork("actor", self.policy, settings)
         has_reference = settings.kl_placement != "none" or settings.advantage.name == "distillation"
         self._reference = PolicyNetwork(reference or path) if has_reference else None
         self._critic = CriticNetwork(path) if settings.advantage.name == "gae" else None
-        self._critic_role = None if self._critic is None else TrainedNetwork("critic", self._critic, settings, formulas)
+        self._critic_role = None if self._critic is None else TrainedNetwork("critic", self._critic, settings)
 
     def weights(self) -> dict[str, Mapping[str, Tensor]]:
         """Return copies of the weights of now, by role and Hugging Face name."""
@@ -76,8 +60,8 @@ class IndependentTrainer:
                 yield self._update_actor(minibatch, (step, update))
             if self._reference is not None:
                 old, ref = torch.cat([row.old for row in rows]), torch.cat([row.ref for row in rows])
-                kl = float(kl_estimate("k3", old, ref).mean())
-                self._kl_coef = adapted_coefficient(self._kl_coef, kl, len(batch.samples), self._settings)
+                kl = float(formulas.kl_estimate("k3", old, ref).mean())
+                self._kl_coef = formulas.adapted_coefficient(self._kl_coef, kl, len(batch.samples), self._settings)
         interval = self._settings.reference_interval
         if self._reference is not None and interval > 0 and (step + 1) % interval == 0:
             moved(self._reference, self.policy, self._settings.reference_rate)
@@ -98,11 +82,11 @@ class IndependentTrainer:
                 values = [self._critic.values(sample) for sample in samples]
         responses = self._responses(samples, old, ref, values)
         formula, _ = ADVANTAGES[self._settings.advantage.name]
-        placed = [_row(self._formulas.placed(row)) for row in formula(responses, self._settings.advantage)]
+        advantages = [_row(row) for row in formula(responses, self._settings.advantage)]
         returns = values
         if self._critic is not None:
             returns = [_row(row) for row in value_targets(responses, self._settings.advantage)]
-        return [EvaluatedSample(*row) for row in zip(samples, old, ref, values, placed, returns, strict=True)]
+        return [EvaluatedSample(*row) for row in zip(samples, old, ref, values, advantages, returns, strict=True)]
 
     def _responses(
         self, samples: Sequence[ScoredSample], old: list[Tensor], ref: list[Tensor], values: list[Tensor]
@@ -112,11 +96,11 @@ class IndependentTrainer:
         penalty = self._settings.overlong_penalty
         rewards, of_tokens, parts = Row(), list[Row](), list[Mapping[str, float]]()
         for sample, logprobs, references in zip(samples, old, ref, strict=True):
-            punishment = self._formulas.overlong_punishment(sample.length, self._settings)
+            punishment = formulas.overlong_punishment(sample.length, self._settings)
             reward = sample.reward + penalty * punishment
             rewards.append(reward)
             parts.append({**sample.parts, "overlong": punishment})
-            of_tokens.append(token_rewards(reward, logprobs.tolist(), references.tolist(), coef))
+            of_tokens.append(formulas.token_rewards(reward, logprobs.tolist(), references.tolist(), coef))
         part_weights = {**self._settings.part_weights, "overlong": penalty}
         numbers = [[row.tolist() for row in rows] for rows in (old, ref, values)]
         return Responses(
@@ -126,7 +110,6 @@ class IndependentTrainer:
             *(numbers[0], numbers[1], numbers[2]),
             parts=parts,
             part_weights=part_weights,
-            formulas=self._formulas,
         )
 
     def _update_critic(self, rows: list[EvaluatedSample], place: tuple[int, int]) -> Figures:
@@ -139,27 +122,25 @@ class IndependentTrainer:
         def terms(i: int) -> Tensor:
             row = rows[i]
             now = critic.values(row.sample)
-            return weight * self._formulas.value_term(now, row.values, row.returns, settings.value_clip)
+            return weight * formulas.value_term(now, row.values, row.returns, settings.value_clip)
 
         return self._critic_role.update(
             [row.sample for row in rows],
             terms,
-            lr=learning_rate(place[0], settings.critic_lr, settings.steps, settings),
+            lr=formulas.learning_rate(place[0], settings.critic_lr, settings.steps, settings),
             place=place,
             tokens={"values": [row.values for row in rows], "returns": [row.returns for row in rows]},
         )
 
     def _update_actor(self, rows: list[EvaluatedSample], place: tuple[int, int]) -> Figures:
         """Make one step of the policy."""
-        settings, formulas = self._settings, self._formulas
+        settings = self._settings
         loss_of, correction = LOSSES[settings.loss.name][0], CORRECTIONS[settings.correction.name][0]
-        weights = aggregation_weights([(row.sample.prompt, row.sample.length) for row in rows], settings)
+        weights = formulas.aggregation_weights([(row.sample.prompt, row.sample.length) for row in rows], settings)
         drift_coef = settings.loss.numbers.get("drift_coef", 0.0)
         with torch.no_grad():
-            now = [self.policy.logprobs(row.sample, settings.temperature) for row in rows]
             reads = self._reference if settings.loss.name == "distillation" else None
             teacher = [None if reads is None else reads.logits(row.sample) for row in rows]
-        anchors = [formulas.anchor(row.old, current) for row, current in zip(rows, now, strict=True)]
 
         def terms(i: int) -> Tensor:
             row = rows[i]
@@ -167,21 +148,21 @@ class IndependentTrainer:
             logprobs, entropy = of_response(logits, row.sample, settings.temperature)
             sampler = _row(row.sample.rollout_logprobs)
             read = (logits, teacher[i], settings.temperature)
-            tokens = ResponseTokens(logprobs, anchors[i], sampler, row.advantages, *read)
-            loss = correction(tokens, settings.correction) * loss_of(tokens, settings.loss, formulas)
+            tokens = ResponseTokens(logprobs, row.old, sampler, row.advantages, *read)
+            loss = correction(tokens, settings.correction) * loss_of(tokens, settings.loss)
             loss = loss - settings.entropy_coef * entropy + drift_coef * (logprobs - sampler) ** 2 / 2
             if settings.kl_placement == "loss":
-                loss = loss + self._kl_coef * kl_term(settings.kl_estimator, logprobs, row.ref, tokens.ratio)
+                loss = loss + self._kl_coef * formulas.kl_term(settings.kl_estimator, logprobs, row.ref, tokens.ratio)
             return weights[i] * loss
 
         warmup = settings.critic_warmup_steps
         return self._actor_role.update(
             [row.sample for row in rows],
             terms,
-            lr=learning_rate(place[0] - warmup, settings.lr, settings.steps - warmup, settings),
+            lr=formulas.learning_rate(place[0] - warmup, settings.lr, settings.steps - warmup, settings),
             place=place,
             tokens={
-                "old_logprobs": anchors,
+                "old_logprobs": [row.old for row in rows],
                 "ref_logprobs": [row.ref for row in rows],
                 "advantages": [row.advantages for row in rows],
             },

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from mega_rl.cli.quickstart.programs import (
-    BLOCK,
-    MAX_POSITIONS,
-    NUM_TEST,
-    make_problems,
-    write_data,
-    write_model,
-)
+from mega_rl.cli.quickstart.programs import BLOCK, MAX_POSITIONS, NUM_TEST, make_problems, write_data, write_model
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError
 from mega_rl.rewards.code import code_format, read_cases

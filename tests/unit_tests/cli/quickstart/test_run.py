@@ -26,6 +26,11 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         assert (settings.nproc_per_node, settings.max_restarts) == (2, 0)
         assert variables == environment_of_ranks(2), "a single GPU would be an error on two ranks"
         commands.append(list(settings.program))
+        if settings.program[1] == "sft":
+            steps = next(text for text in settings.program if text.startswith("trainer.steps="))
+            written = Path(settings.run_dir, "warm_start", "hf", f"step_{int(steps.partition('=')[2]):06d}", "weights")
+            written.parent.mkdir(parents=True)
+            written.touch()
         return 0
 
     monkeypatch.chdir(tmp_path)
@@ -42,7 +47,12 @@ def test_both_trainings_run_the_packaged_recipe(engine: str, started: list[list[
     assert cli.main(["quickstart", "--engine", engine, "--seed", "3", "--run-dir", "a, b"]) == 0
     assert [command[0] for command in started] == ["mega_rl.cli", "mega_rl.cli", "report"]
     warm_start, train, reported = (command[1:] for command in started)
-    assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3", "--task", "sums"]
+    assert warm_start[0] == "sft"
+    supervised = load(None, ["algorithm.kind=sft", *warm_start[1:]])
+    assert (supervised.engine.backend, supervised.engine.megatron.tp) == ("megatron", 2), "the same for both engines"
+    assert (supervised.model.path, supervised.trainer.run_dir) == ("a, b/fresh_model", "a, b/warm_start")
+    assert (supervised.trainer.seed, supervised.trainer.steps) == (3, 400)
+    assert Path("a, b/model/weights").is_file()
     assert reported == ["a, b"]
     assert train[:3] == ["train", "--config", "quickstart"]
     config = load(Path("quickstart"), train[3:])
@@ -59,7 +69,7 @@ def test_word_problems_are_read_from_a_hub_folder(started: list[list[str]]) -> N
     """In two parts of a reward, with pass@k; the recipe names the folders that the quickstart writes."""
     assert cli.main(["quickstart", "--task", "gsm8k"]) == 0
     warm_start, train, reported = started
-    assert warm_start[-2:] == ["--task", "gsm8k"]
+    assert "trainer.steps=250" in warm_start
     assert reported == ["report", "runs/quickstart_gsm8k"]
     config = load(Path("quickstart_gsm8k"), train[4:])
     assert config == load(file_of("quickstart_gsm8k"), ["checkpoint.resume=never"])
@@ -91,7 +101,7 @@ def test_earlier_quickstart_keeps_its_runs(started: list[list[str]]) -> None:
     assert cli.main(["quickstart", "--run-dir", "q"]) == 0
     checkpoint, weights = Path("q/checkpoints/step_000060/shard"), Path("q/model/old.safetensors")
     for file in (checkpoint, weights):
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     assert cli.main(["quickstart", "--run-dir", "q"]) == 0
     assert checkpoint.is_file()
@@ -120,5 +130,5 @@ def test_failed_training_ends_the_quickstart(
 ) -> None:
     monkeypatch.setattr(run, "start_ranks", lambda *_, **__: 2)
     assert cli.main(["quickstart"]) == 1
-    line = "mega-rl quickstart-warm-start ended with exit code 2; its messages stand above"
+    line = "mega-rl sft ended with exit code 2; its messages stand above"
     assert capfd.readouterr().err.endswith(f"error: {line}\n")

@@ -3,13 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.operations.schedulers.slurm import (
-    FIRST_PORT,
-    NUM_PORTS,
-    become_rank,
-    first_host,
-    is_one_of_several,
-)
+from mega_rl.operations.schedulers.slurm import FIRST_PORT, NUM_PORTS, become_rank, first_host, is_one_of_several
 
 STEP = {
     "SLURM_JOB_ID": "17",

@@ -13,13 +13,7 @@ import pytest
 
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import (
-    GenerationResult,
-    Sample,
-    SampleRequest,
-    Sampling,
-    State,
-)
+from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, Sampling, State
 from tests.helpers.fake_sglang import (
     KEYS,
     STOP,

@@ -19,13 +19,7 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import (
-    GenerationResult,
-    Sample,
-    SampleRequest,
-    Sampling,
-    State,
-)
+from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, Sampling, State
 from mega_rl.types import Prompt, Rollout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_sglang import generated

@@ -20,13 +20,7 @@ from mega_rl.trainer.assemble.plan import engine_settings
 from mega_rl.trainer.loop import Stages
 from mega_rl.types import Metrics
 from mega_rl.workers.residency import TAGS, Residency, ResidentModels
-from tests.helpers.device_budget import (
-    GIB,
-    BudgetAccelerator,
-    BudgetEngine,
-    BudgetProcess,
-    DeviceMemory,
-)
+from tests.helpers.device_budget import GIB, BudgetAccelerator, BudgetEngine, BudgetProcess, DeviceMemory
 from tests.helpers.fakes import FakeRanks, FakeTimer
 from tests.helpers.inputs import qwen3_config
 from tests.unit_tests.rollout.sglang.test_sync import Run

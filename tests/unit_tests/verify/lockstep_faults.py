@@ -1,28 +1,34 @@
-"""Faults to plant into the independent trainer: a lockstep must find each and name its phase."""
+"""Small runs of every algorithm, and faults of the independent trainer, of which a lockstep names the phase."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from statistics import pstdev
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import Config
-from mega_rl.errors import RunError
-from mega_rl.tracking import progress
-from mega_rl.verify.layouts import REFERENCE, TOLERANCES
-from mega_rl.verify.rl.compare import UpdateErrors, off
+from mega_rl.config.keys import flattened
+from mega_rl.config.loader import load
 from mega_rl.verify.rl.independent import formulas
-from mega_rl.verify.rl.independent.formulas import Formulas, Row
+from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, generalized
+from mega_rl.verify.rl.independent.formulas import Row, divergence, gae, value_term, whitened
 from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
-from mega_rl.verify.rl.inputs import algorithm_run, with_layout
-from mega_rl.verify.rl.rewards import ALGORITHMS
-from mega_rl.verify.rl.run import Trial, follow_config, problem_of, record_runs, write_inputs
+from mega_rl.verify.rl.independent.trainer import EvaluatedSample, IndependentTrainer
+from mega_rl.verify.rl.inputs import FIXED, REWARD, SIZES, STAND_IN, STEPS, LockstepRun, without_idle
+from mega_rl.verify.rl.rewards import RewardRule
+from mega_rl.verify.rl.run import Trial
 
+_TEXT = Path(__file__).with_name("algorithms.toml").read_text("utf-8")
+# Settings of an algorithm that differ from the defaults, by its name.
+ALGORITHMS: dict[str, Mapping[str, object]] = {name: flattened(own) for name, own in tomllib.loads(_TEXT).items()}
 # Settings of the runs with planted faults; every one of them has an effect.
 SHARED: dict[str, object] = {
     "rollout.temperature": 0.7,
@@ -36,60 +42,66 @@ SHARED: dict[str, object] = {
 }
 
 
+def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
+    """A small run with these settings; source: folder of the architecture's config.json."""
+    fixed = FIXED if settings.get("reward.source") == "none" else {**FIXED, "reward.function": REWARD}
+    config = load(None, {**fixed, **SIZES, "trainer.steps": STEPS, **settings})
+    return LockstepRun(without_idle(config, set(settings)), source, str(source or STAND_IN))
+
+
 class Fault(NamedTuple):
     """A fault: other settings, other formulas or another rule of rewards than the run's."""
 
     name: str
-    algorithm: str  # run of `rewards.ALGORITHMS` in which the fault is planted
+    algorithm: str  # run of `ALGORITHMS` in which the fault is planted
     phase: str  # phase that must be named
-    plant: Callable[[Trial], Trial]
+    plant: Callable[[Trial], Trial] | AbstractContextManager[Any]  # a change of settings or rule, or a patch
 
 
 def _run(**changes: object) -> Callable[[Trial], Trial]:
-    return lambda trial: (replace(trial[0], **changes), *trial[1:])  # type: ignore[arg-type]
+    return lambda trial: (replace(trial[0], **changes), trial[1])  # type: ignore[arg-type]
 
 
 def _but(choice: str, **numbers: float) -> Callable[[Trial], Trial]:
     return lambda trial: _run(**{choice: getattr(trial[0], choice).but(**numbers)})(trial)
 
 
-def _by(**others: Any) -> Callable[[Trial], Trial]:
-    return lambda trial: (trial[0], Formulas(**others), trial[2])
+def _by(**others: Any) -> Any:
+    return patch.multiple(formulas, **others)
 
 
 def _rule(**changes: Any) -> Callable[[Trial], Trial]:
-    return lambda trial: (*trial[:2], replace(trial[2], **changes))
-
-
-def _next_samples(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
-    """Return for each sample the one after it."""
-    return [*samples[1:], *samples[:1]]
-
-
-def _population_deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-
-
-def _shifted(row: Row) -> Row:
-    """Return each advantage on the token before its own."""
-    return [*row[1:], 0.0]
+    return lambda trial: (trial[0], replace(trial[1], **changes))
 
 
 def _sample_whitened(rows: list[Row]) -> list[Row]:
     """Return advantages whitened with n - 1 below."""
     n = sum(map(len, rows))
-    return [[value * math.sqrt((n - 1) / n) for value in row] for row in formulas.whitened(rows)]
+    return [[value * math.sqrt((n - 1) / n) for value in row] for row in whitened(rows)]
 
 
 def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
     """Return GAE that continues after the last token, as if every response was cut off."""
-    advantages, returns = formulas.gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
-    return advantages, returns
+    return gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
 
 
-def _unclipped(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
-    return -ratio * advantages
+update_actor, scored = IndependentTrainer._update_actor, RewardRule.scored
+
+
+def _of_next(self: RewardRule, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
+    own = scored(self, samples)
+    return [replace(one, reward=it.reward, parts=it.parts) for one, it in zip(own, [*own[1:], *own[:1]], strict=True)]
+
+
+def _anchored(self: Any, rows: list[EvaluatedSample], place: tuple[int, int]) -> Any:
+    """Take ratios to the log-probs before each update, not before the step's."""
+    with torch.no_grad():
+        now = [self.policy.logprobs(row.sample, self._settings.temperature) for row in rows]
+    return update_actor(self, [replace(row, old=old) for row, old in zip(rows, now, strict=True)], place)
+
+
+def _early(responses: Responses, choice: NamedSettings) -> list[Row]:
+    return [[*row[1:], 0.0] for row in generalized(responses, choice)]
 
 
 def _clipped_alone(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
@@ -107,16 +119,9 @@ def _sums_differ(rewards: Sequence[Row]) -> bool:
     return len({sum(row) for row in rewards}) > 1
 
 
-def _swapped(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
-    return formulas.divergence(teacher, student, temperature, beta)
-
-
-def _untempered(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
-    return formulas.divergence(student, teacher, 1.0, beta)
-
-
-def _untempered_teacher(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
-    return formulas.divergence(student, teacher * temperature, temperature, beta)
+def _divergence(changed: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, float]]) -> Any:
+    """Return the fault of another student, teacher or temperature in the divergence."""
+    return _by(divergence=lambda *given: divergence(*changed(*given[:3]), given[3]))
 
 
 def _ratio_of_tokens(trial: Trial) -> Trial:
@@ -129,19 +134,26 @@ def _other_beta(trial: Trial) -> Trial:
     return _but("loss", beta=1 - trial[0].loss["beta"])(trial)
 
 
+_ANCHORED = patch.object(IndependentTrainer, "_update_actor", _anchored)
+_EARLY = patch.dict(ADVANTAGES, gae=(_early, ADVANTAGES["gae"][1]))
 _UNDIVIDED, _DIVIDED = (NamedSettings("grpo", words={"std": std}) for std in ("none", "group"))
 FAULTS = (
-    Fault("rewards of the next sample", "grpo", "rewards", _rule(placed=_next_samples)),
+    Fault("rewards of the next sample", "grpo", "rewards", patch.object(RewardRule, "scored", _of_next)),
     Fault("stop token in the text", "grpo", "rewards", _rule(stop_tokens=frozenset())),
     Fault("prompts without their answers", "grpo", "rewards", _rule(answers={})),
     Fault("sum of parts without weights", "gdpo", "rewards", _rule(weights={})),
-    Fault("population instead of sample deviation", "grpo", "advantages", _by(deviation=_population_deviation)),
+    Fault("population instead of sample deviation", "grpo", "advantages", _by(sample_deviation=pstdev)),
     Fault("no division by the deviation", "grpo", "advantages", _run(advantage=_UNDIVIDED)),
     Fault("temperature 1", "grpo", "log-probs", _run(temperature=1.0)),
     Fault("token-mean instead of seq-mean-token-mean", "grpo", "loss", _run(aggregation="token-mean")),
-    Fault("no clip", "grpo", "loss", _by(clipped_term=_unclipped)),
+    Fault("no clip", "grpo", "loss", _by(clipped_term=lambda ratio, advantages, _: -ratio * advantages)),
     Fault("clip without the minimum", "grpo", "loss", _by(clipped_term=_clipped_alone)),
-    Fault("old log-probs of every update", "grpo", "log-probs", _by(anchor=lambda before, now: now)),
+    Fault(
+        "old log-probs of every update",
+        "grpo",
+        "log-probs",
+        patch.object(IndependentTrainer, "_update_actor", _anchored),
+    ),
     Fault("no gradient clipping", "grpo", "gradient", _run(clip_grad=0.0)),
     Fault("constant learning rate", "grpo", "weights", _run(schedule="constant")),
     Fault("no bias correction in Adam", "grpo", "weights", _by(bias_corrections=lambda step, run: (1.0, 1.0))),
@@ -151,13 +163,15 @@ FAULTS = (
     Fault("entropy bonus with the wrong sign", "grpo_kl", "loss", _run(entropy_coef=-0.01)),
     Fault("importance weights without a cap", "tis", "loss", _but("correction", cap=1e9)),
     Fault("no importance weights", "tis", "loss", _run(correction=NamedSettings("none"))),
-    Fault("advantages one token early", "ppo", "advantages", _by(placed=_shifted)),
+    Fault(
+        "advantages one token early", "ppo", "advantages", patch.dict(ADVANTAGES, gae=(_early, ADVANTAGES["gae"][1]))
+    ),
     Fault("KL in the reward with the wrong sign", "ppo", "advantages", _run(kl_coef=-0.05)),
     Fault("lambda 1", "ppo", "advantages", _but("advantage", gae_lambda=1.0)),
     Fault("whitening with the sample deviation", "ppo", "advantages", _by(whitened=_sample_whitened)),
     Fault("a value after the last token", "ppo", "advantages", _by(gae=_bootstrapped)),
     Fault("no value clip", "ppo", "loss", _run(value_clip=0.0)),
-    Fault("squared error without the half", "ppo", "loss", _by(value_term=lambda *row: 2 * formulas.value_term(*row))),
+    Fault("squared error without the half", "ppo", "loss", _by(value_term=lambda *row: 2 * value_term(*row))),
     Fault("reference as at the start", "reinforce_plus_plus_baseline", "log-probs", _run(reference_interval=0)),
     Fault("copy instead of a moving average", "reinforce_plus_plus_baseline", "log-probs", _run(reference_rate=1.0)),
     Fault("mean reward without lengths", "opo", "advantages", _run(advantage=_UNDIVIDED)),
@@ -172,37 +186,13 @@ FAULTS = (
     Fault("groups of close rewards dropped", "dapo_sampling", "sampling", _by(differ=_far_apart)),
     Fault("one generation only", "dapo_sampling", "sampling", _run(max_generations=1)),
     Fault("sums of parts compared", "gdpo_sampling", "sampling", _by(differ=_sums_differ)),
-    Fault(
-        "population instead of sample deviation of parts", "gdpo", "advantages", _by(deviation=_population_deviation)
-    ),
+    Fault("population instead of sample deviation of parts", "gdpo", "advantages", _by(sample_deviation=pstdev)),
     Fault("weights of parts ignored", "gdpo", "advantages", _run(part_weights={})),
     Fault("parts summed before they are normalised", "gdpo", "advantages", _run(advantage=_DIVIDED)),
     Fault("punishment of long responses without its weight", "gdpo_sampling", "advantages", _run(overlong_penalty=1.0)),
-    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", _by(divergence=_swapped)),
-    Fault("divergence without temperature", "teacher_reverse_kl", "loss", _by(divergence=_untempered)),
-    Fault("teacher without temperature", "teacher_forward_kl", "loss", _by(divergence=_untempered_teacher)),
+    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", _divergence(lambda p, q, t: (q, p, t))),
+    Fault("divergence without temperature", "teacher_reverse_kl", "loss", _divergence(lambda p, q, t: (p, q, 1.0))),
+    Fault("teacher without temperature", "teacher_forward_kl", "loss", _divergence(lambda p, q, t: (p, q * t, t))),
     Fault("beta of the other model", "teacher_jensen_shannon", "loss", _other_beta),
     Fault("reverse KL instead of the mixture's", "teacher_jensen_shannon", "loss", _but("loss", beta=1.0)),
 )
-
-
-def self_check(folder: Path, *, timeout_s: float) -> Iterator[tuple[Fault, UpdateErrors | None, str]]:
-    """Yield each fault with the update and phase that the lockstep names; None and "" if it names none.
-
-    Raises RunError if a run is off without a fault.
-    """
-    runs: dict[str, tuple[Config, Path]] = {}
-    for name in dict.fromkeys(fault.algorithm for fault in FAULTS):
-        inputs, trace = folder / f"inputs_{name}", folder / "traces" / name
-        inputs.mkdir()
-        config, _ = write_inputs(algorithm_run({**SHARED, **ALGORITHMS[name]}), inputs, multiple=1)
-        runs[name] = with_layout(config, REFERENCE, run_dir=trace / "run"), trace
-    record_runs({trace: config for config, trace in runs.values()}, label="real runs", ranks=1, timeout_s=timeout_s)
-    for name, (config, trace) in runs.items():
-        if problem := problem_of(tuple(follow_config(config, trace)), TOLERANCES):
-            raise RunError(f"{name} is off without a planted fault: {problem}")
-    with progress.rounds("fault", len(FAULTS)) as rounds:
-        for fault in FAULTS:
-            update, phase = off(follow_config(*runs[fault.algorithm], fault.plant)) or (None, "")
-            yield fault, update, phase
-            rounds.advance()

@@ -1,0 +1,44 @@
+"""Commands that learn from given answers set their kind, and distillation keeps whole or right answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega_rl.cli.train import of_kind, write_answers
+from mega_rl.config.loader import load
+from mega_rl.config.rules import check
+from mega_rl.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "kind"),
+    [("sft", [], "sft"), ("dpo", ["algorithm.kind.beta=0.5"], "dpo"), ("dpo", ["algorithm.kind=kto"], "kto")],
+)
+def test_command_sets_its_kind(command: str, given: list[str], kind: str) -> None:
+    config = load(None, of_kind(command, None, given))
+    assert (config.algorithm.kind.name, config.reward.source.name, config.rollout.backend) == (kind, "none", "none")
+    assert check(config, world_size=1) == []
+
+
+def test_unfit_settings_are_refused_with_the_reason() -> None:
+    with pytest.raises(UserError, match=r"algorithm.kind=rm: is not for mega-rl dpo; legal: dpo, ipo"):
+        of_kind("dpo", None, ["algorithm.kind=rm"])
+    problems = check(load(None, of_kind("sft", None, ["rollout.n=4", "algorithm.loss=gspo"])), world_size=1)
+    assert [line.partition(" has no effect: it needs ")[0] for line in problems] == [
+        "algorithm.loss=gspo",
+        "rollout.n=4",
+    ]
+    assert all("algorithm.kind=rl: other kinds sample nothing" in line for line in problems)
+
+
+@pytest.mark.parametrize(("only_right", "answers"), [(False, ["7", "8"]), (True, ["7"])])
+def test_distillation_keeps_whole_answers(tmp_path: Path, only_right: bool, answers: list[str]) -> None:
+    rows = [("7", "stop", True), ("8", "stop", False), ("99", "length", True)]
+    samples = [{"prompt": "3+4=", "response": one, "finish": end, "right": right} for one, end, right in rows]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    write_answers(tmp_path / "samples.jsonl", tmp_path / "rows.jsonl", only_right=only_right)
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert written == [{"prompt": "3+4=", "completion": one} for one in answers]

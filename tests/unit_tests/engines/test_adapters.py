@@ -1,0 +1,225 @@
+"""Adapters compute what merged weights compute, and their gradients are those of the merged weights, projected."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mega_rl.checkpoint.weights import open_weights
+from mega_rl.config.schema import MegatronOptimizerConfig
+from mega_rl.config.schema.training import AdapterConfig
+from mega_rl.converters.offline.convert import export_checkpoint, merge_adapter
+from mega_rl.engines.fsdp_model import sharded_parameters
+from mega_rl.engines.models.adapters import without_adapters
+from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import (
+    LAYOUTS,
+    exported,
+    exported_gradients,
+    load_state,
+    make_config,
+    own_rows,
+    parts,
+    replaced,
+    running_engine,
+    save_state,
+)
+from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.helpers.selection import covering
+from tests.peers.package import environment, missing
+from tests.unit_tests.distributed.engine_cases import losses, whole
+
+RANK, ALPHA = 4, 6.0
+SCALE = ALPHA / RANK
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # family, targets
+    "dense": ("qwen3", ALL),
+    "queries and values": ("qwen3", ("q_proj", "v_proj")),
+    "joined": ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    "mixture": ("qwen3_moe", ALL),
+    "latent": ("deepseek_v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj")),
+}
+TOLERANCE = 3e-5  # relative, float32: sums in another order give 1e-6, and 1e-5 in experts with few tokens
+
+
+def write_pair(folder: Path, family: str, targets: tuple[str, ...]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Write a checkpoint with adapters and one with merged weights; return each module's (A, B)."""
+    write_tiny_checkpoint(folder / "merged", family=family)
+    write_tiny_checkpoint(folder / "adapted", family=family)
+    weights = load_file(folder / "merged" / "model.safetensors")
+    adapters, generator = {}, torch.Generator().manual_seed(3)
+    for name in [name for name in weights if re.search(rf"\.({'|'.join(targets)})\.weight$", name)]:
+        rows, columns = weights[name].shape
+        a, b = (0.3 * torch.randn(shape, generator=generator) for shape in ((RANK, columns), (rows, RANK)))
+        adapters[name.removesuffix(".weight")] = a, b
+        weights[name] = weights[name] + SCALE * b @ a
+    save_file(weights, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
+    write_tiny_checkpoint(folder / "base", family=family)
+    base = load_file(folder / "base" / "model.safetensors")
+    tensors = {f"{m}.lora_{end}.weight": part for m, (a, b) in adapters.items() for end, part in (("A", a), ("B", b))}
+    save_file(base | tensors, folder / "adapted" / "model.safetensors", metadata={"format": "pt"})
+    return adapters
+
+
+def compute(rank: int, checkpoint: str, layout: str, targets: tuple[str, ...]) -> dict[str, Any]:
+    """Return log-probs and gradients of one step of length zero; targets: none for a model without adapters."""
+    engine_name = "fsdp" if layout.startswith("fsdp") else "megatron"
+    config = make_config(
+        Path(checkpoint),
+        layout="1" if engine_name == "fsdp" else layout,
+        engine=engine_name,
+        optimizer=MegatronOptimizerConfig(distributed=False),
+    )
+    config = replaced(config, "optim", clip_grad=0.0)
+    config = replaced(config, "engine.megatron", etp=1)
+    if targets:
+        config = replaced(config, "model", adapter=AdapterConfig(RANK, ALPHA, list(targets)))
+    with running_engine(config) as engine:
+        rows = own_rows(random_experience(), engine)
+        logprobs = whole(engine.forward(rows).logprobs, engine)
+        base = whole(without_adapters(engine.forward)(rows).logprobs, engine)
+        metrics = engine.train_minibatch(rows, losses("lm"), lr=0.0)
+        read = fsdp_gradients if engine_name == "fsdp" else exported_gradients
+        return {"logprobs": logprobs, "base": base, "norm": metrics["grad_norm"], "gradients": read(engine)}
+
+
+def fsdp_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of adapters by their names on disk."""
+    return {
+        name.replace(".adapter.a", ".lora_A.weight").replace(".adapter.b", ".lora_B.weight"): p.grad.full_tensor()
+        for name, p in sharded_parameters(engine.model).items()
+        if p.grad is not None
+    }
+
+
+def judge(rank: int, folder: str) -> list[dict[str, Any]]:
+    """Return `compute` of merged weights and of the base."""
+    return [compute(rank, f"{folder}/{name}", "1", ()) for name in ("merged", "base")]
+
+
+# Experts need sequence parallelism, and are no linear layers in transformers.
+LAYOUTS_OF_ADAPTERS = ("1", "tp2-sp", "tp2", "pp2", "tp2-sp-pp2", "fsdp2")
+PAIRS = [
+    (case, layout)
+    for case in CASES
+    for layout in LAYOUTS_OF_ADAPTERS
+    if layout not in ("tp2", "fsdp2") or case not in ("mixture", "latent")
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), covering(PAIRS))
+def test_adapters_equal_merged_weights(case: str, layout: str, tmp_path: Path) -> None:
+    """With W' = W + s B A: dA = s B^T dW' and dB = s dW' A^T."""
+    family, targets = CASES[case]
+    adapters = write_pair(tmp_path, family, targets)
+    merged, base = run_ranks(1, judge, str(tmp_path))[0]
+    expected = {}
+    for module, (a, b) in adapters.items():
+        of_weight = merged["gradients"][f"{module}.weight"].double()
+        expected[f"{module}.lora_A.weight"] = SCALE * b.double().T @ of_weight
+        expected[f"{module}.lora_B.weight"] = SCALE * of_weight @ a.double().T
+    norm = torch.stack([one.square().sum() for one in expected.values()]).sum().sqrt()
+    ranks = {"fsdp2": 2}.get(layout) or LAYOUTS[layout][0]
+    got = run_ranks(ranks, compute, str(tmp_path / "adapted"), layout, targets)[0]
+    for name, one in (("logprobs", merged), ("base", base)):
+        torch.testing.assert_close(got[name], one["logprobs"], atol=2e-5, rtol=0, msg=f"{layout} {name}")
+    assert {name for name in got["gradients"] if "bias" not in name} == expected.keys()
+    for name, one in expected.items():
+        far = (got["gradients"][name].double() - one).norm() / one.norm().clamp(min=1e-9)
+        assert far < TOLERANCE, f"{layout}: {name} is off by {far:.1e}"
+    assert got["norm"] == pytest.approx(float(norm), rel=TOLERANCE), layout
+
+
+def steps(rank: int, checkpoint: str, layout: str, folder: str, start: str) -> dict[str, Any]:
+    """Return weights, adapters and log-probs. start: "new": one step; "resumed": a second; or a PEFT folder: none."""
+    name = "fsdp" if layout.startswith("fsdp") else "megatron"
+    config = make_config(Path(checkpoint), layout="1" if name == "fsdp" else layout, engine=name)
+    path = start if Path(start).is_dir() else ""
+    config = replaced(config, "model", adapter=AdapterConfig(RANK, ALPHA, list(ALL), path=path))
+    with running_engine(config) as engine:
+        rows = own_rows(random_experience(), engine)
+        if start == "resumed":
+            load_state(engine, Path(folder))
+        if not path:
+            engine.train_minibatch(rows, losses("lm"), lr=1e-2)
+        if start == "new":
+            save_state(engine, Path(folder), config=config)
+            engine.save_hf(Path(folder) / "hf", source=Path(checkpoint))
+        logprobs = whole(engine.forward(rows).logprobs, engine)
+        return {"parts": parts(engine), "merged": exported(engine), "logprobs": logprobs}
+
+
+@pytest.fixture(scope="module", params=[("tp2-sp", "pp2"), ("fsdp2", "fsdp1")], ids=lambda pair: pair[0])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folder with base, run and its export; results of a step; a function that runs `steps` on the other layout."""
+    (layout, other), folder = request.param, tmp_path_factory.mktemp("adapters")
+    write_tiny_checkpoint(folder / "base")
+
+    def run(layout: str, start: str) -> dict[str, Any]:
+        ranks = 1 if layout == "fsdp1" else 2
+        return run_ranks(ranks, steps, str(folder / "base"), layout, str(folder / "run"), start)[0]
+
+    return folder, run(layout, "new"), lambda start, same=False: run(layout if same else other, start)
+
+
+def test_base_stays_and_export_is_merged(trained: Any) -> None:
+    """The base stays as it is, byte for byte; merged weights are W + s B A, live, offline and by the command."""
+    folder, first, _ = trained
+    base = load_file(folder / "base" / "model.safetensors")
+    for name, tensor in first["parts"].items():
+        assert "lora" in name or torch.equal(tensor, base[name]), name
+    module = "model.layers.1.self_attn.k_proj"
+    a, b = (first["parts"][f"{module}.lora_{end}.weight"] for end in "AB")
+    assert b.any()
+    assert torch.equal(first["merged"][f"{module}.weight"], base[f"{module}.weight"] + SCALE * (b @ a))
+    (source,) = (folder / "run").glob("step*")
+    opened = partial(open_weights, source, role="actor", reference=folder / "base")
+    export_checkpoint(source, folder / "offline", reference=folder / "base", opened=opened)
+    merge_adapter(folder / "base", folder / "run" / "hf" / "adapter", folder / "command")
+    for where in (folder / "run" / "hf", folder / "offline", folder / "command"):
+        weights = load_file(where / "model.safetensors")
+        assert weights.keys() == base.keys()
+        assert all(torch.equal(tensor, first["merged"][name]) for name, tensor in weights.items()), where
+    live, offline = (folder / "run" / "hf" / "adapter", folder / "offline" / "adapter")
+    assert (live / "adapter_config.json").read_bytes() == (offline / "adapter_config.json").read_bytes()
+    apart, others = (load_file(path / "adapter_model.safetensors") for path in (live, offline))
+    assert len(apart) == 2 * 7 * 4  # A and B, modules, layers
+    assert apart.keys() == others.keys()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in apart.items())
+
+
+def test_resume_is_equal_on_its_layout_and_close_on_another(trained: Any) -> None:
+    """A second step after a resume."""
+    _, _, run = trained
+    same, again, moved = run("resumed", True), run("resumed", True), run("resumed")
+    for name, tensor in same["parts"].items():
+        assert torch.equal(tensor, again["parts"][name]), name
+        torch.testing.assert_close(tensor, moved["parts"][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(missing("peft") is not None, reason=str(missing("peft")))
+def test_peft_reads_and_writes_adapters(trained: Any) -> None:
+    """Its logits and merged weights are ours; a run that begins from its folder has the same adapters."""
+    folder, first, run = trained
+    batch, out = random_experience(), folder / "peft"
+    torch.save(batch.tokens, folder / "tokens.pt")
+    arguments = [folder / "base", folder / "run" / "hf" / "adapter", folder / "tokens.pt", out]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.peers.peft_model", *map(str, arguments)]
+    subprocess.run(command, env=environment(), check=True, timeout=120)
+    answers = torch.load(out / "answers.pt")
+    logprobs = answers["logits"].log_softmax(-1)[:, :-1].gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    where = batch.loss_mask[:, 1:]
+    torch.testing.assert_close(logprobs[where], first["logprobs"][:, 1:][where], atol=2e-6, rtol=0)
+    for name, tensor in first["merged"].items():
+        torch.testing.assert_close(answers["merged"][name], tensor, atol=1e-7, rtol=0)
+    again = run(str(out))
+    assert all(torch.equal(tensor, first["parts"][name]) for name, tensor in again["parts"].items())
+    torch.testing.assert_close(again["logprobs"], first["logprobs"], atol=2e-6, rtol=0)
