@@ -70,12 +70,11 @@ def shrink(config: PreTrainedConfig, *, widths: bool = True) -> PreTrainedConfig
     changed |= {name: _small_rope(value, changed) for name, value in changed.items() if name.startswith("rope_")}
     rotated, rest = (given.get(f"qk_{part}_head_dim") or 0 for part in ("rope", "nope"))
     if widths and rotated and given.get("head_dim") == rotated + rest:  # Mistral 4 rotates a share of each head
-        rope = {**changed["rope_parameters"], "partial_rotary_factor": 0.5}
-        changed |= {"head_dim": 2 * HEAD_DIM, "rope_parameters": rope}
-    limit = config.vocab_size if not widths else VOCAB
+        changed["head_dim"] = 2 * HEAD_DIM
+        changed["rope_parameters"]["partial_rotary_factor"] = 0.5
     for name, token in (("pad_token_id", None), ("bos_token_id", 1), ("eos_token_id", 2)):
         ids = changed.get(name)
-        if ids is not None and any(i >= limit for i in (ids if isinstance(ids, list) else [ids])):
+        if ids is not None and max(ids if isinstance(ids, list) else [ids]) >= (VOCAB if widths else config.vocab_size):
             changed[name] = token
     return type(config)(**changed)
 

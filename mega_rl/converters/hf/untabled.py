@@ -110,8 +110,7 @@ def _read_config(raw: Mapping[str, Any], where: str) -> PreTrainedConfig:
 def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig:
     """Return transformers' config of a decoded config.json, which spells infinity as an object."""
     kind = CONFIG_MAPPING[raw["model_type"]]
-    config: PreTrainedConfig = kind.from_dict(kind._decode_special_floats(dict(raw)))
-    return config
+    return kind.from_dict(kind._decode_special_floats(dict(raw)))
 
 
 def _number(config: PreTrainedConfig, name: str, default: int) -> int:
@@ -190,8 +189,7 @@ def table_of(model: PreTrainedModel) -> OwnTable:
 
 def _row_numbers(tensor: Tensor, first: int) -> Tensor:
     """Return int64 like `tensor`, in each element the number of its row; columns take no memory."""
-    shape = tuple(tensor.shape)
-    rows = torch.arange(first, first + matrix_shape(shape)[0])
+    rows, shape = torch.arange(first, first + matrix_shape(tuple(tensor.shape))[0]), tensor.shape
     return rows.view(shape) if len(shape) < 2 else rows.view(*shape[:-1], 1).expand(shape)
 
 
