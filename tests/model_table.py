@@ -1,7 +1,8 @@
 """Accepted configurations of transformers: `python -m tests.model_table` rewrites docs/workers/fsdp_workers.md.
 
 Every decoder-only config class with a language-model head, on its defaults, shrunk: the FSDP engine with the numbers of
-transformers, the embedded engine's proof, and the reader of Megatron-Core's tables.
+transformers, the embedded engine's proof, and the reader of Megatron-Core's tables. With another transformers than the
+one in constraints.txt it writes a second list, of what is new there.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from mega_rl.verify.layouts import FP32, LayoutErrors
 from mega_rl.verify.run import problems
 from tests.unit_tests.engines.any_model_cases import FIELDS, measured, small_config, write_model
 
-PAGE = Path(__file__).parents[1] / "docs/workers/fsdp_workers.md"
+ROOT = Path(__file__).parents[1]
+PAGE, CONSTRAINTS = ROOT / "docs/workers/fsdp_workers.md", ROOT / "constraints.txt"
 BEGIN, END = "<!-- models: python -m tests.model_table -->", "<!-- end of models -->"
+NEWER, NEWER_END = "<!-- models: the same with another transformers -->", "<!-- end of other models -->"
+LISTS = re.compile(r"^- (.+): (.+)\.$", re.MULTILINE)
+THE_OTHERS = ("FSDP, refused", "embedded rollouts, batches", "Megatron-Core, none")  # stand in no list
 
 
 def of_training(types: list[str]) -> dict[str, str]:
@@ -39,8 +44,8 @@ def of_training(types: list[str]) -> dict[str, str]:
             try:
                 write_model(Path(folder, model_type), model_type)
                 written.append(model_type)
-            except FOREIGN as error:
-                verdicts[model_type] = f"refused: its defaults make no model ({type(error).__name__})"
+            except FOREIGN:
+                verdicts[model_type] = "refused: its defaults make no model"
         for first in range(0, len(written), 10):
             for model_type, errors in measured(Path(folder), written[first : first + 10]).items():
                 verdicts[model_type] = _verdict(errors, model_type)
@@ -93,36 +98,40 @@ def main() -> None:
     logging.disable(logging.WARNING)
     named = sys.argv[1:]
     groups: dict[str, list[str]] = defaultdict(list)
-    reasons: dict[str, str] = {}
+    reasons: dict[str, list[str]] = defaultdict(list)
     for model_type, verdict in of_training(named or decoders()).items():
         if "a token sees later ones" in verdict:  # an encoder
             continue
         print(model_type, verdict, flush=True)
-        if verdict.startswith("refused"):
-            reasons[model_type] = verdict
-        groups[f"FSDP, {verdict.partition(':')[0]}"].append(model_type)
+        group, _, why = verdict.partition(": ")
+        groups[f"FSDP, {group}"].append(model_type)
         groups[f"embedded rollouts, {of_decoding(model_type)}"].append(model_type)
         groups[f"Megatron-Core, {of_table(model_type)}"].append(model_type)
-    refused = [f"- {model_type}: {verdict.partition(': ')[2]}." for model_type, verdict in reasons.items()]
-    lines = [f"- {group} ({len(types)}): {', '.join(types)}." for group, types in sorted(groups.items())]
-    text = "\n".join(
-        [
-            BEGIN,
-            f"transformers {transformers.__version__}, defaults of each class, shrunk:",
-            "",
-            *lines,
-            "",
-            "Refused by FSDP:",
-            "",
-            *refused,
-            END,
-        ]
-    )
+        if why:
+            reasons[why].append(model_type)
+    page = PAGE.read_text()
+    pinned = page[page.index(BEGIN) : page.index(END)]
+    newer = f"transformers=={transformers.__version__}\n" not in CONSTRAINTS.read_text()
+    begin, end = (NEWER, NEWER_END) if newer else (BEGIN, END)
+    known = dict(LISTS.findall(pinned)) if newer else {}
+    counts = ", ".join(f"{group} {len(types)}" for group, types in sorted(groups.items()))
+    lines = [
+        begin,
+        f"transformers {transformers.__version__}, defaults of each class, shrunk: {counts}.{' New:' * newer}",
+        "",
+    ]
+    for title, lists in (("", groups), ("Reasons", reasons)):
+        lines += [f"{title}:", ""] if title else []
+        for name, types in sorted(lists.items()):
+            fresh = sorted(set(types) - set(known.get(name, "").split(", ")))
+            if fresh and name not in THE_OTHERS:
+                lines.append(f"- {name}: {', '.join(fresh)}.")
+        lines.append("")
+    text = "\n".join([*lines[:-1], end])
     if named:
         print(text)
         return
-    page = PAGE.read_text()
-    PAGE.write_text(page[: page.index(BEGIN)] + text + page[page.index(END) + len(END) :])
+    PAGE.write_text(page[: page.index(begin)] + text + page[page.index(end) + len(end) :])
 
 
 if __name__ == "__main__":

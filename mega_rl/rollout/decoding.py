@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -106,10 +106,10 @@ class DecodingLoop:
         """Return the prompt's logits [R, V], mask [R, L + N] and next position [R, 1]."""
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(model, input_ids, mask, positions)
-        select_rows(self._cache, self._prompt_of_row)
-        room = mask.new_ones(mask.shape[0], self._max_new_tokens)
         of_row = self._prompt_of_row
-        return logits[of_row], torch.cat([mask, room], dim=1)[of_row], positions[of_row, -1:] + 1
+        select_rows(self._cache, of_row)
+        mask = nn.functional.pad(mask, (0, self._max_new_tokens), value=1)
+        return logits[of_row], mask[of_row], positions[of_row, -1:] + 1
 
     def _forward(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """[rows, V] logits of the last token."""
@@ -118,7 +118,7 @@ class DecodingLoop:
             "position_ids": positions,
             "use_cache": True,
             "logits_to_keep": 1,
-            _cache_argument(model): self._cache,
+            cache_argument(model): self._cache,
         }
         output = model(input_ids, **accepted(model, arguments))
         return hide(output.logits[:, -1], self._hidden)
@@ -193,10 +193,10 @@ def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
     return DynamicCache(config=config)
 
 
-def _cache_argument(model: PreTrainedModel) -> str:
-    """Return the name by which a model's forward takes its cache; state-space models have their own."""
-    names = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values"
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name by which a model's forward takes its cache: "cache" from transformers 5.24."""
+    names = signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
 
 def select_rows(cache: Cache, indices: Tensor) -> None:

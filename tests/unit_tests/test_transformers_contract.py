@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 import mega_rl
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.live.load import weights_on_disk
-from mega_rl.rollout.decoding import ATTENTION, GrowingLayer, make_cache
+from mega_rl.rollout.decoding import ATTENTION, GrowingLayer, cache_argument, make_cache
 from tests.helpers.models import SMALL, TINY
 
 DECODED = ("qwen3", "mixtral", "deepseek_v3", "gemma3_text")  # full attention, experts, latent attention, windows
@@ -79,7 +79,7 @@ def test_a_forward_takes_what_the_decoding_loop_gives(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny(family))
     parameters = inspect.signature(type(model).forward).parameters
-    needed = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+    needed = {"input_ids", "attention_mask", "position_ids", cache_argument(model), "use_cache", "logits_to_keep"}
     assert needed <= parameters.keys(), f"{type(model).__name__}.forward lacks {sorted(needed - parameters.keys())}"
     assert any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()), (
         f"{type(model).__name__}.forward hands nothing on to attention, which engine.backend=fsdp needs for packed "
@@ -106,7 +106,7 @@ def test_a_cache_continues_the_rows_that_are_selected_from_it(family: str) -> No
             position_ids=positions[rows, first:last],
             use_cache=True,
             logits_to_keep=1,
-            past_key_values=cache,
+            **{cache_argument(model): cache},
         ).logits[:, -1]
 
     forward(prompts, torch.arange(2), 0, 12)

@@ -114,7 +114,7 @@ def sparse_latent(fields: Fields) -> Mla:
     mla, layers = latent(fields), fields.size("num_hidden_layers", most=MOST_LAYERS)
     if mla.q_lora_rank is None:
         fields.refuse("q_lora_rank", "the indexer reads compressed queries; it must be a positive integer")
-    fields.strings("layer_types", length=layers, allowed=("deepseek_sparse_attention",))
+    fields.strings("layer_types", length=layers, allowed=("deepseek_sparse_attention", "indexed_attention"))
     if "shared" in (fields.strings("indexer_types", length=layers, allowed=("full", "shared")) or ()):
         fields.refuse("indexer_types", SHARED_CHOICE)
     heads, size, chosen = (fields.size(f"index_{name}") for name in ("n_heads", "head_dim", "topk"))

@@ -17,11 +17,11 @@ _SIZES = {
     HIDDEN: "hidden_size n_embd d_model word_embed_proj_dim embedding_dim emb_dim lru_width",
     # Heads, experts, and windows shorter than a proof's rows.
     HEADS: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts "
-    "moe_num_experts linear_num_value_heads index_n_heads swa_num_attention_heads n_mamba_heads "
+    "moe_num_experts linear_num_value_heads swa_num_attention_heads n_mamba_heads "
     "sliding_window attention_chunk_size attention_window_size window_size local_attention index_topk",
     HEAD_DIM: "head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim global_head_dim "
     "linear_value_head_dim mamba_d_head mamba_head_dim mamba_d_state state_size ssm_state_size swa_head_dim "
-    "hidden_size_per_layer_input",
+    "hidden_size_per_layer_input index_n_heads",  # of fewer heads all are often 0 after ReLU: top-k would meet ties
     96: "intermediate_size moe_intermediate_size shared_expert_intermediate_size ffn_dim ffn_hidden_size n_inner "
     "shared_intermediate_size dense_intermediate_size expert_ffn_hidden_size intermediate_size_mlp block_ff_dim "
     "moe_shared_expert_intermediate_size moe_latent_size",
@@ -55,28 +55,32 @@ def shrink(config: PreTrainedConfig, *, widths: bool = True) -> PreTrainedConfig
         chosen = _kinds(list(zip(*map(tuple, per_layer.values()), shared, strict=True)))
         changed |= {_SHARED: sum(shared[i] for i in chosen)} if any(shared) else {}
     else:
-        periods = [v for v in map(changed.get, _PERIODS) if isinstance(v, int) and not isinstance(v, bool)]
-        chosen = list(range(min(depth, max([2, *periods]))))
+        chosen = list(range(min(depth, max([2, *filter(_is_size, map(changed.get, _PERIODS))]))))
     changed |= {name: [value[i] for i in chosen] for name, value in per_layer.items()}
     changed |= {name: len(chosen) for name in _DEPTHS if changed.get(name) == depth}
+    if own := changed.get("per_layer_config"):  # sizes of single layers, from transformers 5.24
+        changed["per_layer_config"] = {
+            chosen.index(int(layer)): {name: _KEYS.get(name, size) if widths else size for name, size in sizes.items()}
+            for layer, sizes in own.items()
+            if int(layer) in chosen
+        }
     if widths:
         changed |= {name: size for name, size in _KEYS.items() if _is_size(changed.get(name))}
         changed |= _related(given, changed)
     changed |= {name: _small_rope(value, changed) for name, value in changed.items() if name.startswith("rope_")}
     rotated, rest = (given.get(f"qk_{part}_head_dim") or 0 for part in ("rope", "nope"))
     if widths and rotated and given.get("head_dim") == rotated + rest:  # Mistral 4 rotates a share of each head
-        rope = {**changed["rope_parameters"], "partial_rotary_factor": 0.5}
-        changed |= {"head_dim": 2 * HEAD_DIM, "rope_parameters": rope}
-    limit = config.vocab_size if not widths else VOCAB
+        changed["head_dim"] = 2 * HEAD_DIM
+        changed["rope_parameters"]["partial_rotary_factor"] = 0.5
     for name, token in (("pad_token_id", None), ("bos_token_id", 1), ("eos_token_id", 2)):
         ids = changed.get(name)
-        if ids is not None and any(i >= limit for i in (ids if isinstance(ids, list) else [ids])):
+        if ids is not None and max(ids if isinstance(ids, list) else [ids]) >= (VOCAB if widths else config.vocab_size):
             changed[name] = token
     return type(config)(**changed)
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return type(value) is int and value > 0
 
 
 def _kinds(layers: list[tuple[Any, ...]]) -> list[int]:
@@ -88,7 +92,7 @@ def _kinds(layers: list[tuple[Any, ...]]) -> list[int]:
 
 def _related(given: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     """Return sizes that follow from others."""
-    heads = next((given[name] for name in ("num_attention_heads", "n_head") if _is_size(given.get(name))), 1)
+    heads = given.get("num_attention_heads", given.get("n_head", 1))
     sizes: dict[str, Any] = {}
     for name in _KV_HEADS:
         if _is_size(given.get(name)):

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +53,7 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
     """
     described = text_config(raw)
     config = _read_config(described, where)
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's head_dim, from transformers 5.24
     eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     heads = _number(config, "num_attention_heads", 1)
     return HFConfig(
@@ -66,7 +67,7 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
         vocab_size=config.vocab_size,
         max_position_embeddings=_number(config, "max_position_embeddings", UNLIMITED_POSITIONS),
         norm_eps=1e-6,
-        tied=config.tie_word_embeddings,
+        tied=getattr(config, "tie_word_embeddings", False),
         qkv_bias=False,
         linear_bias=False,
         qk_norm=False,
@@ -109,14 +110,13 @@ def _read_config(raw: Mapping[str, Any], where: str) -> PreTrainedConfig:
 def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig:
     """Return transformers' config of a decoded config.json, which spells infinity as an object."""
     kind = CONFIG_MAPPING[raw["model_type"]]
-    config: PreTrainedConfig = kind.from_dict(kind._decode_special_floats(dict(raw)))
-    return config
+    return kind.from_dict(kind._decode_special_floats(dict(raw)))
 
 
 def _number(config: PreTrainedConfig, name: str, default: int) -> int:
     """Return a size of the config, or the default where it states none or several."""
     value = getattr(config, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+    return value if type(value) is int and value > 0 else default
 
 
 @lru_cache(maxsize=16)
@@ -163,14 +163,13 @@ def table_of(model: PreTrainedModel) -> OwnTable:
     if scalars := [name for name, tensor in model.named_parameters() if not tensor.dim()]:
         raise ValueError(f"{scalars[0]} has no dimension, and FSDP2 cuts the first one")
     first, numbered = 0, {}
-    owners: list[tuple[int, str]] = []  # number of the first row of each tensor
+    places: dict[int, str] = {}  # tensor by the number of its first row
     for name, tensor in state.items():
-        owners.append((first, name))
+        places[first] = name
         numbered[name] = _row_numbers(tensor, first)
         first += matrix_shape(tuple(tensor.shape))[0]
     by_tensor: dict[str, list[DiskTensor]] = {name: [] for name in state}
-    places = dict(owners)
-    starts = sorted(places)
+    starts = list(places)
     for name, numbers in revert_weight_conversion(model, numbered).items():
         low = _consecutive(name, numbers)
         start = starts[bisect_right(starts, low) - 1]
@@ -184,14 +183,13 @@ def table_of(model: PreTrainedModel) -> OwnTable:
         body=model.base_model_prefix,
         tied=tuple(sorted(set(model.state_dict()) - set(state))),
         unread=tuple(model._keys_to_ignore_on_load_unexpected or ()),
-        float32=tuple(_kept_in_float32(model, state)),
+        float32=_kept_in_float32(model, state),
     )
 
 
 def _row_numbers(tensor: Tensor, first: int) -> Tensor:
     """Return int64 like `tensor`, in each element the number of its row; columns take no memory."""
-    shape = tuple(tensor.shape)
-    rows = torch.arange(first, first + matrix_shape(shape)[0])
+    rows, shape = torch.arange(first, first + matrix_shape(tuple(tensor.shape))[0]), tensor.shape
     return rows.view(shape) if len(shape) < 2 else rows.view(*shape[:-1], 1).expand(shape)
 
 
@@ -206,9 +204,7 @@ def _consecutive(name: str, numbers: Tensor) -> int:
     return low
 
 
-def _kept_in_float32(model: PreTrainedModel, names: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the tensors that are float32 in a model of any dtype."""
-    patterns = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    for name in names:
-        if any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in patterns):
-            yield name
+def _kept_in_float32(model: PreTrainedModel, names: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the tensors that are float32 in a model of any dtype."""
+    patterns = "|".join({*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())})
+    return tuple(name for name in names if patterns and re.search(rf"(^|\.)({patterns})($|\.)", name))

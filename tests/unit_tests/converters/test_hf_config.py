@@ -308,6 +308,7 @@ def test_indexers_choose_as_the_config_says(family: str, interleaved: bool) -> N
     config = parse_hf_config({key: value for key, value in TINY[family].items() if key != "indexer_rope_interleave"})
     kwargs = transformer_config_kwargs(config)
     assert (kwargs["dsa_indexer_topk"], kwargs["dsa_indexer_rope_interleaved"]) == (6, interleaved)
+    assert parse_hf_config({**TINY[family], "layer_types": ["indexed_attention"] * 4}).mla == config.mla  # 5.24's name
     changes = {"indexer_rope_interleave": not interleaved, "q_lora_rank": None, "layer_types": ["full_attention"] * 4}
     if family == "glm_moe_dsa":
         changes |= {"indexer_types": ["full", "shared"] * 2, "index_topk_freq": 2}

@@ -80,7 +80,7 @@ ASKED_FOR = {
     "nvidia_resiliency_ext", "nvtx", "transformer_engine", "triton", "yaml",
 }  # fmt: skip
 HOOKED = """
-import sys, traceback
+import sys, tokenize, traceback  # tokenize: linecache looks for it while a stack is read, from Python 3.13
 class Finder:
     names = set()
     def find_spec(self, name, path=None, target=None):
