@@ -129,6 +129,9 @@ def rl(
     tolerance: Annotated[
         str, typer.Option("--tolerance", metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")
     ] = "",
+    self_check: Annotated[
+        bool, typer.Option("--self-check", help="Plant faults into the independent trainer: each must be named.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one run may take.")] = 600.0,
     as_json: Json = False,
 ) -> None:
@@ -140,6 +143,11 @@ def rl(
     begin("verify")
     allowed = read_changes(tolerance, TOLERANCES)
     settings = settings or []
+    if self_check:
+        if settings:
+            raise UserError(f"{settings[0]}: --self-check has its own runs; leave recipe and settings out")
+        _plant_faults(timeout_s=timeout_s, as_json=as_json)
+        return
     recipe = next((text for text in settings if "=" not in text and not text.startswith("~")), None)
     run = read_run(recipe, [text for text in settings if text != recipe], steps=steps)
     with progress.importing("PyTorch"):
@@ -348,6 +356,26 @@ def print_verdicts(verdicts: Sequence[Verdict], allowed: Mapping[str, float]) ->
 def _worst(errors: Mapping[str, float]) -> str:
     name, error = next(iter(errors.items()))
     return f"{error:.1e} {name.removeprefix('model.')}" if error else "0"
+
+
+def _plant_faults(*, timeout_s: float, as_json: bool) -> None:
+    """Print how the lockstep names each planted fault, and end with the exit code."""
+    with progress.importing("PyTorch"):
+        from mega_rl.verify.rl import faults
+    columns = ("planted fault", "run", "first off", "at", "error", "verdict")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="verify_") as folder:
+        for fault, update, phase in faults.self_check(Path(folder), timeout_s=timeout_s):
+            verdict = "named" if phase == fault.phase else f"NOT as {fault.phase}" if phase else "MISSED"
+            place = ("-", "-", "-") if update is None else (phase, update.title, f"{update.errors[phase]:.1e}")
+            rows.append((fault.name, fault.algorithm, *place, verdict))
+    named = sum(row[-1] == "named" for row in rows)
+    if as_json:
+        print_json({"good": named == len(rows), "faults": [dict(zip(columns, row, strict=True)) for row in rows]})
+    else:
+        print_table(columns, rows)
+        typer.echo(f"{named} of {len(rows)} planted faults are named by their phase")
+    end(named == len(rows))
 
 
 def _print_lockstep(

@@ -14,6 +14,7 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.config.keys import value_of
 from mega_rl.verify.layouts import TOLERANCES, UPDATES
+from mega_rl.verify.rl import faults
 from mega_rl.verify.rl import run as lockstep
 from mega_rl.verify.rl.compare import UpdateErrors
 from mega_rl.verify.rl.inputs import SIZES, read_run
@@ -66,9 +67,25 @@ def test_json_holds_every_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["layouts"][0]["updates"][0]["errors"]["gradient"] == 1e-7
 
 
+@pytest.mark.parametrize("phase", [faults.FAULTS[0].phase, "loss", ""])
+def test_a_planted_fault_that_is_not_named_ends_with_1(
+    phase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = faults.FAULTS[0]
+    update = RIGHT if phase else None
+    monkeypatch.setattr(faults, "self_check", lambda folder, timeout_s: iter([(fault, update, phase)]))
+    code, out, _ = run(capsys, "--self-check")
+    named = phase == fault.phase
+    assert code == int(not named)
+    assert ("named" if named else f"NOT as {fault.phase}" if phase else "MISSED") in out
+    assert fault.name in out
+    assert f"{int(named)} of 1 planted faults" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["quickstart", "--self-check"], "--self-check has its own runs"),
         (["engine.megatron.tp=2"], "engine.megatron.tp: verify rl has its own; leave it out"),
         (["quickstart", "gsm8k_qwen3_8b_8gpu"], "gsm8k_qwen3_8b_8gpu"),
         (["no_such_recipe"], "no_such_recipe"),

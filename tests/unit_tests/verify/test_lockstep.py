@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import REFERENCE, REWARDS, TOLERANCES, Layout, fsdp, parse
 from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import off
+from mega_rl.verify.rl.faults import ALGORITHMS, FAULTS, SHARED, Fault, algorithm_run, first_off
 from mega_rl.verify.rl.inputs import with_layout
 from mega_rl.verify.rl.rewards import FORMULAS, lockstep_settings
 from mega_rl.verify.rl.run import follow_config, problem_of, write_inputs
@@ -28,7 +28,6 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import ROUTED, bare_config
-from tests.unit_tests.verify.lockstep_faults import ALGORITHMS, FAULTS, SHARED, Fault, algorithm_run
 from tests.unit_tests.verify.lockstep_on_ranks import record_runs
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
@@ -136,9 +135,7 @@ def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if FULL or fault.name in FEW_FAULTS], ids=lambda f: f.name)
 def test_independent_trainer_fault_is_named_by_phase(runs: Runs, fault: Fault) -> None:
-    run, is_patch = runs[fault.algorithm, "1"], hasattr(fault.plant, "__enter__")
-    with fault.plant if is_patch else nullcontext():
-        first = off(follow_config(*run) if is_patch else follow_config(*run, fault.plant))
+    first = first_off(fault, *runs[fault.algorithm, "1"])
     assert first is not None
     assert first[1] == fault.phase, first
 

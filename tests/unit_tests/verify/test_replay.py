@@ -19,11 +19,11 @@ from mega_rl.errors import UserError
 from mega_rl.tracking.records.reader import MODEL_OUTPUTS, RECORD_FILE, Record, read_record
 from mega_rl.verify.layouts import parse
 from mega_rl.verify.replay import ATOL, Difference, ReplayPlan, prepare, result_of
+from mega_rl.verify.rl.faults import ALGORITHMS, algorithm_run
 from mega_rl.verify.rl.inputs import with_layout
 from mega_rl.verify.rl.run import ARCHITECTURE, write_inputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
-from tests.unit_tests.verify.lockstep_faults import ALGORITHMS, algorithm_run
 from tests.unit_tests.verify.replay_on_ranks import record_runs, replay_plans
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all

@@ -1,12 +1,13 @@
-"""Small runs of every algorithm, and faults of the independent trainer, of which a lockstep names the phase."""
+"""Runs of every algorithm, and faults of the independent trainer: a lockstep must name the phase of each."""
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from statistics import pstdev
 from typing import Any, NamedTuple
@@ -17,16 +18,21 @@ from torch import Tensor
 
 from mega_rl.config.keys import flattened
 from mega_rl.config.loader import load
+from mega_rl.config.schema import Config
+from mega_rl.errors import RunError
+from mega_rl.tracking import progress
+from mega_rl.verify.layouts import REFERENCE, TOLERANCES
+from mega_rl.verify.rl.compare import UpdateErrors, off
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, generalized
 from mega_rl.verify.rl.independent.formulas import Row, divergence, gae, value_term, whitened
 from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
 from mega_rl.verify.rl.independent.trainer import EvaluatedSample, IndependentTrainer
-from mega_rl.verify.rl.inputs import FIXED, REWARD, SIZES, STAND_IN, STEPS, LockstepRun, without_idle
+from mega_rl.verify.rl.inputs import FIXED, REWARD, SIZES, STAND_IN, STEPS, LockstepRun, with_layout, without_idle
 from mega_rl.verify.rl.rewards import RewardRule
-from mega_rl.verify.rl.run import Trial
+from mega_rl.verify.rl.run import Trial, follow_config, problem_of, record_runs, write_inputs
 
-_TEXT = Path(__file__).with_name("algorithms.toml").read_text("utf-8")
+_TEXT = files("mega_rl.verify.rl").joinpath("algorithms.toml").read_text("utf-8")
 # Settings of an algorithm that differ from the defaults, by its name.
 ALGORITHMS: dict[str, Mapping[str, object]] = {name: flattened(own) for name, own in tomllib.loads(_TEXT).items()}
 # Settings of the runs with planted faults; every one of them has an effect.
@@ -43,7 +49,7 @@ SHARED: dict[str, object] = {
 
 
 def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
-    """A small run with these settings; source: folder of the architecture's config.json."""
+    """Return a small run with these settings. source: folder of the architecture's config.json."""
     fixed = FIXED if settings.get("reward.source") == "none" else {**FIXED, "reward.function": REWARD}
     config = load(None, {**fixed, **SIZES, "trainer.steps": STEPS, **settings})
     return LockstepRun(without_idle(config, set(settings)), source, str(source or STAND_IN))
@@ -196,3 +202,33 @@ FAULTS = (
     Fault("beta of the other model", "teacher_jensen_shannon", "loss", _other_beta),
     Fault("reverse KL instead of the mixture's", "teacher_jensen_shannon", "loss", _but("loss", beta=1.0)),
 )
+
+
+def first_off(fault: Fault, config: Config, trace: Path) -> tuple[UpdateErrors, str] | None:
+    """Return the first update that is off with a fault, and its first such phase; None if all agree."""
+    if not isinstance(fault.plant, AbstractContextManager):
+        return off(follow_config(config, trace, fault.plant))
+    with fault.plant:
+        return off(follow_config(config, trace))
+
+
+def self_check(folder: Path, *, timeout_s: float) -> Iterator[tuple[Fault, UpdateErrors | None, str]]:
+    """Yield each fault with the update and phase that the lockstep names; None and "" if it names none.
+
+    Raises RunError if a run is off without a fault.
+    """
+    runs: dict[str, tuple[Config, Path]] = {}
+    for name in dict.fromkeys(fault.algorithm for fault in FAULTS):
+        inputs, trace = folder / f"inputs_{name}", folder / "traces" / name
+        inputs.mkdir()
+        config, _ = write_inputs(algorithm_run({**SHARED, **ALGORITHMS[name]}), inputs, multiple=1)
+        runs[name] = with_layout(config, REFERENCE, run_dir=trace / "run"), trace
+    record_runs({trace: config for config, trace in runs.values()}, label="real runs", ranks=1, timeout_s=timeout_s)
+    for name, (config, trace) in runs.items():
+        if problem := problem_of(tuple(follow_config(config, trace)), TOLERANCES):
+            raise RunError(f"{name} is off without a planted fault: {problem}")
+    with progress.rounds("fault", len(FAULTS)) as rounds:
+        for fault in FAULTS:
+            update, phase = first_off(fault, *runs[fault.algorithm]) or (None, "")
+            yield fault, update, phase
+            rounds.advance()
