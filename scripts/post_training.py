@@ -2,9 +2,9 @@
 
     python scripts/post_training.py runs/post_training
 
-Data and model are the quickstart's sums. Of the demonstrations 30 % are right. Pairs have the right sum and one without
-its carry, or a wrong digit; the reward model learns from them and is the only reward of PPO. DPO learns from the same
-pairs. A held-out sum is in no demonstration and no pair.
+Data and model are the quickstart's sums. Of the demonstrations 30 % are right. Pairs have the right sum and a wrong
+one, without its carry or any other; the reward model learns from them and is the only reward of PPO. DPO learns from
+the same pairs. A held-out sum is in no demonstration and no pair.
 """
 
 from __future__ import annotations
@@ -60,16 +60,21 @@ def main(folder: Path) -> None:
 
 
 def pairs(train: Path) -> list[dict[str, str]]:
-    """Return a pair for each sum: the right answer and a wrong one."""
+    """Return pairs for each sum: the right answer, and one of each way to be wrong."""
     numbers, rows = random.Random(0), []
     for line in train.read_text().splitlines():
         row = json.loads(line)
-        left, right = row["prompt"].rstrip("=").split("+")
-        wrong = sums.add_without_carry(int(left), int(right))
-        while wrong == row["answer"]:
-            place = numbers.randrange(2)
-            wrong = wrong[:place] + str(numbers.randrange(10)) + wrong[place + 1 :]
-        rows.append({"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong})
+        left, right = (int(part) for part in row["prompt"].rstrip("=").split("+"))
+        near = [
+            sums.add(left, right + shift)
+            for shift in numbers.sample((-11, -10, -9, -1, 1, 9, 10, 11), 2)
+            if right + shift >= 0
+        ]
+        length = "".join(numbers.choices("0123456789=+-", k=numbers.choice((0, 1, 2, 4))))
+        anything = "".join(numbers.choices("0123456789", k=3))
+        wrong = {sums.add_without_carry(left, right), *near, anything, length, row["answer"][:2]} - {row["answer"], ""}
+        rows += [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": one} for one in sorted(wrong)]
+    numbers.shuffle(rows)
     return rows
 
 

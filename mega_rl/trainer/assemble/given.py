@@ -44,9 +44,9 @@ def build_given(
     reference: Reference | None = None
     if (frozen := roles.reference) is not None:
         held_out = [prompt for one in prompts.held_out for prompt in one.prompts]
-        once = ReferenceOnce(
-            frozen, [*prompts.train, *held_out], source, trainer.prompts_per_step, roles.engines["reference"].offload
-        )
+        copy = roles.engines.get("reference")  # an adapter's reference is its base
+        release = (lambda: 0) if copy is None else copy.offload
+        once = ReferenceOnce(frozen, [*prompts.train, *held_out], source, trainer.prompts_per_step, release)
         reference = once if kind.reference == "once" else partial(reference_logprobs, frozen)
     algorithm = FromAnswers(roles.actor, reference, plan, kind.compares, stage, log)
     loss, interval = roles.actor.loss, trainer.val_interval
