@@ -40,6 +40,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2", {"vision_config": {**QWEN_TOWER, "fullatt_block_indexes": [0]}}),
     "qwen3_vl": ("qwen3", {"vision_config": {**QWEN_TOWER, "num_position_embeddings": 16}}),
     "qwen3_5": ("qwen3_5_text", {"vision_config": {**QWEN_TOWER, "num_position_embeddings": 16}}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": {**QWEN_TOWER, "num_position_embeddings": 16}}),
 }
 DELTA_MROPE = {**MROPE, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
 # Prediction layers as Qwen publishes them, outside of the model.
@@ -52,7 +53,7 @@ def write_wrapped(folder: Path, model_type: str = "gemma3", *, tied: bool = True
 
     family, more = WRAPPED[model_type]
     text = {**SMALL, **TINY.get(family, GEMMA4), "tie_word_embeddings": tied}
-    if model_type == "qwen3_5":
+    if "qwen3_5" in model_type:
         kinds = ["linear_attention", "full_attention"] * 2
         text |= {"rope_parameters": DELTA_MROPE, "layer_types": kinds, "full_attention_interval": 2}
     elif "qwen" in model_type:
