@@ -69,7 +69,7 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     """
     layers = _layers(hf, multiple, where)
     raw = dict(hf.raw)
-    for name in ("quantization_config", "auto_map", "num_nextn_predict_layers"):
+    for name in ("quantization_config", "auto_map", "num_nextn_predict_layers", "full_attention_interval"):
         raw.pop(name, None)
     raw["num_hidden_layers"] = len(layers)
     raw["vocab_size"] = min(hf.vocab_size, MAX_VOCAB)

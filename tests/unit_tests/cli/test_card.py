@@ -14,6 +14,7 @@ from mega_rl.cli.app import main
 from mega_rl.rollout import decoding
 from mega_rl.verify import launcher
 from mega_rl.verify.layouts import FP32
+from tests.helpers.hub_server import folder_files, serve_hub, use_hub
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.engines.any_model_cases import rewrite_config, small_config
 from tests.unit_tests.verify.cases import bare_config, forked_ranks
@@ -98,10 +99,18 @@ def test_planted_faults_are_not_proved(fault: str, tmp_path: Path, monkeypatch: 
     assert "| sampling | not proved | " in page
 
 
-def test_refused_model_has_a_card_that_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small_config("stablelm").save_pretrained(tmp_path)
-    rewrite_config(tmp_path, model_type="t5")
-    code, card, _, page = card_of(tmp_path)
+def test_refused_name_has_a_card_that_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model on the Hub, whose weights are not asked for."""
+    monkeypatch.chdir(tmp_path)
+    small_config("stablelm").save_pretrained(tmp_path / "published")
+    rewrite_config(tmp_path / "published", model_type="t5")
+    with serve_hub() as hub:
+        use_hub(hub, tmp_path / "home", monkeypatch)
+        hub.add("models", "org/model", folder_files(tmp_path / "published") | {"model.safetensors": b""})
+        code, card, _, page = card_of(Path("org/model"))
+        assert {Path(one.path).name for one in hub.requests if "/resolve/" in one.path} == {"config.json"}
     assert (code, card["good"]) == (2, False)
     assert "no class with a language-model head" in page
     assert capsys.readouterr().err.count("error: ") == 1

@@ -40,6 +40,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2", {"vision_config": {**QWEN_TOWER, "fullatt_block_indexes": [0]}}),
     "qwen3_vl": ("qwen3", {"vision_config": {**QWEN_TOWER, "num_position_embeddings": 16}}),
     "qwen3_5": ("qwen3_5_text", {"vision_config": {**QWEN_TOWER, "num_position_embeddings": 16}}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": {**QWEN_TOWER, "num_position_embeddings": 16}}),
 }
 DELTA_MROPE = {**MROPE, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
 # Prediction layers as Qwen publishes them, outside of the model.
@@ -52,7 +53,7 @@ def write_wrapped(folder: Path, model_type: str = "gemma3", *, tied: bool = True
 
     family, more = WRAPPED[model_type]
     text = {**SMALL, **TINY.get(family, GEMMA4), "tie_word_embeddings": tied}
-    if model_type == "qwen3_5":
+    if "qwen3_5" in model_type:
         kinds = ["linear_attention", "full_attention"] * 2
         text |= {"rope_parameters": DELTA_MROPE, "layer_types": kinds, "full_attention_interval": 2}
     elif "qwen" in model_type:
@@ -110,7 +111,8 @@ def plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def train_all(rank: int, folders: dict[str, str]) -> dict[str, list[tuple[float, str]]]:
     """Three policy steps by model: the worst gradient of each against the whole model with the same weights.
 
-    On Megatron-Core with tensor parallelism or, where this release lacks the model, on FSDP.
+    On Megatron-Core with tensor parallelism or, for experts, which transformers keeps in one tensor, and where this
+    release lacks the model, on FSDP.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -123,7 +125,7 @@ def train_all(rank: int, folders: dict[str, str]) -> dict[str, list[tuple[float,
     worst: dict[str, list[tuple[float, str]]] = {}
     for model_type, folder in folders.items():
         family = WRAPPED[model_type][0]
-        is_fsdp = family not in FAMILIES or any(release_problems(family))
+        is_fsdp = family not in FAMILIES or "moe" in family or any(release_problems(family))
         config = make_config(Path(folder), layout="tp2-sp", engine="fsdp" if is_fsdp else "megatron")
         config = replaced(config, "engine.megatron.optimizer", distributed=False)
         config = replaced(config, "optim", clip_grad=0.0)
@@ -142,7 +144,10 @@ def train_all(rank: int, folders: dict[str, str]) -> dict[str, list[tuple[float,
                     actual = plain(exported_gradients(engine))
                 worst.setdefault(model_type, []).append(difference(actual, expected))
                 with torch.no_grad():
-                    for name, tensor in plain(exported(engine)).items():
+                    weights = plain(exported(engine))
+                    if is_fsdp:  # an export cuts the experts' tensor
+                        weights = {name: p.full_tensor() for name, p in sharded_parameters(engine.model).items()}
+                    for name, tensor in weights.items():
                         if name in named:  # a buffer stays
                             named[name].copy_(tensor)
     return worst

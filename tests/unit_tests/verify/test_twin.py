@@ -11,7 +11,7 @@ from mega_rl.converters.architecture import is_moe
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.verify.twin import MAX_LAYERS, shrink, write_twin
-from tests.helpers.models import TINY, write_tiny_checkpoint
+from tests.helpers.models import SMALL, TINY, write_tiny_checkpoint
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 
 pytestmark = pytest.mark.slow
@@ -28,6 +28,15 @@ def test_a_large_model_fits_a_laptop() -> None:
     assert (twin.hf.vocab_size, twin.hf.hidden_size, twin.hf.mtp_layers) == (4096, 7168, 0)
     assert twin.hf.quantization is None
     assert twin.hf.rope == parse_hf_config(DEEPSEEK_V3).rope
+
+
+def test_published_interval_does_not_bind_the_twin() -> None:
+    """Qwen3.5 publishes every fourth layer's kind twice; a twin has fewer layers between."""
+    layers = {"num_hidden_layers": 8, "full_attention_interval": 4, "layer_types": None}
+    hf = parse_hf_config({**SMALL, **TINY["qwen3_5_text"], **layers, "model_type": "qwen3_5_text"})
+    twin = shrink(hf).hf
+    assert hf.delta is not None and twin.delta is not None  # noqa: PT018
+    assert (hf.delta.layers, twin.delta.layers) == ((True, True, True, False) * 2, (True, False, False))
 
 
 @pytest.mark.parametrize("family", TINY)
