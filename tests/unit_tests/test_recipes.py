@@ -25,6 +25,7 @@ REAL_MODELS = {
     "mixture_qwen3_0.6b_1gpu": 1,
     "gsm8k_qwen3_8b_8gpu": 8,
     "gsm8k_qwen3_8b_8gpu_fsdp": 8,
+    "gsm8k_qwen3_8b_lora_1gpu": 1,
     "gsm8k_qwen3_32b_64gpu": 64,
     "math_qwen3_8b_8gpu": 8,
     "math_qwen3_32b_64gpu_async": 32,

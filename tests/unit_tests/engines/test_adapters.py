@@ -18,7 +18,7 @@ from mega_rl.config.schema import MegatronOptimizerConfig
 from mega_rl.config.schema.training import AdapterConfig
 from mega_rl.converters.offline.convert import export_checkpoint, merge_adapter
 from mega_rl.engines.fsdp_model import sharded_parameters
-from mega_rl.engines.models.adapters import without_adapters
+from mega_rl.engines.models.adapters import first_a, without_adapters
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import (
     LAYOUTS,
@@ -69,7 +69,7 @@ def write_pair(folder: Path, family: str, targets: tuple[str, ...]) -> dict[str,
     return adapters
 
 
-def compute(rank: int, checkpoint: str, layout: str, targets: tuple[str, ...]) -> dict[str, Any]:
+def compute(rank: int, checkpoint: str, layout: str, targets: tuple[str, ...], low_rank: int = RANK) -> dict[str, Any]:
     """Return log-probs and gradients of one step of length zero; targets: none for a model without adapters."""
     engine_name = "fsdp" if layout.startswith("fsdp") else "megatron"
     config = make_config(
@@ -81,7 +81,7 @@ def compute(rank: int, checkpoint: str, layout: str, targets: tuple[str, ...]) -
     config = replaced(config, "optim", clip_grad=0.0)
     config = replaced(config, "engine.megatron", etp=1)
     if targets:
-        config = replaced(config, "model", adapter=AdapterConfig(RANK, ALPHA, list(targets)))
+        config = replaced(config, "model", adapter=AdapterConfig(low_rank, ALPHA, list(targets)))
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
         logprobs = whole(engine.forward(rows).logprobs, engine)
@@ -89,6 +89,28 @@ def compute(rank: int, checkpoint: str, layout: str, targets: tuple[str, ...]) -
         metrics = engine.train_minibatch(rows, losses("lm"), lr=0.0)
         read = fsdp_gradients if engine_name == "fsdp" else exported_gradients
         return {"logprobs": logprobs, "base": base, "norm": metrics["grad_norm"], "gradients": read(engine)}
+
+
+def of_full_rank(rank: int, folder: str) -> list[dict[str, Any]]:
+    """Return `compute` of the base, and with adapters of the rank of its queries' input."""
+    return [compute(rank, f"{folder}/base", "1", ()), compute(rank, f"{folder}/full", "1", ("q_proj",), 32)]
+
+
+def test_full_rank_follows_full_fine_tuning(tmp_path: Path) -> None:
+    """With B = 0 and an orthogonal A that is fixed, dB = s dW A^T, so a step s dB A of W is s^2 dW."""
+    for name in ("base", "full"):
+        write_tiny_checkpoint(tmp_path / name, family="qwen3")
+    weights = load_file(tmp_path / "full" / "model.safetensors")
+    orthogonal = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))[0].contiguous()
+    modules = [name.removesuffix(".weight") for name in weights if name.endswith("q_proj.weight")]
+    tensors = {f"{module}.lora_A.weight": orthogonal.clone() for module in modules}
+    tensors |= {f"{module}.lora_B.weight": torch.zeros(64, 32) for module in modules}
+    save_file(weights | tensors, tmp_path / "full" / "model.safetensors", metadata={"format": "pt"})
+    base, full = run_ranks(1, of_full_rank, str(tmp_path))[0]
+    for module in modules:
+        step = ALPHA / 32 * full["gradients"][f"{module}.lora_B.weight"] @ orthogonal
+        wanted = (ALPHA / 32) ** 2 * base["gradients"][f"{module}.weight"]
+        assert (step - wanted).norm() / wanted.norm() < TOLERANCE
 
 
 def fsdp_gradients(engine: Any) -> dict[str, torch.Tensor]:
@@ -179,6 +201,10 @@ def test_base_stays_and_export_is_merged(trained: Any) -> None:
     module = "model.layers.1.self_attn.k_proj"
     a, b = (first["parts"][f"{module}.lora_{end}.weight"] for end in "AB")
     assert b.any()
+    for name, tensor in first["parts"].items():
+        # B is zero in the first step, so A has no gradient yet: on every layout it is what its name gives.
+        if name.endswith("lora_A.weight"):
+            assert torch.equal(tensor, first_a(name.removesuffix(".lora_A.weight"), tuple(tensor.shape))), name
     assert torch.equal(first["merged"][f"{module}.weight"], base[f"{module}.weight"] + SCALE * (b @ a))
     (source,) = (folder / "run").glob("step*")
     opened = partial(open_weights, source, role="actor", reference=folder / "base")

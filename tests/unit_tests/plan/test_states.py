@@ -47,7 +47,7 @@ def test_state_of_every_rank_is_exact(
     world_size, family, case = CASES[name]
     hf = read_hf_config(checkpoints[family])
     setup = RunSetup(config_of(checkpoints[family], case), {"model.path": hf}, Machine(world_size))
-    hf = adapted(hf, setup.config.model.adapter)
+    hf = adapted(hf, setup.config.model.adapter, case.get("head", "lm"))
     model = PlannedModel("actor", hf, case.get("head", "lm"), case.get("trainable", True))
     planned = [state_of(setup, model, rank) for rank in range(world_size)]
     assert [{part: getattr(state, part) for part in PARTS} for state in planned] == live[name]

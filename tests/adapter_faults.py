@@ -1,0 +1,30 @@
+"""Faults of low-rank adapters (see tests/fault_table.py)."""
+
+from __future__ import annotations
+
+from tests.fault import Table
+
+ADAPTERS: Table = {
+    ("adapters", "engines/test_adapters.py -k equal_merged"): [
+        ("an adapter without its scale", "return turns.flatten(-2) * self.scale", "return turns.flatten(-2)"),
+        (
+            "the gradient of A from this rank's rows only",
+            "            return copy_to_tensor_model_parallel_region(products, group=group)",
+            "            return products",
+        ),
+        ("a reference with the adapters on", "LayerAdapter.enabled = False", "LayerAdapter.enabled = True"),
+    ],
+    ("adapters", "engines/test_adapters.py -k base_stays"): [
+        (
+            "every shard of A begins as the first",
+            "whole[copy.src_row : copy.src_row + copy.rows, copy.src_col : copy.src_col + copy.cols]",
+            "whole[copy.src_row : copy.src_row + copy.rows, : copy.cols]",
+        ),
+        ("the weights below train, too", "parameter.requires_grad_(PART in name or is_head)", "pass"),
+        (
+            "an adapter merged twice",
+            "tensor = add(tensor, own[A], own[B], adapter.scale)",
+            "tensor = add(add(tensor, own[A], own[B], adapter.scale), own[A], own[B], adapter.scale)",
+        ),
+    ],
+}
