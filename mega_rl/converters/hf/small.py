@@ -55,7 +55,8 @@ def shrink(config: PreTrainedConfig, *, widths: bool = True) -> PreTrainedConfig
         chosen = _kinds(list(zip(*map(tuple, per_layer.values()), shared, strict=True)))
         changed |= {_SHARED: sum(shared[i] for i in chosen)} if any(shared) else {}
     else:
-        chosen = list(range(min(depth, max([2, *filter(_is_size, map(changed.get, _PERIODS))]))))
+        periods = [changed[name] for name in _PERIODS if _is_size(changed.get(name))]
+        chosen = list(range(min(depth, max([2, *periods]))))
     changed |= {name: [value[i] for i in chosen] for name, value in per_layer.items()}
     changed |= {name: len(chosen) for name in _DEPTHS if changed.get(name) == depth}
     if own := changed.get("per_layer_config"):  # sizes of single layers, from transformers 5.24
