@@ -74,8 +74,8 @@ def shrink(config: PreTrainedConfig, *, widths: bool = True) -> PreTrainedConfig
         changed["head_dim"] = 2 * HEAD_DIM
         changed["rope_parameters"]["partial_rotary_factor"] = 0.5
     for name, token in (("pad_token_id", None), ("bos_token_id", 1), ("eos_token_id", 2)):
-        ids = changed.get(name)
-        if ids is not None and max(ids if isinstance(ids, list) else [ids]) >= (VOCAB if widths else config.vocab_size):
+        ids = changed.get(name) or 0
+        if max(ids if isinstance(ids, list) else [ids]) >= (VOCAB if widths else config.vocab_size):
             changed[name] = token
     return type(config)(**changed)
 
