@@ -46,11 +46,11 @@ def make_step(name: str, step: int, engine: Any) -> None:
 
 def digest(engine: Any) -> str:
     """Return the SHA-256 of adapters and merged weights."""
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for weights in (parts(engine), exported(engine)):
         for name, tensor in weights.items():
-            found.update(name.encode() + tensor.view(-1).float().numpy().tobytes())
-    return found.hexdigest()
+            total.update(name.encode() + tensor.view(-1).float().numpy().tobytes())
+    return total.hexdigest()
 
 
 def digests(rank: int, checkpoint: str, how: dict[str, Any]) -> dict[str, str]:
