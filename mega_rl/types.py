@@ -25,7 +25,7 @@ Answer = str | bool | list[Any] | dict[str, Any] | None  # a reference answer as
 
 @dataclass(frozen=True)
 class Given:
-    """A given answer: the whole row with its prompt, tokenised, and the tokens of it that train."""
+    """A given answer: the tokenised row with its prompt, and which tokens train."""
 
     token_ids: tuple[int, ...]  # (3, 11, 4, 9, 2)
     spans: tuple[tuple[int, int], ...]  # ((3, 5),): first position that trains, and the one past the last; from 1 on

@@ -1,4 +1,4 @@
-"""Losses of given answers: pairs of a chosen and a rejected one, labelled answers, and scores of a reward model.
+"""Losses of given answers: pairs, labelled answers, and scores of a reward model.
 
 A row's number is the sum of its tokens' log-probs (or its score), so rows of a pair share a micro-batch. Notation:
 log p of the policy and log q of the reference are sums over an answer, |y| is its number of tokens, d and n stand for
@@ -62,7 +62,7 @@ def _minus_log_sigmoid(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairKind(TrainingKind):
-    """A loss of pairs; `losses` gets the chosen answers, the rejected ones and the pairs' margins [n]."""
+    """A loss of pairs; `losses` gets chosen and rejected answers and margins [n]."""
 
     form: ClassVar[str] = "pairs"
     rows: ClassVar[int] = 2
@@ -161,7 +161,7 @@ class ORPO(PairKind):
 
 @dataclass(frozen=True)
 class RewardModel(PairKind):
-    """Bradley-Terry: the score of the chosen answer exceeds that of the rejected one by the row's margin.
+    """Bradley-Terry: the chosen answer scores above the rejected one by the row's margin.
 
         loss = -log s(r_d - r_n - margin) + center * (r_d + r_n)^2
 
@@ -202,7 +202,7 @@ class KTO(TrainingKind):
     reference: str = setting("step", _WHEN.split(",")[0] + ".", choices=("step",))
 
     def losses(self, answers: Answers, sign: Tensor, z: Tensor) -> UnitLoss:
-        """Return the loss of each answer and its reward, as desired and as undesired; sign [n]: 1 or -1."""
+        """Return each answer's loss and its reward, as desired and undesired; sign [n]: 1 or -1."""
         x = self.beta * (answers.log_ratio - z)
         weight = self.desirable_weight * (sign > 0) + self.undesirable_weight * (sign <= 0)
         reward = self.beta * answers.log_ratio

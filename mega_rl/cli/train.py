@@ -1,4 +1,4 @@
-"""`mega-rl train`, `sft`, `dpo`, `rm` and `eval`: check the settings without torch, then run or start ranks.
+"""`mega-rl train`, `sft`, `dpo`, `rm`, `eval`: check settings without torch, then start ranks.
 
 Exit codes of `eval`: 0 when every sample is scored, 1 when the evaluation cannot continue, 2 for mistakes.
 """
@@ -150,7 +150,7 @@ def distill(
     right: Annotated[bool, typer.Option("--right", help="Train on right answers only.")] = False,
     print_config: PrintConfig = False,
 ) -> None:
-    """Train a student on the answers of a teacher, or of itself, that mega-rl eval has sampled."""
+    """Train a student on answers that `mega-rl eval` has sampled of a teacher."""
     rows = samples.with_name("right_answers.jsonl" if right else "answers.jsonl")
     write_answers(samples, rows, only_right=right)
     files = f"data.train_files={json.dumps([str(rows)])}"
@@ -158,7 +158,7 @@ def distill(
 
 
 def write_answers(samples: Path, rows: Path, *, only_right: bool) -> None:
-    """Write the samples that a stop token ended as rows with given answers. Raises UserError without any."""
+    """Write samples that a stop token ended as rows. Raises UserError without any."""
     if not samples.is_file():
         raise UserError(
             f"--samples={samples}: {no_such('file', samples)}; sample a teacher with mega-rl eval --out DIR"
@@ -175,7 +175,7 @@ def write_answers(samples: Path, rows: Path, *, only_right: bool) -> None:
 
 
 def of_kind(command: str, recipe: Path | None, settings: Sequence[str]) -> list[str]:
-    """Return the settings with the command's kind of training. Raises UserError for a kind of another command."""
+    """Return the settings with the command's kind; raises UserError for another command's."""
     section = read_recipe(recipe).get("algorithm") if recipe is not None else None
     given = [parse_value(text.partition("=")[2]) for text in settings if text.startswith((f"{KIND}=", f"{KIND}.name="))]
     kind = (given or [section.get("kind") if isinstance(section, Mapping) else None])[-1]

@@ -208,7 +208,7 @@ class ExampleReading(PromptReading):
         return prompts, long
 
     def _ids_of(self, rows: Sequence[ExampleRow]) -> dict[tuple[str, bool], list[int]]:
-        """Return the token ids of every text that the rows need; plain text gets the tokenizer's special tokens."""
+        """Return the token ids of every text; plain text gets the tokenizer's special tokens."""
         ids: dict[tuple[str, bool], list[int]] = {}
         for is_plain in (True, False):
             answers = [one for row in rows for one in row.answers if one.is_plain == is_plain]
@@ -219,7 +219,7 @@ class ExampleReading(PromptReading):
         return ids
 
     def _given(self, answer: Rendered, ids: Mapping[tuple[str, bool], list[int]]) -> Given:
-        """Return an answer's tokens and those that train, the end of each turn among them. Raises RowProblem."""
+        """Return an answer's tokens and those that train, with ends of turns. Raises RowProblem."""
         whole = ids[answer.text, answer.is_plain]
         if answer.is_plain and self.end_id >= 0 and whole[-1] not in self.stop_ids:
             whole = [*whole, self.end_id]

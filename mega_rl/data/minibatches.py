@@ -42,7 +42,7 @@ def assign_rows(
 
 
 def rows_of_units(count: int, units: Tensor | None) -> list[list[int]]:
-    """Return the rows of each unit, in the order of first rows; units: [count] int64, None: each row is one."""
+    """Return the rows of each unit, by first row; units [count] int64, None: single rows."""
     if units is None:
         return [[row] for row in range(count)]
     groups: dict[int, list[int]] = {}

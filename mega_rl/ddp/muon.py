@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum of matrices, each worked out whole on one of the ranks that share it.
+"""Muon: the momentum of whole matrices, each orthogonalised on one rank that shares it.
 
 A rank holds rectangles of matrices: of Megatron-Core's joined parameters after all cuts, or rows under FSDP2. In a step
 a matrix's momentum travels to one rank, torch's Newton-Schulz runs there, and its result travels back. Both travel in
@@ -146,7 +146,7 @@ def _homes(shapes: Sequence[tuple[int, ...]], held: Sequence[float], *, ranks: i
 
 
 def _panels(stepped: Tensor, tiles: Iterable[Tile], shape: torch.Size, first: int = 0) -> Iterator[Panel]:
-    """Yield what a rank holds of a parameter's tiles: rows, or elements from `first` on; shape: of the whole."""
+    """Yield a rank's part of a parameter's tiles: rows, or elements from `first` on."""
     width = matrix_shape(tuple(shape))[1]
     if isinstance(stepped, DTensor):
         first = rows_here(stepped).offset[0] * shape[1:].numel()
@@ -167,7 +167,7 @@ def _panels(stepped: Tensor, tiles: Iterable[Tile], shape: torch.Size, first: in
 def panels_of_chunks(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, sharding: Sharding, at: RankCoordinates
 ) -> Iterator[Panel]:
-    """Yield what a rank's optimizer of chunks of Megatron-Core steps of matrices."""
+    """Yield a rank's part of the matrices that a Megatron-Core optimizer steps."""
     tiles: dict[int, list[Tile]] = {}  # keys: ids of parameters
     for vp_stage, chunk in enumerate(chunks):
         live, on_disk = weights_of(unwrapped(chunk)), matrices(sharding.hf, sharding.head)[1]
@@ -179,7 +179,7 @@ def panels_of_chunks(
 
 
 def panels_of_rows(parameters: Mapping[str, DTensor], sharding: Sharding) -> Iterator[Panel]:
-    """Yield what a rank holds of the matrices that train of a model of transformers, by its names."""
+    """Yield a rank's part of the matrices of a transformers model that train."""
     hf, on_disk = sharding.hf, matrices(sharding.hf, sharding.head)[1]
     for name, parameter in parameters.items():
         disk = disk_tensors(hf.family, name, tuple(parameter.shape), hf.own) if parameter.requires_grad else ()

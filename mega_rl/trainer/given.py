@@ -165,7 +165,7 @@ class FromAnswers:
             self.log.add(mean_metrics([self.actor.update(one, step=step) for one in evaluated.minibatches]))
 
     def _baseline(self, batch: Examples) -> float:
-        """Return max(0, mean of log p - log q over the prompts, each with the answer of the next one); collective."""
+        """Return max(0, mean log-ratio of prompts with the answer of the next one); collective."""
         assert self.reference is not None
         prompts = batch.prompts
         others = [
@@ -188,7 +188,7 @@ class FromAnswers:
 
 
 def _answer_to(prompt: Prompt, other: Prompt, most: int) -> Given:
-    """Return the answer of another prompt as one to this prompt, cut to `most` tokens with it."""
+    """Return another prompt's answer to this prompt, cut to `most` tokens with it."""
     given = other.given[0]
     moved = len(prompt.token_ids) - given.spans[0][0]
     spans = tuple((begin + moved, min(end + moved, most)) for begin, end in given.spans if begin + moved < most)

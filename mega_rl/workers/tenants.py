@@ -1,4 +1,4 @@
-"""Tenants of one engine: adapters on one base, each with its optimizer state, at work in turn.
+"""Tenants of one engine: adapters with their optimizer state, at work in turn.
 
 A tenant's weights are those that it gets when it trains alone, bit for bit: a step on a model with adapters reads the
 frozen base, and reads and writes the state that is exchanged here.
@@ -26,7 +26,7 @@ class _Kept:
 
 @dataclass
 class Tenants:
-    """Tenants of an engine whose policy has adapters, by name; a new one begins as the engine began."""
+    """Tenants of an engine with adapters, by name; a new one begins as it began."""
 
     engine: Engine
     at_work: str = field(default="", init=False)  # the tenant whose state the engine has; "" before the first

@@ -21,7 +21,7 @@ _SIZES = {
     "sliding_window attention_chunk_size attention_window_size window_size local_attention index_topk",
     HEAD_DIM: "head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim global_head_dim "
     "linear_value_head_dim mamba_d_head mamba_head_dim mamba_d_state state_size ssm_state_size swa_head_dim "
-    "hidden_size_per_layer_input index_n_heads",  # of fewer heads all are often 0 after ReLU: top-k would meet ties
+    "hidden_size_per_layer_input index_n_heads",  # fewer heads are often all 0 after ReLU: top-k would meet ties
     96: "intermediate_size moe_intermediate_size shared_expert_intermediate_size ffn_dim ffn_hidden_size n_inner "
     "shared_intermediate_size dense_intermediate_size expert_ffn_hidden_size intermediate_size_mlp block_ff_dim "
     "moe_shared_expert_intermediate_size moe_latent_size",
