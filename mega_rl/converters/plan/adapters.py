@@ -128,7 +128,7 @@ def _rules_of_adapter(rule: Rule, adapter: Adapter) -> Iterator[Rule]:
         of_a = Source(name.removesuffix(WEIGHT) + A, ("rank", columns))
         yield _derived(rule, f"{module}{PART}a.{number}", "row" if is_row else "copy", of_a)
     for source in sources:
-        of_b = Source(source.name.removesuffix(WEIGHT) + B, (source.shape[0], "rank"), part=source.part, share=source.share)
+        of_b = replace(source, name=source.name.removesuffix(WEIGHT) + B, shape=(source.shape[0], "rank"))
         cut: Primitive = "copy" if is_row or rule.primitive == "copy" else "col"
         yield _derived(rule, f"{module}{PART}b.{rule.sources.index(source)}", cut, of_b)
 
