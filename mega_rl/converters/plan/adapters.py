@@ -93,7 +93,11 @@ def uncut(rules: Iterable[Rule], hf: HFConfig, layout: ParallelLayout) -> Iterat
 
 def _is_linear(rule: Rule) -> bool:
     """Return whether a rule is a linear layer's weight, of tensors that adapters can follow."""
-    whole = not any(source.stacked or source.transposed or source.share for source in rule.sources)
+    several = len({source.name for source in rule.sources}) > 1
+    whole = not any(
+        source.stacked or source.transposed or (source.share and (several or source.share.groups != "one"))
+        for source in rule.sources
+    )
     named = rule.param.endswith(WEIGHT) and ".router." not in rule.param and rule.primitive != "vocab"
     return whole and named and not rule.optional and any(_is_matrix(source) for source in rule.sources)
 
@@ -124,7 +128,7 @@ def _rules_of_adapter(rule: Rule, adapter: Adapter) -> Iterator[Rule]:
         of_a = Source(name.removesuffix(WEIGHT) + A, ("rank", columns))
         yield _derived(rule, f"{module}{PART}a.{number}", "row" if is_row else "copy", of_a)
     for source in sources:
-        of_b = Source(source.name.removesuffix(WEIGHT) + B, (source.shape[0], "rank"), part=source.part)
+        of_b = replace(source, name=source.name.removesuffix(WEIGHT) + B, shape=(source.shape[0], "rank"))
         cut: Primitive = "copy" if is_row or rule.primitive == "copy" else "col"
         yield _derived(rule, f"{module}{PART}b.{rule.sources.index(source)}", cut, of_b)
 
