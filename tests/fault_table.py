@@ -320,8 +320,8 @@ TABLE: Table = {
     ("checkpoint", "ddp/test_state.py"): [
         (
             "second moment saved as the first",
-            "trained.state[name] for name in MOMENTS",
-            "trained.state[MOMENTS[0]] for name in MOMENTS",
+            "name: tensor for name, tensor in trained.state.items() if name in MOMENTS",
+            "name: trained.state[MOMENTS[0]] for name in trained.state if name in MOMENTS",
         )
     ],
     ("checkpoint", "checkpoint/test_fill.py"): [

@@ -66,11 +66,11 @@ def digests(rank: int, checkpoint: str, how: dict[str, Any]) -> dict[str, str]:
             tenants.select(name)
             make_step(name, done[name], engine)
             done[name] += 1
-        found = {}
+        together = {}
         for name in NAMES:
             tenants.select(name)
-            found[name] = digest(engine)
-        return found
+            together[name] = digest(engine)
+        return together
 
 
 def alone(rank: int, checkpoint: str, how: dict[str, Any], name: str) -> str:
