@@ -447,7 +447,7 @@ TABLE: Table = {
             "average.flatten()",
         ),
     ],
-    ("ddp", "plan/test_states.py -k muon"): [
+    ("ddp", "plan/test_states.py"): [
         (
             "the plan counts two moments of Muon's matrices",
             "buffer.owned(index, buffer.matrices) if training.muon else 0",
