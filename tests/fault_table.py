@@ -443,7 +443,7 @@ TABLE: Table = {
         ),
         (
             "Muon without Nesterov's step ahead",
-            "panel.of(panel.parameter.grad).lerp(average, self._momentum).flatten()",
+            "panel.of(panel.parameter.grad).lerp(average, MOMENTUM).flatten()",
             "average.flatten()",
         ),
     ],

@@ -34,7 +34,6 @@ _OF_SAMPLES = (
 _EQUAL = {
     "engine.backend=megatron": "engine.megatron model.recompute_layers",
     "engine.backend=fsdp": "engine.fsdp",
-    "optim.name=muon": "optim.momentum",
     "model.recompute=selective": "model.recompute_modules",
     "model.recompute=full": "model.recompute_layers",
     "reward.source=function": "reward.function reward.functions",

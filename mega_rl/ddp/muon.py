@@ -37,6 +37,7 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import RankCoordinates
 
 Sizes = list[int]  # elements by rank
+MOMENTUM = 0.95  # Jordan et al. 2024; torch's own default
 ROUND = 1 << 26  # elements per rank that travel at a time, about
 SETTINGS = (upstream.DEFAULT_A, upstream.DEFAULT_B, upstream.DEFAULT_C), upstream.DEFAULT_NS_STEPS, upstream.EPS
 
@@ -65,9 +66,9 @@ class Muon:
     """
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], panels: list[Panel], momentum: float, sharding: Sharding, groups: Groups
+        self, optimizers: Iterable[Optimizer], panels: list[Panel], sharding: Sharding, groups: Groups
     ) -> None:
-        self._momentum, self._shapes = momentum, matrices(sharding.hf, sharding.head)[0]
+        self._shapes = matrices(sharding.hf, sharding.head)[0]
         self._ranks = GroupRanks(groups.collection.tp_dp_cp)
         held = torch.zeros(len(self._shapes), dtype=torch.float64)
         for panel in panels:
@@ -104,7 +105,7 @@ class Muon:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             state["step"] += 1
-            local(state["exp_avg"]).lerp_(local(parameter.grad), 1 - self._momentum)
+            local(state["exp_avg"]).lerp_(local(parameter.grad), 1 - MOMENTUM)
             local(parameter).mul_(1 - settings["lr"] * settings["weight_decay"])
         for each in self._rounds:
             self._update(*each)
@@ -117,7 +118,7 @@ class Muon:
         momentum = torch.empty(sum(sent), dtype=torch.bfloat16, device=self._ranks.device)
         for panel, part in zip(panels, momentum.split(sizes), strict=True):
             average = panel.of(self._members[panel.parameter][0]["exp_avg"])
-            part.copy_(panel.of(panel.parameter.grad).lerp(average, self._momentum).flatten())  # Nesterov's
+            part.copy_(panel.of(panel.parameter.grad).lerp(average, MOMENTUM).flatten())  # Nesterov's
         arrived = self._ranks.send(momentum, sent, received)
         whole = {w.matrix: arrived.new_full(self._shapes[w.matrix], torch.nan) for w in tiles}  # a gap would show
         places = [whole[w.matrix][w.row : w.row + w.rows, w.col : w.col + w.cols] for w in tiles]

@@ -75,7 +75,7 @@ class ModelEngine(Engine):
     temperature: float = 1.0  # divides logits, so that log-probs and entropies are those of what was sampled
     hidden_tokens: IdRanges = ()  # have probability 0, as in what was sampled
     export_bucket_bytes: int = 256 << 20
-    momentum: float | None = None  # Muon's; None: Adam steps all weights
+    by_muon: bool = False  # Muon steps matrices, and Adam the rest
     muon: Muon | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

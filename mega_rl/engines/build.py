@@ -108,7 +108,7 @@ def build_engine(
         "temperature": settings.temperature,
         "hidden_tokens": settings.hidden_tokens,
         "export_bucket_bytes": settings.export_bucket_bytes,
-        "momentum": settings.optim.momentum if settings.optim.name == "muon" else None,
+        "by_muon": settings.optim.name == "muon",
     }
     with progress.phase(f"{model.name}: building the model"):
         return build(model, settings, accelerator, common)

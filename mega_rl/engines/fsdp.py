@@ -69,9 +69,9 @@ class FSDPEngine(ModelEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.replica = SingleRank()
-        if self.optimizer is not None and self.momentum is not None:
+        if self.optimizer is not None and self.by_muon:
             panels = list(panels_of_rows(sharded_parameters(self.model), self.sharding))
-            self.muon = Muon([self.optimizer], panels, self.momentum, self.sharding, self.groups)
+            self.muon = Muon([self.optimizer], panels, self.sharding, self.groups)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)

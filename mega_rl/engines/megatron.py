@@ -75,9 +75,9 @@ class MegatronEngine(ModelEngine):
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
         self._is_last = self._pipeline.rank == self._pipeline.size - 1
         self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.routing)
-        if self.optimizer is not None and self.momentum is not None:
+        if self.optimizer is not None and self.by_muon:
             panels = list(panels_of_chunks(self.chunks, self.optimizer, self.sharding, groups.coordinates))
-            self.muon = Muon(torch_optimizers(self.optimizer), panels, self.momentum, self.sharding, groups)
+            self.muon = Muon(torch_optimizers(self.optimizer), panels, self.sharding, groups)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)

@@ -57,12 +57,12 @@ class ModelConfig:
     recompute_layers: int = setting(
         0, "Layers of each chunk that full recompute runs again; 0: all.", unit="layers", min=0
     )
-    adapter: AdapterConfig = AdapterConfig()
     frozen: list[str] = setting(
         [],
         "Weights that do not train: shell patterns of parameter names, such as embedding.* or decoder.layers.0.* "
         "(Megatron), model.embed_tokens.* (FSDP).",
     )
+    adapter: AdapterConfig = AdapterConfig()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ class OptimConfig:
     """Optimizer and its schedule, for the actor and the critic."""
 
     name: str = setting("adam", "AdamW, or Muon for matrices inside layers, at Adam's scale.", choices=("adam", "muon"))
-    momentum: float = setting(0.95, "Decay of the matrices' momentum (muon only).", min=0.0, max=0.9999)
     lr: float = setting(1e-6, "Peak learning rate of the actor.", above=0.0)
     critic_lr: float = setting(1e-5, "Peak learning rate of the critic.", above=0.0)
     weight_decay: float = setting(0.0, "Decoupled weight decay of matrices (norms and biases have none).", min=0.0)

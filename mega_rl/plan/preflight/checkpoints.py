@@ -140,7 +140,7 @@ def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iter
 def check_adapters(config: Config, checkpoints: Mapping[str, HFConfig], world_size: int) -> Iterator[str]:
     """Yield why the models that train cannot have the adapters of `model.adapter`."""
     try:
-        for role, model in models_of(config, checkpoints).items():
+        for role, model in models_of(config, checkpoints).items() if "model.path" in checkpoints else ():
             layout = ParallelLayout.of_engine(
                 config.engine, world_size=world_size, has_experts=model.hf.moe is not None
             )

@@ -42,7 +42,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
     if problems:
         raise UserErrors(problems)
     algorithm, kl, overlong = config.algorithm, config.algorithm.kl, config.reward.overlong
-    unread = {"name", "momentum", "max_skipped_steps"}
+    unread = {"name", "max_skipped_steps"}
     optim = {name: value for name, value in vars(config.optim).items() if name not in unread}
     return LockstepSettings(
         advantage=_followed(config, ADVANTAGE),

@@ -63,7 +63,6 @@ RULES = [
     (1, "M.optimizer.precision_aware=true M.optimizer.cpu_offload=1", "M.optimizer.cpu_offload with"),
     (1, "M.optimizer.precision_aware=true optim.name=muon", "optim.name=muon: only Adam steps the state of"),
     (1, "M.optimizer.cpu_offload=0.5 optim.name=muon", "optim.name=muon: only Adam steps the state of"),
-    (1, "optim.momentum=0.9", "optim.momentum=0.9 has no"),
     (1, "optim.warmup_steps=100", "optim.warmup_steps=100 has no effect: it needs T.steps above its sum with"),
     (1, "A.advantage=gae A.critic_warmup_steps=100", "A.critic_warmup_steps=100 has no effect: it needs T.steps"),
     (1, "A.advantage=gae optim.warmup_steps=60 A.critic_warmup_steps=40", "optim.warmup_steps=60 has no effect: it"),
