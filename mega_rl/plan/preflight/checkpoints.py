@@ -139,13 +139,15 @@ def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iter
 
 def check_adapters(config: Config, checkpoints: Mapping[str, HFConfig], world_size: int) -> Iterator[str]:
     """Yield why the models that train cannot have the adapters of `model.adapter`."""
+    if not config.model.adapter.rank or "model.path" not in checkpoints:
+        return
     try:
-        for role, model in models_of(config, checkpoints).items() if "model.path" in checkpoints else ():
+        for role, model in models_of(config, checkpoints).items():
             layout = ParallelLayout.of_engine(
                 config.engine, world_size=world_size, has_experts=model.hf.moe is not None
             )
             yield from (f"{role}: {problem}" for problem in adapter_problems(model.hf, layout))
-    except UserError as error:
+    except ValueError as error:
         yield from str(error).splitlines()
 
 
