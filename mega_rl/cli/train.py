@@ -20,7 +20,6 @@ from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.keys import pinned_overrides
 from mega_rl.config.packaged import parse_value, read_recipe
-from mega_rl.data.rows import read_jsonl
 from mega_rl.disk import replace_text
 from mega_rl.errors import UserError, no_such
 from mega_rl.operations.diagnosis import investigate
@@ -30,6 +29,7 @@ from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.operations.schedulers.slurm import become_rank
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal
+from mega_rl.untrusted import decode_json
 
 if TYPE_CHECKING:
     from mega_rl.types import JsonObject
@@ -164,9 +164,10 @@ def write_answers(samples: Path, rows: Path, *, only_right: bool) -> None:
             f"--samples={samples}: {no_such('file', samples)}; sample a teacher with mega-rl eval --out DIR"
         )
     kept = []
-    for where, one in read_jsonl(samples):
-        if not isinstance(one, dict) or not {"prompt", "response", "finish"} <= one.keys():
-            raise UserError(f"{where}: is no sample of mega-rl eval, with prompt, response and finish")
+    for number, line in enumerate(samples.read_bytes().splitlines(), start=1):
+        one = decode_json(line, f"{samples}:{number}")
+        if not {"prompt", "response", "finish"} <= one.keys():
+            raise UserError(f"{samples}:{number}: is no sample of mega-rl eval, with prompt, response and finish")
         if one["finish"] == "stop" and (one.get("right") or not only_right):
             kept.append({"prompt": one.get("messages") or one["prompt"], "completion": one["response"]})
     if not kept:

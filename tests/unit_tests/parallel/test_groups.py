@@ -99,6 +99,14 @@ def check_seeds(built: Any, accelerator: Any) -> None:
         assert torch.equal(numbers[:, 1] == row[1], numbers[:, 2] == row[2])
 
 
+def threads_and_files(earlier: list[tuple[int, int]]) -> tuple[int, int]:
+    """(threads, open files) of this process; a thread more than at first has ten seconds to end."""
+    deadline = time.monotonic() + 10.0
+    while len(os.listdir("/proc/self/task")) > (earlier or [(1, 0)])[0][0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
 def build_often(rank: int) -> list[tuple[int, int]]:
     """(threads, open files) after each of many layouts; the last ones repeat."""
     from mega_rl.parallel.accelerator import prepare
@@ -109,7 +117,7 @@ def build_often(rank: int) -> list[tuple[int, int]]:
     counts = []
     for layout in [*LAYOUTS, *[LAYOUTS[0]] * 5]:
         check_groups(rank, layout, accelerator)
-        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        counts.append(threads_and_files(counts))
     groups.destroy()  # nothing is left: no error
     return counts
 
@@ -140,7 +148,7 @@ def two_layouts(rank: int) -> list[tuple[int, int]]:
     for pair in [*pairs, *[pairs[0]] * 2]:
         check_two(rank, pair, accelerator, groups)
         gc.collect()  # an error's traceback knows the groups of its frames
-        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        counts.append(threads_and_files(counts))
     return counts
 
 
