@@ -344,7 +344,9 @@ def test_death_in_any_phase_loses_no_sample(die: Script) -> None:
     assert len(result.samples) == 20
     assert set(result.failed_tries) <= {"disconnected", "refused"}
     alone, states = generate([die], requests(20), within_s=4.0, retries=0)
-    assert len(alone.samples) + len(alone.unserved) == 20
+    # A sample that the death has cut off, and that is then refused, has used up its tries.
+    assert len(alone.samples) + len(alone.unserved) + len(alone.failures) == 20
+    assert {failure.kind for failure in alone.failures.values()} <= {"disconnected", "refused"}
     assert len(alone.unserved) >= 12, "no more than were answered before the end"
     assert states[0][0] is State.DOWN
 
