@@ -23,12 +23,13 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.control import Control
+from mega_rl.rollout.sglang.control import ADAPTER, Control
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
+from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments, wrapped_modules
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
 from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
@@ -80,8 +81,11 @@ def start_servers(
         fraction = memory_fraction(fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
         if world.rank == 0:
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
+    apart, _ = goes_apart(hf, sglang.sync.adapter, joined=False, takes_turns=colocated and on_gpus)
+    common = _server_settings(rollout, trainer, settings)
     common = replace(
-        _server_settings(rollout, trainer, settings),
+        common,
+        args={**common.args, **(server_arguments(hf, accelerator.device.type) if apart else {})},
         config_changes=config_changes(hf),  # weights on disk may be quantised, and those that come are not
         host=listening_address(server.host, world, hosts=hosts),
         device=accelerator.device.type,
@@ -181,6 +185,7 @@ class Connection:
     sync: SglangWeightSync
     memory: ServersMemory
     concurrency: int  # requests in flight of one rank at the servers that it asks, together
+    adapter: str  # name of the policy's adapters at the servers; empty: their weights are the policy's
     _pool: ServerPool
     _controls: Sequence[Control]
     _actor: ModelEngine
@@ -221,7 +226,12 @@ def connect(
     # Every rank has a control of every server; only the one that leads a server uses it.
     controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
     servers = [Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)]
-    transport = _transport(rollout, dtype, pool, servers, actor, world)
+    takes_turns = pool.colocated and actor.device.type == "cuda"
+    apart, why = goes_apart(actor.sharding.hf, sglang.sync.adapter, joined=bool(sglang.urls), takes_turns=takes_turns)
+    if why and world.rank == 0:
+        log.info("servers get merged weights: %s", why)
+    weights = TrainerWeights(actor, dtype, wrapped_modules(actor.sharding.hf) if apart else frozenset())
+    transport = _transport(rollout, weights, pool, servers, world)
     # After an error ranks or servers may be gone.
     resources.push(lambda kind, *_: transport.close() if kind is None else None)
     per_rank, host = math.ceil(sglang.max_concurrency / world.size), world.rank // pool.ranks_per_host
@@ -242,7 +252,8 @@ def connect(
     resources.callback(router.close)
     own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
-    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, sglang.sync.probe_tokens, limits, hidden)
+    adapter, tokens = ADAPTER if apart else "", sglang.sync.probe_tokens
+    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
     return Connection(
         router=router,
         sync=SglangWeightSync(
@@ -257,11 +268,14 @@ def connect(
                 _name_of(dtype),
                 tp=None if sglang.urls else sglang.server.tp,
                 routing=sglang.return_routing,
+                adapter=apart,
             ),
             probe=probe if probe.num_tokens else None,
+            adapters=AdapterPush(weights, servers, world) if apart else None,
         ),
         memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
         concurrency=sum(near.values()) or per_rank * len(controls),
+        adapter=adapter,
         _pool=pool,
         _controls=controls,
         _actor=actor,
@@ -269,17 +283,11 @@ def connect(
 
 
 def _transport(
-    rollout: RolloutConfig,
-    dtype: torch.dtype,
-    pool: ServerPool,
-    servers: Sequence[Server],
-    actor: ModelEngine,
-    world: Ranks,
+    rollout: RolloutConfig, weights: TrainerWeights, pool: ServerPool, servers: Sequence[Server], world: Ranks
 ) -> Transport:
     """Return CUDA IPC to servers on the trainer's GPUs, else process groups."""
-    weights, bucket_bytes = TrainerWeights(actor, dtype), rollout.bucket_mib << 20
-    timeout_s = rollout.sglang.sync.timeout_s
-    if pool.colocated and actor.device.type == "cuda":
+    bucket_bytes, timeout_s = rollout.bucket_mib << 20, rollout.sglang.sync.timeout_s
+    if pool.colocated and weights.engine.device.type == "cuda":
         hosts = [rank // pool.ranks_per_host for rank in range(world.size)]
         return CudaIpcTransport(weights, servers, hosts=hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return DistributedTransport(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
@@ -36,6 +38,8 @@ from mega_rl.workers.rollout import (
 
 if TYPE_CHECKING:
     from mega_rl.trainer.assemble.load import Inputs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,11 +100,17 @@ def build_rollouts(
         to_source.receive = getattr(made.source, "receive_weights", None)
         return Rollouts(made, to_source, Residency(roles.models, world), pending)
     if servers is None:
-        embedded = _embedded_engine(plan, rollout, accelerator)
-        bucket_bytes, interval = rollout.bucket_mib << 20, rollout.verify_interval
+        embedded, adapter = _embedded_engine(plan, rollout, accelerator), plan.models["actor"].hf.adapter
+        apart = adapter is not None and embedded.adapt(adapter)
         sync: WeightSync = EmbeddedWeightSync(
-            actor.export_weights, embedded, bucket_bytes=bucket_bytes, verify_interval=interval
+            partial(actor.export_weights, "apart" if apart else "merged"),
+            embedded,
+            bucket_bytes=rollout.bucket_mib << 20,
+            verify_interval=rollout.verify_interval,
+            export_adapters=partial(actor.export_weights, "adapters") if apart else None,
         )
+        if adapter is not None and not apart and world.rank == 0:
+            log.info("rollouts get merged weights: some targets of adapters are no linear layers in transformers")
         worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
     else:
         servers.wait_ready()
@@ -190,6 +200,7 @@ def build_sglang_engine(
             sampling=replace(
                 _sampling(rollout, with_end_of_sequence(path, model_config(path), rollout.stop_token_ids)),
                 hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, actor.hf.vocab_size)),
+                adapter=connection.adapter,
             ),
             max_positions=actor.hf.max_position_embeddings,
             timeout_s=sglang.request_timeout_s,

@@ -97,6 +97,7 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
                         device=DEVICE,
                         max_total_tokens=8000,
                         start_timeout_s=2 * START_S,
+                        args=lora_arguments() if source == "dense" else {},
                     ),
                     index=index,
                     folder=root / source,
@@ -111,6 +112,13 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
             group.endpoints = [process.wait_ready() for process in group.processes]
             group.reference = [answers(endpoint) for endpoint in group.endpoints]
         yield actual
+
+
+def lora_arguments() -> dict[str, object]:
+    """Return what makes the dense servers take adapters next to weights."""
+    from mega_rl.rollout.sglang.weights.adapters import server_arguments
+
+    return server_arguments(SimpleNamespace(adapter=ADAPTER), DEVICE)  # type: ignore[arg-type]
 
 
 def _stopped(process: ServerProcess) -> ExitStack:
@@ -154,6 +162,37 @@ class Joined:
 
     def close(self) -> None:
         pass
+
+
+def _with_adapters(root: Path, entries: Sequence[dict[str, Any]], version: int) -> dict[str, Any]:
+    """Return what servers answer once a trainer with adapters has sent them, and log-probs by merged weights.
+
+    Servers have the base of model A then, and adapters that are not zero.
+    """
+    from mega_rl.config.schema import AdapterConfig
+    from mega_rl.parallel.comm import GroupRanks
+
+    config = _config(root, "tp2", "a", entries)
+    config = replaced(config, "model", adapter=AdapterConfig(ADAPTER.rank, ADAPTER.alpha, list(ADAPTER.targets), True))
+    config = replaced(config, "rollout.sglang.sync", adapter="adapter")
+    with running_engine(config) as engine:
+        world, pool = GroupRanks(engine.groups.world), Joined(entries)
+        with connected(config, pool, engine, world) as connection:
+            connection.sync.resume_at(version)
+            result: dict[str, Any] = {"metrics": [connection.sync.publish()]}
+            generator = torch.Generator().manual_seed(5)
+            for _, part in (each for chunk in engine.whole_chunks() for each in chunk.named_parameters()):
+                if part.requires_grad:  # equal on ranks that hold the same part
+                    part.data.copy_(torch.randn(part.shape, generator=generator))
+            result["metrics"].append(connection.sync.publish())
+            connection.sync.refit([0])  # as after its restart
+            result["whole"] = connection.sync._update([0], connection.sync.weight_version)
+            result["parts"] = parts(engine)
+            result["parity"] = _both_engines(root / "dense-a", connection, engine, world)
+            plain = [answers(one) for one in pool.endpoints if world.rank == 0]
+            result["base"] = plain
+            world.sum(torch.zeros(1))
+    return result
 
 
 def _config(root: Path, case: str, model: str, entries: Sequence[dict[str, Any]]) -> Any:
