@@ -69,7 +69,8 @@ def start_servers(
     if sglang.urls:
         check_urls(sglang.urls, hosts=hosts)
         return JoinedServers(world, sglang.urls, Path(sglang.keys_file), timeout_s=sglang.start_timeout_s)
-    on_gpus = accelerator.device.type == "cuda"  # a CPU's memory is the host's, which needs no turns
+    device = accelerator.device.type
+    on_gpus = device == "cuda"  # a CPU's memory is the host's, which needs no turns
     colocated = sglang.placement == "colocated" or (sglang.placement == "auto" and on_gpus and not trainer.async_steps)
     count = servers_per_host(server, accelerator, ranks_per_host=per_host, colocated=colocated)
     if world.rank == 0:
@@ -82,13 +83,11 @@ def start_servers(
         if world.rank == 0:
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
     apart, _ = goes_apart(hf, sglang.sync.adapter, joined=False, takes_turns=colocated and on_gpus)
-    common = _server_settings(rollout, trainer, settings)
     common = replace(
-        common,
-        args={**common.args, **(server_arguments(hf, accelerator.device.type) if apart else {})},
+        _server_settings(rollout, trainer, settings, server_arguments(hf.adapter, device) if apart else {}),
         config_changes=config_changes(hf),  # weights on disk may be quantised, and those that come are not
         host=listening_address(server.host, world, hosts=hosts),
-        device=accelerator.device.type,
+        device=device,
         mem_fraction=fraction,
         memory_saver=colocated,
         base_gpu=0 if colocated else per_host,  # servers with their own devices have those after the trainer's
@@ -102,8 +101,10 @@ def start_servers(
     return pool
 
 
-def _server_settings(rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings) -> ServerSettings:
-    """Return the settings of a run's servers, without their place."""
+def _server_settings(
+    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, lora: dict[str, object]
+) -> ServerSettings:
+    """Return the settings of a run's servers, without their place. lora: arguments for adapters."""
     server = rollout.sglang.server
     placed = ("max_total_tokens", "mem_fraction_static")  # arguments that are settings
     args = {name: value for name, value in server.args.items() if name not in placed}
@@ -117,7 +118,7 @@ def _server_settings(rollout: RolloutConfig, trainer: TrainerConfig, settings: E
         seed=trainer.seed,
         start_timeout_s=rollout.sglang.start_timeout_s,
         return_routing=rollout.sglang.return_routing,
-        args=args | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
+        args=args | lora | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
     )
 
 

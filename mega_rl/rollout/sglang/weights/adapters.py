@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.architecture import Adapter, HFConfig
 from mega_rl.converters.plan.adapters import adapter_config
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
@@ -51,12 +51,12 @@ def wrapped_modules(hf: HFConfig) -> frozenset[str]:
     return frozenset({*hf.adapter.targets, *(["k_proj"] if "q_proj" in hf.adapter.targets else [])})
 
 
-def server_arguments(hf: HFConfig, device: str) -> dict[str, object]:
-    """Return SGLang's arguments for a server that gets the adapters of a model."""
-    assert hf.adapter is not None
-    targets = list(hf.adapter.targets)
+def server_arguments(adapter: Adapter | None, device: str) -> dict[str, object]:
+    """Return SGLang's arguments for a server that gets adapters."""
+    assert adapter is not None
+    targets = list(adapter.targets)
     # Health checks generate without the adapters, so batches mix two.
-    args = {"enable_lora": True, "max_lora_rank": hf.adapter.rank, "lora_target_modules": targets}
+    args = {"enable_lora": True, "max_lora_rank": adapter.rank, "lora_target_modules": targets}
     return args | {"max_loras_per_batch": 2} | ({"lora_backend": "torch_native"} if device == "cpu" else {})
 
 
