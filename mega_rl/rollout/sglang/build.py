@@ -29,7 +29,7 @@ from mega_rl.rollout.sglang.server.addresses import check_urls, listening_addres
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
-from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments, wrapped_modules
+from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
 from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
@@ -231,7 +231,7 @@ def connect(
     apart, why = goes_apart(actor.sharding.hf, sglang.sync.adapter, joined=bool(sglang.urls), takes_turns=takes_turns)
     if why and world.rank == 0:
         log.info("servers get merged weights: %s", why)
-    weights = TrainerWeights(actor, dtype, wrapped_modules(actor.sharding.hf) if apart else frozenset())
+    weights = TrainerWeights(actor, dtype, apart)
     transport = _transport(rollout, weights, pool, servers, world)
     # After an error ranks or servers may be gone.
     resources.push(lambda kind, *_: transport.close() if kind is None else None)

@@ -45,12 +45,6 @@ def goes_apart(hf: HFConfig, setting: str, *, joined: bool, takes_turns: bool) -
     return not why, why
 
 
-def wrapped_modules(hf: HFConfig) -> frozenset[str]:
-    """Return the modules that servers wrap for a model's adapters: targets, and what SGLang fuses with them."""
-    assert hf.adapter is not None
-    return frozenset({*hf.adapter.targets, *(["k_proj"] if "q_proj" in hf.adapter.targets else [])})
-
-
 def server_arguments(adapter: Adapter | None, device: str) -> dict[str, object]:
     """Return SGLang's arguments for a server that gets adapters."""
     assert adapter is not None

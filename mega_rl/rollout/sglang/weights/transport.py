@@ -38,7 +38,7 @@ class TrainerWeights:
 
     engine: ModelEngine
     dtype: torch.dtype  # the servers'; tensors that are float32 in every model stay so
-    wrapped: frozenset[str] = frozenset()  # modules that servers wrap for adapters, which then come apart
+    apart: bool = False  # the base comes without its adapters
 
     def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
         """Return the plan: see `reshard.plan_buckets`."""
@@ -51,7 +51,7 @@ class TrainerWeights:
         """Yield (name in the checkpoint, full tensor) on all ranks of a replica; see `export_hf`."""
         place = replace(self.engine.place, bucket_bytes=bucket_bytes)
         tensors = export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, own_stage=own_stage)
-        adapter = None if self.wrapped else self.engine.sharding.hf.adapter
+        adapter = None if self.apart else self.engine.sharding.hf.adapter
         return ((self._on_disk(name), tensor) for name, tensor in merged(tensors, adapter))
 
     def adapters(self) -> dict[str, Tensor]:
@@ -66,9 +66,7 @@ class TrainerWeights:
         return {self._on_disk(name): tensor.cpu() for name, tensor in tensors}
 
     def _on_disk(self, name: str) -> str:
-        """Return a name in the checkpoint; SGLang looks for a wrapped module's weight one level below it."""
-        module, _, part = renamed(name, PLAIN_NAMES, self.engine.sharding.hf.prefixes).rpartition(".")
-        return f"{module}.base_layer.{part}" if module.rpartition(".")[2] in self.wrapped else f"{module}.{part}"
+        return renamed(name, PLAIN_NAMES, self.engine.sharding.hf.prefixes)
 
 
 @dataclass(frozen=True)
