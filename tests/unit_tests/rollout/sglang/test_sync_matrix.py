@@ -28,7 +28,7 @@ from tests.helpers.engines import make_config, own_rows, replaced, running_engin
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import FULL, without
 from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang
-from tests.unit_tests.engines.any_model_cases import VOCAB, write_model
+from tests.unit_tests.engines.any_model_cases import write_model
 
 pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
 
@@ -234,7 +234,9 @@ def _step(engine: Any, connection: Any, pool: Any, world: Any, seed: int) -> Any
 
     world.sum(torch.zeros(1))  # rank 0 has the answers of the weights before
     loss = PolicyLoss(PPO(clip_low=0.2, clip_high=0.3), kl=None, kl_estimator=k3)
-    engine.train_minibatch(own_rows(random_experience(vocab_size=VOCAB, seed=seed), engine), loss, lr=1e-2)
+    engine.train_minibatch(
+        own_rows(random_experience(vocab_size=engine.sharding.hf.vocab_size, seed=seed), engine), loss, lr=1e-2
+    )
     return connection.sync.publish(), [answers(one) for one in pool.endpoints if world.rank == 0]
 
 
