@@ -227,11 +227,7 @@ def connect(
     # Every rank has a control of every server; only the one that leads a server uses it.
     controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
     servers = [Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)]
-    takes_turns = pool.colocated and actor.device.type == "cuda"
-    apart, why = goes_apart(actor.sharding.hf, sglang.sync.adapter, joined=bool(sglang.urls), takes_turns=takes_turns)
-    if why and world.rank == 0:
-        log.info("servers get merged weights: %s", why)
-    weights = TrainerWeights(actor, dtype, apart)
+    weights = _weights(rollout, dtype, pool, actor, world)
     transport = _transport(rollout, weights, pool, servers, world)
     # After an error ranks or servers may be gone.
     resources.push(lambda kind, *_: transport.close() if kind is None else None)
@@ -253,8 +249,10 @@ def connect(
     resources.callback(router.close)
     own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
-    adapter, tokens = ADAPTER if apart else "", sglang.sync.probe_tokens
+    adapter, tokens = ADAPTER if weights.apart else "", sglang.sync.probe_tokens
     probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
+    tp, shapes = None if sglang.urls else sglang.server.tp, sent_shapes(actor.sharding.merged)
+    expected = ExpectedServer(hf, shapes, _name_of(dtype), tp, sglang.return_routing, weights.apart)
     return Connection(
         router=router,
         sync=SglangWeightSync(
@@ -263,16 +261,9 @@ def connect(
             world,
             controls=own,
             num_servers=len(servers),
-            expected=ExpectedServer(
-                hf,
-                sent_shapes(actor.sharding.merged),
-                _name_of(dtype),
-                tp=None if sglang.urls else sglang.server.tp,
-                routing=sglang.return_routing,
-                adapter=apart,
-            ),
+            expected=expected,
             probe=probe if probe.num_tokens else None,
-            adapters=AdapterPush(weights, servers, world) if apart else None,
+            adapters=AdapterPush(weights, servers, world) if weights.apart else None,
         ),
         memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
         concurrency=sum(near.values()) or per_rank * len(controls),
@@ -281,6 +272,18 @@ def connect(
         _controls=controls,
         _actor=actor,
     )
+
+
+def _weights(
+    rollout: RolloutConfig, dtype: torch.dtype, pool: ServerPool, actor: ModelEngine, world: Ranks
+) -> TrainerWeights:
+    """Return the actor's weights as servers get them; logs why adapters come merged."""
+    setting, joined = rollout.sglang.sync.adapter, bool(rollout.sglang.urls)
+    takes_turns = pool.colocated and actor.device.type == "cuda"
+    apart, why = goes_apart(actor.sharding.hf, setting, joined=joined, takes_turns=takes_turns)
+    if why and world.rank == 0:
+        log.info("servers get merged weights: %s", why)
+    return TrainerWeights(actor, dtype, apart)
 
 
 def _transport(
