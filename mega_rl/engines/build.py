@@ -105,13 +105,12 @@ def build_engine(
         ),
         "device": accelerator.device,
         "attention": model.attention,
-        "temperature": settings.temperature,
-        "hidden_tokens": settings.hidden_tokens,
-        "export_bucket_bytes": settings.export_bucket_bytes,
         "by_muon": settings.optim.name == "muon",
     }
     with progress.phase(f"{model.name}: building the model"):
-        return build(model, settings, accelerator, common)
+        engine = build(model, settings, accelerator, common)
+    engine.adopt(settings)
+    return engine
 
 
 def _build_megatron(
@@ -217,7 +216,6 @@ def _build_fsdp(
         optimizer=build_adam(sharded_parameters(model), settings.optim) if request.trainable else None,
         dtype=dtype,
         scratch=scratch,
-        clip_grad=settings.optim.clip_grad,
         reduce_every_microbatch=fsdp.reduce_every_microbatch,
         keep_gathered=not fsdp.reshard_after_forward,
         **common,

@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems(*overrides: str, world_size: int | None = None, base: tuple[str, ...] = BASE) -> list[str]:
     """Return the mistakes of a run, none of a legal one."""
     try:
-        preflight(None, [*base, *overrides], world_size=world_size)
+        preflight([None], [*base, *overrides], world_size=world_size)
     except UserErrors as errors:
         return list(errors.problems)
     return []
@@ -52,7 +52,7 @@ def test_legal_run_can_start() -> None:
     Path("reward.py").write_text("def score(text, answer):\n    raise SystemExit('must not run')\n")
     files = ["data.val_files=[v.parquet]", "reward.function=reward.py:score", "checkpoint.resume=m"]
     roles = ["model.ref_path=r", "model.critic_path=r", "algorithm.advantage=gae", "algorithm.kl=reward"]
-    config = preflight(None, [*BASE, *files, *roles, "data.chat.template=true", "trainer.val_interval=1"])
+    config = preflight([None], [*BASE, *files, *roles, "data.chat.template=true", "trainer.val_interval=1"])[0]
     assert config.model.path == "m"
     assert not Path(config.trainer.run_dir).exists()  # looking makes nothing
 
@@ -62,11 +62,11 @@ def test_world_size_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "6")
     (line,) = problems()
     assert line.startswith("trainer.prompts_per_step=64 is not a multiple of the data-parallel size 6")
-    assert preflight(None, BASE, world_size=2)
+    assert preflight([None], BASE, world_size=2)[0]
     for text in ("0", "two", "²"):
         monkeypatch.setenv("WORLD_SIZE", text)
         with pytest.raises(UserError, match=r"WORLD_SIZE=.*needs a whole number of at least 1"):
-            preflight(None, BASE)
+            preflight([None], BASE)
 
 
 def test_rules_see_the_model() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mega_rl import environment
-from mega_rl.config.choices import OWN_CHOICES, is_sampled
-from mega_rl.config.keys import value_of, with_settings
+from mega_rl.config.choices import OWN_CHOICES, is_sampled, kind_of_run
+from mega_rl.config.keys import flat, value_of, with_settings
 from mega_rl.config.loader import Overrides, load
 from mega_rl.config.rules import check
 from mega_rl.config.rules.rollout import files_of
@@ -62,10 +62,45 @@ _KEPT = (
 
 
 def preflight(
-    recipe: str | Path | None, overrides: Overrides = (), *, world_size: int | None = None, launchers: int = 1
-) -> Config:
-    """Return the config of a run that can start; arguments as of `load` and `check_run`."""
-    return check_run(load(recipe, overrides), world_size=world_size, launchers=launchers)
+    recipes: Sequence[Path | None], overrides: Overrides = (), *, world_size: int | None = None, launchers: int = 1
+) -> list[Config]:
+    """Return the configs of runs that can start together; arguments as of `load` and `check_run`."""
+    configs = [load(recipe, overrides) for recipe in recipes]
+    check_together(configs)
+    return [check_run(config, world_size=world_size, launchers=launchers) for config in configs]
+
+
+# Beginnings of the settings that runs on one base have in common.
+_OF_BASE = (
+    *("engine.", "model.", "optim.name", "trainer.microbatch."),
+    *("trainer.device", "trainer.deterministic", "trainer.timeout_s"),
+)
+
+
+def check_together(configs: Sequence[Config]) -> None:
+    """Raise UserErrors unless runs, none of them checked yet, can train in turn on one base."""
+    if len(configs) == 1:
+        return
+    problems, folders, values = list[str](), set[Path](), flat(configs[0])
+    for config in configs:
+        adapter, resident, backend = config.model.adapter, config.engine.resident_roles, config.rollout.backend
+        kind, run = kind_of_run(config), f"trainer.run_dir={config.trainer.run_dir}"
+        refused = {
+            "is the folder of two runs; name one for each": Path(config.trainer.run_dir).resolve() in folders,
+            f"model.adapter.rank={adapter.rank} leaves nothing to one run only; set it above 0": not adapter.rank,
+            f"engine.resident_roles={resident} with other runs; legal: auto, all": resident == "one",
+            f"rollout.backend={backend} with other runs; legal: hf, none": backend == "sglang",
+            f"algorithm.kind={kind} trains a whole head; train it by itself": kind.scores,
+        }
+        problems += [f"{run}: {problem}" for problem, applies in refused.items() if applies]
+        problems += [
+            f"{run}: {key}={value}, but {values[key]} in {configs[0].trainer.run_dir}: runs on one base have the same"
+            for key, value in flat(config).items()
+            if key.startswith(_OF_BASE) and value != values[key]
+        ]
+        folders.add(Path(config.trainer.run_dir).resolve())
+    if problems:
+        raise UserErrors(problems)
 
 
 def check_run(
