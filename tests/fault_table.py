@@ -517,6 +517,15 @@ TABLE: Table = {
             "self.engine.resume_from(state.numbers)",
         ),
     ],
+    ("engines", "trainer/test_together.py"): [
+        (
+            "a run trains with the optimizer's settings of the run before",
+            "            self.tenants.engine.adopt(settings)",
+            "            pass",
+        ),
+        ("a run samples with the weights of the run before", "            sync.resend()", "            pass"),
+        ("random numbers go on from run to run", "RandomState().restore(coming.random)", "pass"),
+    ],
     ("engines", "engines/test_fsdp.py"): [
         ("weights of experts' biases decay", 'or name.endswith("bias")}', "}"),
         (

@@ -20,7 +20,6 @@ SHARED: dict[str, Any] = {
     "data.max_prompt_tokens": 40, "trainer.prompts_per_step": 4, "trainer.minibatch_size": 2, "trainer.steps": 4,
     "trainer.microbatch.max_tokens": 96, "trainer.timeout_s": 120, "trainer.device": "cpu", "trainer.val_interval": 2,
     "checkpoint.save_interval": 2, "checkpoint.keep": 9, "checkpoint.hf_final": True, "metrics.tensorboard": False,
-    "metrics.rollout_interval": 2,
 }  # fmt: skip
 # Every setting of the optimizer that a step reads, the sampler's own, and a run that is shorter.
 RUNS: dict[str, dict[str, Any]] = {
