@@ -81,24 +81,24 @@ def check_together(configs: Sequence[Config]) -> None:
     """Raise UserErrors unless runs, none of them checked yet, can train in turn on one base."""
     if len(configs) == 1:
         return
-    problems, folders, values = list[str](), set[Path](), flat(configs[0])
+    problems, folders, first = list[str](), set[Path](), configs[0]
     for config in configs:
-        adapter, resident, backend = config.model.adapter, config.engine.resident_roles, config.rollout.backend
-        kind, run = kind_of_run(config), f"trainer.run_dir={config.trainer.run_dir}"
+        rank, resident, backend = config.model.adapter.rank, config.engine.resident_roles, config.rollout.backend
+        kind, run = kind_of_run(config), config.trainer.run_dir
         refused = {
-            "is the folder of two runs; name one for each": Path(config.trainer.run_dir).resolve() in folders,
-            f"model.adapter.rank={adapter.rank} leaves nothing to one run only; set it above 0": not adapter.rank,
-            f"engine.resident_roles={resident} with other runs; legal: auto, all": resident == "one",
-            f"rollout.backend={backend} with other runs; legal: hf, none": backend == "sglang",
-            f"algorithm.kind={kind} trains a whole head; train it by itself": kind.scores,
+            " is the folder of two runs; name one for each": Path(run).resolve() in folders,
+            f": model.adapter.rank={rank} leaves nothing to one run only; set it above 0": not rank,
+            f": engine.resident_roles={resident} moves a base of several runs; legal: auto, all": resident == "one",
+            f": rollout.backend={backend} samples for one run; legal: hf, none": backend == "sglang",
+            f": algorithm.kind={kind} trains a head; train it by itself": kind.scores,
         }
-        problems += [f"{run}: {problem}" for problem, applies in refused.items() if applies]
+        problems += [f"trainer.run_dir={run}{problem}" for problem, applies in refused.items() if applies]
         problems += [
-            f"{run}: {key}={value}, but {values[key]} in {configs[0].trainer.run_dir}: runs on one base have the same"
-            for key, value in flat(config).items()
-            if key.startswith(_OF_BASE) and value != values[key]
+            f"{key}={value} in {run}, {other} in {first.trainer.run_dir}: runs on one base have the same; set one value"
+            for (key, value), other in zip(flat(config).items(), flat(first).values(), strict=True)
+            if key.startswith(_OF_BASE) and value != other
         ]
-        folders.add(Path(config.trainer.run_dir).resolve())
+        folders.add(Path(run).resolve())
     if problems:
         raise UserErrors(problems)
 
