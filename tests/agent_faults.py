@@ -23,6 +23,6 @@ AGENTS: Table = {
             "if other[renderer.closing(other, form)[1] :] == 0:",
         ),
         ("a new branch keeps thoughts that the template drops", "rest = turn[ends[-1] :]", "rest = turn"),
-        ("a turn goes on after another stop token", "if last != proof.stop:", "if last < 0:"),
+        ("a turn goes on after another stop token", "if last != rule.stop:", "if last < 0:"),
     ],
 }

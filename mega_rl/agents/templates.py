@@ -26,7 +26,7 @@ _OF_THOUGHTS = ("<think>", "</think>")
 _BLANKS = "\n\n"  # between thoughts and answer
 
 
-class Proof(NamedTuple):
+class TurnRule(NamedTuple):
     """Findings about a template's text between a turn and messages of one role."""
 
     form: str = "plain"  # of the turn in renderings, one of _FORMS
@@ -35,7 +35,7 @@ class Proof(NamedTuple):
     rewritten: str = ""  # how the template changes the turns before such messages
 
 
-_proofs: dict[str, dict[str, Proof]] = {}  # by the hash of template, variables and tokens
+_rules: dict[str, dict[str, TurnRule]] = {}  # by the hash of template, variables and tokens
 
 
 class TurnTemplate:
@@ -47,14 +47,14 @@ class TurnTemplate:
         known: list[Any] = [self._renderer.source, template.kwargs, template.date, tools, sorted(stop_ids)]
         known.append(sorted(self._renderer.added.items()))
         key = hashlib.sha256(json.dumps(known, default=str, sort_keys=True).encode("utf-8", "replace")).hexdigest()
-        if key not in _proofs:
-            _proofs[key] = {role: _prove(self._renderer, role) for role in ("user", "tool")}
-        self._proofs = _proofs[key]
+        if key not in _rules:
+            _rules[key] = {role: _prove(self._renderer, role) for role in ("user", "tool")}
+        self._rules = _rules[key]
 
-    def proof(self, answers: Sequence[Message]) -> Proof:
-        """Return what was found for the roles of these messages, which follow a turn."""
+    def rule(self, answers: Sequence[Message]) -> TurnRule:
+        """Return the rule for the these messages, which follow a turn."""
         roles = ["user" if one["role"] == "user" else "tool" for one in answers]
-        own = [self._proofs[role] for role in dict.fromkeys(roles)]
+        own = [self._rules[role] for role in dict.fromkeys(roles)]
         return own[0]._replace(
             refused=next((one.refused for one in own if one.refused), ""),
             rewritten=next((one.rewritten for one in own if one.rewritten), ""),
@@ -98,17 +98,17 @@ class TurnTemplate:
             TemplateRefusal: the template changes earlier turns, and a new branch begins with `opening`; or nothing can
                 follow the turn.
         """
-        proof = self.proof(answers)
-        if problem := proof.refused or (not keep and proof.rewritten):
+        rule = self.rule(answers)
+        if problem := rule.refused or (not keep and rule.rewritten):
             raise TemplateRefusal(problem)
-        if last != proof.stop:
-            names = self._renderer.tokenizer.convert_ids_to_tokens([last, proof.stop])
+        if last != rule.stop:
+            names = self._renderer.tokenizer.convert_ids_to_tokens([last, rule.stop])
             raise TemplateRefusal(f"the turn ends with {names[0]}, and the chat template ends it with {names[1]}")
         word = _unused(answers)
-        after = self._renderer.text([*_ASKED, _turn(word, 0, proof.form, answers), *answers], word).split(
+        after = self._renderer.text([*_ASKED, _turn(word, 0, rule.form, answers), *answers], word).split(
             f"{word}turn0x"
         )[-1]
-        ids = self._renderer.ids(after[self._renderer.closing(after, proof.form)[1] :], word)
+        ids = self._renderer.ids(after[self._renderer.closing(after, rule.form)[1] :], word)
         return ids[1:]
 
     def _renderings(self, history: Sequence[Message | Ids], word: str) -> Iterator[str]:
@@ -138,9 +138,9 @@ class TurnTemplate:
         ends = {self._renderer.added[one] for one in _OF_THOUGHTS[1:] if one in self._renderer.added}
         for thoughts in _THOUGHTS:
             text = self._renderer.render([*_ASKED, _turn(_WORD, 0, "plain", (), thoughts)], ready=False)
-            _, found, behind = text.partition(f"{_WORD}thought0x")
+            _, thought, behind = text.partition(f"{_WORD}thought0x")
             between = self._renderer.special.findall(behind.partition(f"{_WORD}turn0x")[0])
-            ends |= {self._renderer.added[between[-1]]} if found and between else set()
+            ends |= {self._renderer.added[between[-1]]} if thought and between else set()
         return ends
 
 
@@ -170,7 +170,7 @@ class _Renderer:
 
         def parted(text: str) -> str:
             while self.special.search(text):
-                text = self.special.sub(lambda found: found[0][:1] + mark + found[0][1:], text)
+                text = self.special.sub(lambda match: match[0][:1] + mark + match[0][1:], text)
             return text
 
         def apart(text: str) -> str:
@@ -193,19 +193,19 @@ class _Renderer:
         first special token.
         """
         first, end = (-1, 0), 0
-        for found in self.special.finditer(after):
-            token_id = self.added[found[0]]
-            if form == "plain" and after[end : found.start()].strip():
+        for match in self.special.finditer(after):
+            token_id = self.added[match[0]]
+            if form == "plain" and after[end : match.start()].strip():
                 break
             if token_id in self.stop_ids:
-                return token_id, found.start()
-            first, end = first if end else (token_id, found.start()), found.end()
+                return token_id, match.start()
+            first, end = first if end else (token_id, match.start()), match.end()
         return first
 
     def rest(self, messages: list[Message], *, ready: bool = True) -> str:
         """Return the text after the word of the last turn. Raises TemplateRefusal."""
-        _, found, after = self.render(messages, ready=ready).rpartition(f"{_WORD}turn0x")
-        if not found:
+        _, turn, after = self.render(messages, ready=ready).rpartition(f"{_WORD}turn0x")
+        if not turn:
             raise TemplateRefusal("the chat template leaves out a turn")
         return after
 
@@ -218,8 +218,8 @@ class _Renderer:
         return any(text.endswith(ready[:end]) for end in range(shortest, len(ready) + 1))
 
 
-def _prove(renderer: _Renderer, role: str) -> Proof:
-    """Return the proof for messages of a role."""
+def _prove(renderer: _Renderer, role: str) -> TurnRule:
+    """Return the rule for messages of a role."""
     answers = [{"role": role, "content": f"{_WORD}answer", "name": "tool", "tool_call_id": "call00000"}]
     if role == "user":
         answers = [{"role": role, "content": f"{_WORD}answer"}]
@@ -229,13 +229,13 @@ def _prove(renderer: _Renderer, role: str) -> Proof:
             return _proved(renderer, form, answers)
         except TemplateRefusal as error:
             reasons.append(str(error))
-    return Proof(
+    return TurnRule(
         refused=f"after a turn, messages of the role {role!r} cannot follow: {'; '.join(dict.fromkeys(reasons))}"
     )
 
 
-def _proved(renderer: _Renderer, form: str, answers: list[Message]) -> Proof:
-    """Return the proof with turns of a form. Raises TemplateRefusal."""
+def _proved(renderer: _Renderer, form: str, answers: list[Message]) -> TurnRule:
+    """Return the rule with turns of a form. Raises TemplateRefusal."""
     asked, word = _ASKED, f"{_WORD}answer"
     dummy = _turn(_WORD, 0, form, answers)
     after = renderer.rest([*asked, dummy, *answers])
@@ -259,7 +259,7 @@ def _proved(renderer: _Renderer, form: str, answers: list[Message]) -> Proof:
     if own in renderer.stop_ids - {stop}:
         names = renderer.tokenizer.convert_ids_to_tokens([own, stop])
         rewritten = f"the chat template changes earlier turns: their end {names[0]} becomes {names[1]}"
-    return Proof(form, stop, rewritten=rewritten)
+    return TurnRule(form, stop, rewritten=rewritten)
 
 
 def _rewritten(renderer: _Renderer, form: str, answers: list[Message]) -> str:

@@ -81,11 +81,11 @@ def test_family_is_found_to_be(name: str) -> None:
     family = FAMILIES[name]
     tokenizer, template = turn_template(family.template, family.stops)
     for role, expected in (("user", family.user), ("tool", family.tool)):
-        proof = template.proof([{"role": role, "content": "x"}])
-        found = "refused" if proof.refused else "rewritten" if proof.rewritten else "kept"
-        assert found == expected, (role, proof)
+        rule = template.rule([{"role": role, "content": "x"}])
+        found = "refused" if rule.refused else "rewritten" if rule.rewritten else "kept"
+        assert found == expected, (role, rule)
         if found == "kept":
-            assert tokenizer.convert_ids_to_tokens(proof.stop) in family.stops
+            assert tokenizer.convert_ids_to_tokens(rule.stop) in family.stops
 
 
 def test_more_than_forty_templates_are_tested() -> None:
@@ -101,10 +101,10 @@ def test_ids_are_those_of_whole_renderings(text: str, stops: tuple[str, ...]) ->
     generator = random.Random(len(text))
     for number in range(CONVERSATIONS):
         role = generator.choice(["user", "tool"])
-        proof = template.proof([{"role": role, "content": ""}])
-        if proof.refused or proof.rewritten:
-            with pytest.raises(TemplateRefusal, match=re.escape(proof.refused or proof.rewritten)):
-                template.between([{"role": role, "content": "x"}], proof.stop)
+        rule = template.rule([{"role": role, "content": ""}])
+        if rule.refused or rule.rewritten:
+            with pytest.raises(TemplateRefusal, match=re.escape(rule.refused or rule.rewritten)):
+                template.between([{"role": role, "content": "x"}], rule.stop)
             continue
         messages: list[Any] = [{"role": "user", "content": f"question {number}"}]
         ids = template.opening(messages)
@@ -116,11 +116,11 @@ def test_ids_are_those_of_whole_renderings(text: str, stops: tuple[str, ...]) ->
             if role == "tool":
                 answer |= {"name": "tool", "tool_call_id": "call00001"}
             thoughts = "hm, hm" if "<think>" in text else ""
-            ways = [turn_of(proof.form, thoughts), turn_of(proof.form, thoughts, False), turn_of(proof.form)]
+            ways = [turn_of(rule.form, thoughts), turn_of(rule.form, thoughts, False), turn_of(rule.form)]
             own, turn = next(
-                (own, way) for way in ways if (own := sampled(tokenizer, messages, way, proof.stop)) is not None
+                (own, way) for way in ways if (own := sampled(tokenizer, messages, way, rule.stop)) is not None
             )
-            ids += own + template.between([answer], proof.stop)
+            ids += own + template.between([answer], rule.stop)
             messages += [turn, answer]
             assert list(ids) == whole_ids(tokenizer, messages)
 
@@ -136,11 +136,11 @@ def test_special_tokens_in_data_stay_text(text: str, stops: tuple[str, ...]) -> 
         answer = {"role": role, "content": content}
         if role == "tool":
             answer |= {"name": generator.choice(["tool", "im_end"]), "tool_call_id": "call00001"}
-        ids = template.between([answer], template.proof([answer]).stop, keep=True)
+        ids = template.between([answer], template.rule([answer]).stop, keep=True)
         return [token for token in ids if token in special], tokenizer.decode(ids)
 
     for role in ("user", "tool"):
-        if template.proof([{"role": role, "content": ""}]).refused:
+        if template.rule([{"role": role, "content": ""}]).refused:
             continue
         plain = between(role, "Xq9")
         for _ in range(CONVERSATIONS):
@@ -157,17 +157,17 @@ def test_special_tokens_in_data_stay_text(text: str, stops: tuple[str, ...]) -> 
 def test_rewritten_turns_begin_a_new_branch(text: str, stops: tuple[str, ...]) -> None:
     """A history with turns as ids is the whole rendering with their texts, or is refused; ids stay those sampled."""
     tokenizer, template = turn_template(text, stops)
-    proof = template.proof([{"role": "user", "content": ""}])
-    if proof.refused:
+    rule = template.rule([{"role": "user", "content": ""}])
+    if rule.refused:
         return
     asked, after = {"role": "user", "content": "question"}, {"role": "user", "content": "and then?"}
     for thoughts in ("hm, hm", ""):
         said = turn_of("plain", thoughts)
-        turn = sampled(tokenizer, [asked], said, proof.stop)
+        turn = sampled(tokenizer, [asked], said, rule.stop)
         if turn is None:
             continue
         if thoughts and tokenizer.convert_tokens_to_ids("</think>") not in turn:  # the template drops them anywhere
-            turn = (*tokenizer(said["content"])["input_ids"], proof.stop)
+            turn = (*tokenizer(said["content"])["input_ids"], rule.stop)
         try:
             ids = template.opening([asked, turn, after, turn, asked])
         except TemplateRefusal:
