@@ -1,11 +1,11 @@
-"""Base model to policy on two cores: sft, reward model, PPO with it, DPO; share of right answers after each.
+"""Base model to policy on two cores: sft, reward model, PPO with it, DPO, distillation; right answers after each.
 
     python scripts/post_training.py runs/post_training
 
 Data and model are the quickstart's sums. Of the demonstrations 30 % are right. The model of sft then answers each sum
 eight times; a pair is a right and a wrong answer of its own to a sum. The reward model learns from the pairs and is the
-only reward of PPO, whose distance to the model of sft costs; DPO learns from the same pairs. A held-out sum is in no
-demonstration and no pair. `--size 0.1` runs a tenth of the steps.
+only reward of PPO, whose distance to the model of sft costs; DPO learns from the same pairs. Distillation trains the
+model of sft on right answers of PPO's. A held-out sum is in no demonstration and no pair. `--size 0.1` runs a tenth of the steps.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ def main(folder: Path, size: float) -> None:
     rm = stage("rm", "rm", sft, of_pairs, "optim.lr=2e-3", steps=200)
     prompts = [f"data.train_files=[{folder}/data/train.jsonl]", f"data.val_files=[{folder}/data/held_out.jsonl]"]
     scorer = [f"reward.source={{name: model, path: {rm}}}", "algorithm.kl.coef=0.1"]
-    stage("ppo", "train", sft, "--config=quickstart", *prompts, *scorer, steps=40)
+    ppo = stage("ppo", "train", sft, "--config=quickstart", *prompts, *scorer, steps=40)
     near = ["algorithm.kind.beta=0.3", "algorithm.kind.reference=once"]
     stage("dpo", "dpo", sft, of_pairs, "optim.lr=1e-3", *near, steps=100)
+    evaluate(folder, ppo, "train", "validation.n=2", "validation.temperature=1")
+    teacher = [f"--samples={folder}/eval/ppo_train/samples.jsonl", "--right", "optim.lr=1e-3"]
+    stage("distill", "distill", sft, *teacher, steps=100)
     print(f"| stage | {HELD_OUT} held-out sums that are right | seconds |\n|---|---|---|")
     for name, right, seconds in rows:
         print(f"| {name} | {right} | {seconds:.0f} |")
