@@ -5,7 +5,8 @@
 Data and model are the quickstart's sums. Of the demonstrations 30 % are right. The model of sft then answers each sum
 eight times; a pair is a right and a wrong answer of its own to a sum. The reward model learns from the pairs and is the
 only reward of PPO, whose distance to the model of sft costs; DPO learns from the same pairs. Distillation trains the
-model of sft on right answers of PPO's. A held-out sum is in no demonstration and no pair. `--size 0.1` runs a tenth of the steps.
+model of sft on right answers of PPO's. A held-out sum is in no demonstration and no pair. `--size 0.1` runs a tenth of
+the steps.
 """
 
 from __future__ import annotations
