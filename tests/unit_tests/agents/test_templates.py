@@ -82,9 +82,9 @@ def test_family_is_found_to_be(name: str) -> None:
     tokenizer, template = turn_template(family.template, family.stops)
     for role, expected in (("user", family.user), ("tool", family.tool)):
         rule = template.rule([{"role": role, "content": "x"}])
-        found = "refused" if rule.refused else "rewritten" if rule.rewritten else "kept"
-        assert found == expected, (role, rule)
-        if found == "kept":
+        seen = "refused" if rule.refused else "rewritten" if rule.rewritten else "kept"
+        assert seen == expected, (role, rule)
+        if seen == "kept":
             assert tokenizer.convert_ids_to_tokens(rule.stop) in family.stops
 
 
