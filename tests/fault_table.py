@@ -456,7 +456,7 @@ TABLE: Table = {
         )
     ],
     ("ddp", "ddp/test_optimizer.py"): [
-        ("weight decay on norms", 'config.weight_decay * group["wd_mult"]', "config.weight_decay")
+        ("weight decay on norms", 'optim.weight_decay * group["wd_mult"]', "optim.weight_decay")
     ],
     ("verify", "cli/test_card.py"): [
         (
@@ -521,7 +521,7 @@ TABLE: Table = {
     ("engines", "trainer/test_together.py"): [
         (
             "a run trains with the optimizer's settings of the run before",
-            "            self.tenants.engine.adopt(settings)",
+            "            adopt(self.tenants.engine, settings)",
             "            pass",
         ),
         ("a run samples with the weights of the run before", "            sync.resend()", "            pass"),

@@ -112,16 +112,6 @@ class ModelEngine(Engine):
         weights = export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
         return merged(weights, self.sharding.hf.adapter)
 
-    def adopt(self, settings: EngineSettings) -> None:
-        """Follow the settings that runs on one engine may each have for themselves."""
-        self.temperature, self.hidden_tokens = settings.temperature, settings.hidden_tokens
-        self.export_bucket_bytes = settings.export_bucket_bytes
-        self.set_optim(settings.optim)
-
-    @abstractmethod
-    def set_optim(self, optim: OptimConfig) -> None:
-        """Let later steps follow these settings of the optimizer, if there is one; the rate comes with each step."""
-
     def save_hf(self, directory: Path, *, source: Path) -> list[float]:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
 

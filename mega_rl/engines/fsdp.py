@@ -134,11 +134,6 @@ class FSDPEngine(ModelEngine):
         metrics["num_microbatches"] = float(len(micros))
         return metrics
 
-    def set_optim(self, optim: OptimConfig) -> None:
-        self.clip_grad = optim.clip_grad
-        if self.optimizer is not None:
-            apply_settings(self.optimizer, optim)
-
     @property
     def export_dtype(self) -> torch.dtype:
         return self.dtype
@@ -260,7 +255,7 @@ def build_adam(parameters: Mapping[str, DTensor], optim: OptimConfig) -> torch.o
     spared = {id(p) for name, p in parameters.items() if p.dim() == 1 or name.endswith("bias")}
     decaying, others = ([p for p in trained if (id(p) in spared) == spares] for spares in (False, True))
     optimizer = torch.optim.AdamW([{"params": decaying}, {"params": others}], lr=optim.lr, fused=True)
-    apply_settings(optimizer, optim)
+    set_optim(optimizer, optim)
     for parameter in trained:
         # AdamW makes the same state at its first step: the number of steps is on the parameter's device.
         optimizer.state[parameter] = {
@@ -270,7 +265,7 @@ def build_adam(parameters: Mapping[str, DTensor], optim: OptimConfig) -> torch.o
     return optimizer
 
 
-def apply_settings(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
+def set_optim(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
     """Let later steps follow these settings; the learning rate comes with each step."""
     for group, decay in zip(optimizer.param_groups, (optim.weight_decay, 0.0), strict=True):
         group.update(weight_decay=decay, betas=(optim.beta1, optim.beta2), eps=optim.eps)

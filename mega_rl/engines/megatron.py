@@ -15,7 +15,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mega_rl.config.schema import OptimConfig
 from mega_rl.ddp.access import (
     WholeChunk,
     exportable,
@@ -28,7 +27,7 @@ from mega_rl.ddp.access import (
 )
 from mega_rl.ddp.bucket_groups import finish_param_sync, scratches
 from mega_rl.ddp.muon import Muon, panels_of_chunks
-from mega_rl.ddp.optimizer import apply_settings, clip, count_steps, create_state, set_steps, step, torch_optimizers
+from mega_rl.ddp.optimizer import clip, count_steps, create_state, set_steps, step, torch_optimizers
 from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.base import ModelEngine
@@ -148,10 +147,6 @@ class MegatronEngine(ModelEngine):
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))
         return metrics
-
-    def set_optim(self, optim: OptimConfig) -> None:
-        if self.optimizer is not None:
-            apply_settings(self.optimizer, optim)
 
     @property
     def is_sharded(self) -> bool:

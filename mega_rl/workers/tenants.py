@@ -14,6 +14,7 @@ from torch import Tensor
 from mega_rl.checkpoint.run_state import RandomState
 from mega_rl.converters.plan.adapters import PART
 from mega_rl.engines.base import EngineSettings, ModelEngine
+from mega_rl.engines.build import adopt
 from mega_rl.parallel.boxes import EngineState, Piece
 from mega_rl.protocols import WeightSync
 from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
@@ -82,7 +83,7 @@ class Base:
     def take_turn(self, name: str, settings: EngineSettings, sync: WeightSync) -> None:
         """Put a run to work, with its settings and its weights in the sampler; collective."""
         if self.tenants is not None and self.tenants.select(name):
-            self.tenants.engine.adopt(settings)
+            adopt(self.tenants.engine, settings)
         if isinstance(sync, EmbeddedWeightSync) and self.sampling is not sync:
             sync.resend()
             self.sampling = sync

@@ -16,7 +16,7 @@ from mega_rl.config.needs import Role, models_take_turns, requested_models
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
-from mega_rl.engines.build import build_engine, resolve_model
+from mega_rl.engines.build import adopt, build_engine, resolve_model
 from mega_rl.engines.models.adapters import without_adapters
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.engines.models.specs import check_one_backend
@@ -143,7 +143,7 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, step
             shared = plan.base if role == "actor" else None
             engines[role] = models.add(role, build() if shared is None else shared.actor(build, plan.name))
     actor, work = engines["actor"], WorkMeter()
-    actor.adopt(plan.engine)
+    adopt(actor, plan.engine)
     kl = KLController(settings.coef, settings.target if settings.control == "adaptive" else None, settings.horizon)
 
     def meter(role: Role) -> RoleMeter:

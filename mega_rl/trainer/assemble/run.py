@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from mega_rl.checkpoint.run_state import seed_python
 from mega_rl.config.schema import Config, TrainerConfig
@@ -58,7 +59,6 @@ def running(
 
     Several runs have one base, whose engine the first one builds; records of the ranks' health are in its folder.
     """
-    base, trainers = Base() if len(configs) > 1 else None, list[Trainer]()
     with (
         heartbeat_of(configs[0].trainer, accelerator) as heartbeat,
         Guard(heartbeat, investigate) as guard,
@@ -73,20 +73,27 @@ def running(
         # Inside of what catches signals: a launcher ends the ranks while they still look for the cause. And before
         # servers and groups are taken down, which a peer that does not answer may hold up.
         with guard:
-            for config, reward in zip_longest(configs, rewards):
-                with progress.phase("preparing the run"):
-                    if base is not None and base.tenants is not None:
-                        base.tenants.select(config.trainer.run_dir)
-                        seed(config.trainer.seed, groups)
-                    trainer = build_trainer(
-                        config, accelerator, groups,
-                        stop_requested=stop, resources=resources, reward_function=reward, base=base,
-                    )  # fmt: skip
-                trainers.append(trainer)
+            with progress.phase("preparing the run"):
+                trainers = build_trainers(configs, rewards, accelerator, groups, stop, resources)
             yield trainers, stop
         resources.callback(progress.begin("closing files and servers").end)
         if stop.exit_code:
             heartbeat.end("stopped", f"by {signal.Signals(stop.exit_code - 128).name}")
+
+
+def build_trainers(
+    configs: Sequence[Config], rewards: Sequence[RewardFunction | None],
+    accelerator: Accelerator, groups: Groups, stop: StopRequest, resources: ExitStack,
+) -> list[Trainer]:  # fmt: skip
+    """Return the trainers of runs, of which several have one base; `resources` ends their parts."""
+    trainers, base = list[Trainer](), Base() if len(configs) > 1 else None
+    for config, reward in zip_longest(configs, rewards):
+        if base is not None and base.tenants is not None:  # it begins as the first run began, but for the seed
+            base.tenants.select(config.trainer.run_dir)
+            seed(config.trainer.seed, groups)
+        how: dict[str, Any] = {"stop_requested": stop, "resources": resources, "reward_function": reward, "base": base}
+        trainers.append(build_trainer(config, accelerator, groups, **how))
+    return trainers
 
 
 def heartbeat_of(trainer: TrainerConfig, accelerator: Accelerator) -> Heartbeat:
