@@ -101,7 +101,10 @@ def build_rollouts(
         return Rollouts(made, to_source, Residency(roles.models, world), pending)
     if servers is None:
         embedded, adapter = _embedded_engine(plan, rollout, accelerator), plan.models["actor"].hf.adapter
-        apart = adapter is not None and embedded.adapt(adapter)
+        if plan.base is not None:
+            plan.base.sampler = plan.base.sampler or embedded
+        # Runs that share a model write merged weights over each other's.
+        apart = adapter is not None and plan.base is None and embedded.adapt(adapter)
         sync: WeightSync = EmbeddedWeightSync(
             partial(actor.export_weights, "apart" if apart else "merged"),
             embedded,
@@ -110,7 +113,7 @@ def build_rollouts(
             export_adapters=partial(actor.export_weights, "adapters") if apart else None,
         )
         if adapter is not None and not apart and world.rank == 0:
-            log.info("rollouts get merged weights: some targets of adapters are no linear layers in transformers")
+            log.info("rollouts get merged weights: runs share a model, or a target is no linear layer of transformers")
         worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
     else:
         servers.wait_ready()
@@ -182,6 +185,7 @@ def _embedded_engine(plan: RunPlan, rollout: RolloutConfig, accelerator: Acceler
         stop_token_ids=rollout.stop_token_ids,
         batch_size=rollout.hf.batch_size,
         hidden_tokens=plan.engine.hidden_tokens,
+        shares=None if plan.base is None else plan.base.sampler,
     )
 
 
