@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.agents.tools import STYLES, Call, ToolFunction, Toolbox, python_tool
+from mega_rl.agents.tools import STYLES, Call, Toolbox, ToolFunction, python_tool
 from mega_rl.errors import UserError
 from mega_rl.rewards.sandbox import Execution
 from tests.helpers.chats import byte_tokenizer
@@ -180,8 +180,8 @@ def test_python_tool_answers_with_what_is_printed() -> None:
 _PIECES = st.sampled_from([
     "<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"weather"', '"arguments"', "<arg_key>", "</arg_key>",
     "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "weather", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
-    "function", "<｜tool▁call▁end｜>", "to=functions.", "<|message|>", "<|call|>", "<|python_tag|>", "\n", "1e999", "NaN",
-    "[", "]", ",", "</think>", '"city"', "null", "[[[[", "```json",
+    "function", "<｜tool▁call▁end｜>", "to=functions.", "<|message|>", "<|call|>", "<|python_tag|>", "\n", "1e999",
+    "NaN", "[", "]", ",", "</think>", '"city"', "null", "[[[[", "```json",
 ])  # fmt: skip
 
 
