@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Protocol
 
 import jinja2
@@ -29,6 +30,7 @@ _REFUSED = (
 )
 MAX_CONSTANT = 10**7  # largest whole number in a chat template
 OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
+_SHOWN = 30  # characters of a text in a message, on both sides of a place
 _DATE = "strftime_now"  # function that templates call with a format
 _FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", _DATE}
 # A template is a program of the model's author, and may end with any of these.
@@ -130,6 +132,18 @@ class ChatTemplate:
         return frozenset() if self._reads is None else frozenset(names) - self._reads
 
 
+def common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many first entries two sequences have in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def difference(one: str, other: str) -> tuple[str, str]:
+    """Return two texts for a message, around the first place at which they differ."""
+    place = common(one, other)
+    around = slice(max(place - _SHOWN, 0), place + _SHOWN)
+    return shown(one[around]), shown(other[around])
+
+
 def template_variables(template: str) -> frozenset[str]:
     """Return the variables that a template reads and a run may set. Raises jinja2.TemplateSyntaxError."""
     return _names(template) - OWN - _FUNCTIONS
@@ -152,7 +166,7 @@ def check_template(template: str) -> None:
     try:
         nodes = list(_environment().parse(template).find_all(_REFUSED))
     except (jinja2.TemplateError, RecursionError) as error:
-        raise ValueError(f"its chat template is no Jinja template: {error}") from error
+        raise ValueError(f"its chat template is not a Jinja template: {error}") from error
     for node in nodes:
         constant = getattr(node, "value", None)
         if not isinstance(node, jinja2.nodes.Const) or (isinstance(constant, int) and abs(constant) > MAX_CONSTANT):

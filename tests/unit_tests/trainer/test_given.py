@@ -52,7 +52,7 @@ def exported_scores(folder: str) -> torch.Tensor:
 
     own = {"model.path": f"{folder}/rm", "data.train_files": [f"{folder}/rm.jsonl"], "algorithm.kind": "rm"}
     more = {"trainer.steps": 1, "checkpoint.hf_final": True, "trainer.run_dir": f"{folder}/runs/scores"}
-    with running(load(None, {**SETTINGS, **own, **more}), accelerator) as (trainer, _):
+    with running([load(None, {**SETTINGS, **own, **more})], accelerator) as ((trainer,), _):
         trainer.fit()
         source, actor = trainer.batches, trainer.algorithm.actor  # type: ignore[attr-defined]
         rows = source.rows(source.order.take(0, 80)).rows  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def resumed(folder: str) -> dict[str, Any]:
             shutil.copytree(Path(folder, "runs/whole"), run_dir)
             shutil.rmtree(run_dir / "checkpoints/step_000006")
         config = load(None, {**SETTINGS, **own, **more, "trainer.run_dir": str(run_dir)})
-        with running(config, accelerator) as (trainer, _):
+        with running([config], accelerator) as ((trainer,), _):
             answers[f"{name} start"] = trainer.start
             trainer.fit()
             answers[name] = exported(trainer.algorithm.actor.engine)  # type: ignore[attr-defined]
