@@ -25,4 +25,10 @@ AGENTS: Table = {
         ("a new branch keeps thoughts that the template drops", "rest = turn[ends[-1] :]", "rest = turn"),
         ("a turn goes on after another stop token", "if last != rule.stop:", "if last < 0:"),
     ],
+    ("agents", "agents/test_tools.py"): [
+        ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),
+        ("a late tool holds its answer", "call), self._timeout_s)", "call), 60 + self._timeout_s)"),
+        ("arguments of another type reach a tool", "if kinds and not _is_of(value, kinds):", "if kinds and not kinds:"),
+        ("true is a whole number", 'return "boolean" in kinds', "return True"),
+    ],
 }

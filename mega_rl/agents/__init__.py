@@ -1,1 +1,1 @@
-"""Agents: exact tokens between turns."""
+"""Agents: exact tokens between turns, tools."""
