@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import config_changes
-from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
@@ -33,7 +31,7 @@ from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, ser
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
 from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
-from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
+from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
@@ -155,7 +153,7 @@ def colocated_bytes(
 ) -> tuple[int, int]:
     """Return the device bytes of the policy and of a colocated server's weights per rank."""
     engine, itemsize = settings.engine, _dtype(rollout, settings).itemsize
-    count = sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
+    count = weight_count(hf)
     if engine.backend == "fsdp":
         policy = 4 * count // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
     else:
