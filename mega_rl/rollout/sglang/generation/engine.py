@@ -13,17 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mega_rl.agents.environment import Answer, TurnRequest
+from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sampling import is_greedy, response_limits, stream_keys
+from mega_rl.rollout.sampling import check_positions, is_greedy, response_limits, turn_keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import GenerationResult, Key, Sample, SampleRequest, Sampling, State
-from mega_rl.types import Draws, Metrics, Prompt, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, Rollout, ends_of
 
 log = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3  # in an error message
+_NUMBER_BITS = 32  # of a turn's number, in the key of its request
 
 
 class RoutedLayers(NamedTuple):
@@ -80,6 +83,7 @@ class SglangRolloutEngine:
         self._router, self._world, self._settings = router, everyone, settings
         self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
+        self._of_turns = GenerationResult()  # counts since the last `settle`
         self._turn = threading.Condition()
         self._held = False  # between interrupt and resume: nothing may be sent
         self._sending = False
@@ -114,9 +118,54 @@ class SglangRolloutEngine:
             for number in range(n)
         ]
         trains = not greedy and draws is None
-        return_routing = self._settings.routed is not None and trains
-        greedy = is_greedy(greedy, draws)
-        sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
+        return self._sampled(requests, greedy, draws, with_routing=self._settings.routed is not None and trains)
+
+    def turns(
+        self,
+        requests: Sequence[TurnRequest],
+        *,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+        draws: Draws | None = None,
+    ) -> list[Answer]:
+        """Return the answer to each request, "lost" where no server is left; no collective."""
+        for one in requests:
+            check_positions(len(one.token_ids), one.limit, max_positions=self._settings.max_positions)
+        asked = [
+            SampleRequest(
+                (prompt, sample << _NUMBER_BITS | number),
+                one.token_ids,
+                seed=sampling_seed(seed, prompt, sample, number),
+                limit=one.limit,
+            )
+            for one, (prompt, sample, number) in ((one, one.key) for one in requests)
+        ]
+        sampled = self._sampled(asked, greedy, draws, with_routing=False)
+        result, answers = sampled.result, list[Answer]()
+        for request in asked:
+            sample = result.samples.get(request.key)
+            if sample is None:
+                if request.key in result.failures:
+                    log.warning("a turn has no answer: %s", result.failures[request.key].message)
+                answers.append("turn" if request.key in result.failures else "lost")
+                continue
+            ids, logprobs, versions = tuple(sample.token_ids), tuple(sample.logprobs), tuple(sample.versions)
+            answers.append(Turn(ids, logprobs, versions, sample.finish == "stop"))
+        self._of_turns.add(replace(result, samples={}, failures={}, unserved={}))
+        return answers
+
+    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+        """Restart lost servers and call `again` while `lost` turns are without an answer; collective."""
+        self._until_served(lost, again)
+        result, self._of_turns = self._of_turns, GenerationResult()
+        self._count(result)
+
+    def _sampled(
+        self, requests: list[SampleRequest], greedy: bool, draws: Draws | None, *, with_routing: bool
+    ) -> Sampled:
+        """Ask the servers until every request has an end, or no server is left."""
+        trains, greedy = not greedy and draws is None, is_greedy(greedy, draws)
+        sampling = replace(self._settings.sampling, greedy=greedy, return_routing=with_routing)
         if draws is not None and not greedy:
             sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
         nothing = GenerationResult(unserved={request.key: Sample() for request in requests})
@@ -141,11 +190,25 @@ class SglangRolloutEngine:
             if result.unserved:
                 result.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(result.unserved))))
 
+        self._until_served(lambda: len(result.unserved), ask_again)
+        any_failed = self._settle_failures(sampled)
+        self._count(result)
+        return rollout_of(
+            sampled.requests,
+            result.samples,
+            weight_version=self._version(),
+            with_failed=any_failed,
+            with_token_versions=self._settings.token_versions and sampled.trains,
+            routed=self._settings.routed if sampled.sampling.return_routing else None,
+        )
+
+    def _until_served(self, count: Callable[[], int], again: Callable[[], None]) -> None:
+        """Bring lost servers back and call `again` on all ranks until none has unserved requests; collective."""
         for times in range(self._settings.restarts + 1):
             states = self._router.states()
             out = [int(state is not State.READY) for state, _ in states]
             lost = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
-            unserved = int(self._world.sum(torch.tensor(len(result.unserved))))
+            unserved = int(self._world.sum(torch.tensor(count())))
             if not unserved and not (lost and times == 0):
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
@@ -157,17 +220,7 @@ class SglangRolloutEngine:
             if lost:
                 log.warning("servers %s are out of rotation: %s", lost, reasons)
                 self._bring_back(lost)
-            run_on_all(ask_again, self._world)
-        any_failed = self._settle_failures(sampled)
-        self._count(sampled)
-        return rollout_of(
-            sampled.requests,
-            result.samples,
-            weight_version=self._version(),
-            with_failed=any_failed,
-            with_token_versions=self._settings.token_versions and sampled.trains,
-            routed=self._settings.routed if sampled.sampling.return_routing else None,
-        )
+            run_on_all(again, self._world)
 
     def deadline_s(self, count: int) -> float:
         """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
@@ -232,9 +285,8 @@ class SglangRolloutEngine:
             raise_together(RunError(text) if own else None, self._world, error=RunError)
         return True
 
-    def _count(self, sampled: Sampled) -> None:
+    def _count(self, result: GenerationResult) -> None:
         """Add tokens, requests, retries and failures of all ranks and the slowest rank's seconds; collective."""
-        result = sampled.result
         own = {
             "sglang/requests": result.requests,
             "sglang/retries": result.retries,
@@ -250,9 +302,9 @@ class SglangRolloutEngine:
             self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
 
 
-def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int) -> int:
+def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int, turn: int = 0) -> int:
     """Return a 31-bit seed that depends only on the arguments, not on rank or server."""
-    key = stream_keys(seed, torch.tensor(prompt_index), torch.tensor(sample_index))
+    key = turn_keys(seed, *(torch.tensor(word) for word in (prompt_index, sample_index, turn)))
     return int(key) & (2**31 - 1)
 
 
@@ -293,7 +345,7 @@ def rollout_of(
         prompt_lengths=_integers([len(request.prompt) for request in requests]),
         lengths=_integers(lengths),
         rollout_logprobs=rows(0, [answer.logprobs for answer in answers], torch.float32),
-        finished=_integers([answer.finish == "stop" for answer in answers]).bool(),
+        end=ends_of(_integers([answer.finish == "stop" for answer in answers]).bool()),
         prompt_index=_integers([request.key[0] for request in requests]),
         sample_index=_integers([request.key[1] for request in requests]),
         weight_version=_integers(versions),

@@ -14,6 +14,7 @@ from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer.assemble.own_sources_on_ranks import SOURCES, run_all
 
 REPLAY = {"rollout.backend": "none", "rollout.verify_interval": 10, "rollout.mismatch.mean_limit": 100.0}
+LIMITS = {"rollout.source.timeout_s": 0.5, "rollout.source.max_failed_share": 0.9}
 REPLAY |= {"rollout.mismatch.share_limit": 1.0, "rollout.mismatch.max_limit": 100.0}
 
 
@@ -39,6 +40,8 @@ def runs(folder: Path) -> dict[str, Any]:
         ("one turn", {**turns, "rollout.source.turns": 1, **rows, "trainer.val_interval": 0}),
         ("one turn, validated", {**turns, "rollout.source.turns": 1, **sampled}),
         ("three turns", {**turns, "rollout.source.turns": 3}),
+        ("forks", {**turns, "rollout.source.forks": True, "trainer.steps": 1, "metrics.records.interval": 1}),
+        ("hostile", {"rollout.source": f"{folder}/own.py:Hostile", **LIMITS, "trainer.steps": 1}),
         ("replay", replay),
         ("begun", {**replay, "trainer.steps": 1, **save}),
         ("resumed", {**replay, **save}),
@@ -65,7 +68,7 @@ def test_one_turn_of_rows_of_a_source_is_what_the_built_in_sources_give(runs: di
     assert same_rows(own, built_in)
     assert numbers(own) == numbers(built_in)
     assert own["exported"] == built_in["exported"]
-    assert [step["agent/turns"] for step in own["metrics"]] == [1.0, 1.0]
+    assert [step["agent/turns_mean"] for step in own["metrics"]] == [1.0, 1.0]
 
 
 def test_training_is_the_same_with_sampled_validations(runs: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Agents: exact tokens between turns, tools."""
