@@ -158,6 +158,7 @@ class _Play:
         self.thread = threading.get_ident()
         try:
             self.loop.run_until_complete(self._all(trajectories))
+            self.tick = time.monotonic()
             if left := asyncio.all_tasks(self.loop):
                 self.loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
         finally:
@@ -273,7 +274,7 @@ class Runner:
                 ended = sum(one is not None for one in play.outcomes)
                 progress.report(ended, len(play.outcomes), unit="trajectories")
                 if time.monotonic() - play.tick > self.environment.timeout_s + GRACE_S:
-                    return _blocked(play)
+                    return None if ended == len(play.outcomes) else _blocked(play)
         finally:
             play.abandoned = True
 

@@ -116,7 +116,8 @@ Aggregation = Callable[[Tensor, Denominators], Tensor]
 # Weights, n_row response tokens of the row's trajectory. token-mean: every token counts the same, Yu et al. 2025
 # (DAPO), arXiv:2503.14476, section 3.3. seq-mean-token-mean: every sequence does, Shao et al. 2024 (GRPO),
 # arXiv:2402.03300, eq. 3. seq-mean-token-sum: a sequence counts by its length; -norm: over a constant length, Liu et
-# al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2. prompt-mean: every prompt counts the same, Khatri et al. 2025, arXiv:2510.13786.
+# al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2. prompt-mean: every prompt counts the same, Khatri et al.
+# 2025, arXiv:2510.13786.
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": lambda n_row, over: torch.full_like(n_row, 1.0 / over.tokens),
     "seq-mean-token-mean": lambda n_row, over: 1.0 / (over.sequences * n_row),
