@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.adapter_faults import ADAPTERS
+from tests.agent_faults import AGENTS
 from tests.evaluation_faults import EVALUATION
 from tests.fault import UNIT, Fault, Table
 from tests.given_faults import GIVEN
@@ -807,7 +808,7 @@ TABLE: Table = {
 }
 FAULTS = [
     Fault(area, *row, tuple(UNIT + target for target in targets))
-    for table in (RL, ADAPTERS, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, GIVEN, TABLE)
+    for table in (RL, AGENTS, ADAPTERS, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, GIVEN, TABLE)
     for (area, *targets), rows in table.items()
     for row in rows
 ]
