@@ -57,7 +57,7 @@ AGENTS: Table = {
         (
             "more turns than the limit",
             "len(trajectory.turns) >= self.max_turns",
-            "len(trajectory.turns) > self.max_turns + 90",
+            "len(trajectory.turns) > self.max_turns",
         ),
     ],
     ("agents", "workers/test_own_rollouts.py"): [

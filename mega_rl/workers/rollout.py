@@ -177,7 +177,7 @@ class EnvironmentRollouts:
         totals = self.everyone.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
         numbers = dict(zip(own, totals, strict=True))
         count = max(numbers.pop("count"), 1.0)
-        self._metrics = {n: v if n.startswith("agent/failed") else v / count for n, v in numbers.items()}
+        self._metrics = {n: v if "failed" in n else v / count for n, v in numbers.items()}
         words = [one for one in outcomes if one.failure]
         for one in words[:NAMED]:
             place = f"sample {one.trajectory.sample_index} of prompt {one.trajectory.prompt.index}"
