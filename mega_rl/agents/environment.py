@@ -130,7 +130,7 @@ class Policy:
         return now - self._began - self._waited - (now - self._since if self._waiting else 0.0)
 
 
-class Outcome(NamedTuple):
+class Played(NamedTuple):
     """A trajectory that has ended."""
 
     trajectory: Trajectory
@@ -145,7 +145,7 @@ class _Play:
 
     environment: Any
     vocab_size: int
-    outcomes: list[Outcome | None]
+    outcomes: list[Played | None]
     asked: queue.SimpleQueue[tuple[TurnRequest, Future[Answer]] | None] = field(default_factory=queue.SimpleQueue)
     thinking: int = 0  # trajectories that do not wait for a turn
     tick: float = field(default_factory=time.monotonic)  # when the loop was last seen alive
@@ -193,7 +193,7 @@ class _Play:
         if not self.abandoned:
             self.outcomes[place] = self._outcome(policy, run, late=late)
 
-    def _outcome(self, policy: Policy, run: asyncio.Task[None], *, late: bool) -> Outcome:
+    def _outcome(self, policy: Policy, run: asyncio.Task[None], *, late: bool) -> Played:
         trajectory, error = policy.trajectory, None
         if run.done() and not run.cancelled():
             error = run.exception()
@@ -211,7 +211,7 @@ class _Play:
         elif failure is None and not trajectory.turns:
             failure, what = "error", "ended without a turn of the policy"
         trajectory.end = "error" if failure else trajectory.ended()
-        return Outcome(trajectory, failure, what if failure else "", policy.own_seconds())
+        return Played(trajectory, failure, what if failure else "", policy.own_seconds())
 
     async def _ask(self, request: TurnRequest) -> Answer:
         answer: Future[Answer] = Future()
@@ -231,13 +231,13 @@ class Runner:
     name: str  # the setting that chose it
     vocab_size: int
 
-    def run(self, trajectories: Sequence[Trajectory], sample: SampleTurns) -> list[Outcome]:
+    def run(self, trajectories: Sequence[Trajectory], sample: SampleTurns) -> list[Played]:
         """Return the outcome of each trajectory; `sample` is called on this thread.
 
         An environment that blocks the loop longer than its deadline fails; the others then run again on another loop,
         from their start. Raises RunError if that does not help.
         """
-        outcomes: list[Outcome | None] = [None] * len(trajectories)
+        outcomes: list[Played | None] = [None] * len(trajectories)
         for _ in range(MOST_BLOCKED + 1):
             fresh = [replace(one, branches=[], end=None) for one in trajectories]
             play = _Play(self.environment, self.vocab_size, outcomes)
@@ -252,7 +252,7 @@ class Runner:
             fresh[place].end = "error"
             failed = replace(trajectories[place], branches=[], end="error")
             outcomes = [*outcomes]  # the blocked thread keeps the old list
-            outcomes[place] = Outcome(failed, "timeout", what, self.environment.timeout_s)
+            outcomes[place] = Played(failed, "timeout", what, self.environment.timeout_s)
         raise RunError(f"{self.name}: environments {what}")
 
     def _drive(
@@ -261,13 +261,7 @@ class Runner:
         """Sample turns until all trajectories have ended; return (trajectory, where) if one blocks the loop."""
         thread = Running(lambda: play(trajectories), name="environments")
         try:
-            while True:
-                requests = self._gather(play)
-                if requests is None:
-                    thread.wait(GRACE_S)
-                    if thread.error is not None:
-                        raise thread.error
-                    return None
+            while (requests := self._gather(play)) is not None:
                 answers = sample([request for request, _ in requests]) if requests else ()
                 for (_, future), answer in zip(requests, answers, strict=True):
                     future.set_result(answer)
@@ -275,6 +269,10 @@ class Runner:
                 progress.report(ended, len(play.outcomes), unit="trajectories")
                 if time.monotonic() - play.tick > self.environment.timeout_s + GRACE_S:
                     return None if ended == len(play.outcomes) else _blocked(play)
+            thread.wait(GRACE_S)
+            if thread.error is not None:
+                raise thread.error
+            return None
         finally:
             play.abandoned = True
 

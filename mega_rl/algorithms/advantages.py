@@ -69,7 +69,7 @@ class GRPO(AdvantageKind):
             return inputs.on_responses(centred)
         count, squares = groups.counts, groups.sum(centred.square())
         if self.std == "batch":
-            own = torch.stack([torch.ones_like(centred), centred.square()]) * groups.counted
+            own = groups.counted * torch.stack([torch.ones_like(centred), centred.square()])
             count, squares = inputs.sum_over_ranks(own.sum(dim=1))
         return inputs.on_responses(centred / ((squares / (count - 1).clamp(min=1)).sqrt() + self.eps))
 

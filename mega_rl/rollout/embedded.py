@@ -125,7 +125,7 @@ class HFRolloutEngine:
         ]
         # Neighbours of like length share a batch: little is padded.
         rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
-        decoded, sampler = [], self._sampler_of(greedy, draws)
+        decoded, sampler = [], _sampler_of(self._sampler, greedy, draws)
         for batch in self._batches(rows, [len(prompts[row.prompt].token_ids) for row in rows]):
             numbers = torch.tensor([(prompt_index[row.prompt], row.sample) for row in batch], device=self._device)
             keys = stream_keys(seed, *numbers.unbind(dim=1))
@@ -152,7 +152,7 @@ class HFRolloutEngine:
         draws: Draws | None = None,
     ) -> list[Answer]:
         """Return the answer to each request."""
-        sampler, turns = self._sampler_of(greedy, draws), dict[int, Answer]()
+        sampler, turns = _sampler_of(self._sampler, greedy, draws), dict[int, Answer]()
         for one in requests:
             check_positions(len(one.token_ids), one.limit, max_positions=self._max_positions)
         order = sorted(range(len(requests)), key=lambda place: (len(requests[place].token_ids), place))
@@ -175,12 +175,6 @@ class HFRolloutEngine:
     def metrics(self) -> Metrics:
         """Return nothing: the trainer's own phases time this engine."""
         return {}
-
-    def _sampler_of(self, greedy: bool, draws: Draws | None) -> Sampler | None:
-        """Return the sampler of a generation; None: greedy."""
-        if is_greedy(greedy, draws):
-            return None
-        return self._sampler if draws is None else Sampler(draws.temperature, draws.top_p, draws.top_k)
 
     def _batches(self, rows: Sequence[Item], lengths: Sequence[int]) -> Iterator[Sequence[Item]]:
         """Yield rows that decode together, of contexts with these lengths, ascending."""
@@ -293,6 +287,13 @@ class HFRolloutEngine:
             raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
         self._written.clear()
         self._weight_version = version
+
+
+def _sampler_of(own: Sampler, greedy: bool, draws: Draws | None) -> Sampler | None:
+    """Return the sampler of a generation, in training the engine's own; None: greedy."""
+    if is_greedy(greedy, draws):
+        return None
+    return own if draws is None else Sampler(draws.temperature, draws.top_p, draws.top_k)
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.agents.environment import FAILURES, NAMED, Answer, Outcome, Runner, TurnEngine, TurnRequest
+from mega_rl.agents.environment import FAILURES, NAMED, Answer, Played, Runner, TurnEngine, TurnRequest
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
@@ -142,7 +142,7 @@ class EnvironmentRollouts:
         assert engine is not None, "a rule refuses environments with rollout.backend=none"
         seed, first = (context.seed, step, *evaluation_stream(draws)), 0 if draws is None else draws.first
         trajectories = context.start(prompts, greedy=greedy, draws=draws)
-        ended: dict[int, Outcome] = {}
+        ended: dict[int, Played] = {}
 
         def sample(requests: Sequence[TurnRequest]) -> Sequence[Answer]:
             placed = [one._replace(key=(first + one.key[0], *one.key[1:])) for one in requests]
@@ -165,7 +165,7 @@ class EnvironmentRollouts:
         taken, self._metrics = self._metrics, {}
         return taken
 
-    def _count(self, outcomes: Sequence[Outcome]) -> None:
+    def _count(self, outcomes: Sequence[Played]) -> None:
         """Count turns, tokens, ends and failures of all ranks; raise RunError if too many fail; collective."""
         played = [one.trajectory for one in outcomes]
         given = [sum(len(p) for p in b.parts if not isinstance(p, Turn)) for t in played for b in t.branches]

@@ -83,7 +83,7 @@ class SglangRolloutEngine:
         self._router, self._world, self._settings = router, everyone, settings
         self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
-        self._of_turns = GenerationResult()  # counts since the last `settle`
+        self._since = GenerationResult()  # counts since the last `settle`
         self._turn = threading.Condition()
         self._held = False  # between interrupt and resume: nothing may be sent
         self._sending = False
@@ -151,14 +151,8 @@ class SglangRolloutEngine:
                 continue
             ids, logprobs, versions = tuple(sample.token_ids), tuple(sample.logprobs), tuple(sample.versions)
             answers.append(Turn(ids, logprobs, versions, sample.finish == "stop"))
-        self._of_turns.add(replace(result, samples={}, failures={}, unserved={}))
+        self._since.add(replace(result, samples={}, failures={}, unserved={}))
         return answers
-
-    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
-        """Restart lost servers and call `again` while `lost` turns are without an answer; collective."""
-        self._until_served(lost, again)
-        result, self._of_turns = self._of_turns, GenerationResult()
-        self._count(result)
 
     def _sampled(
         self, requests: list[SampleRequest], greedy: bool, draws: Draws | None, *, with_routing: bool
@@ -190,9 +184,9 @@ class SglangRolloutEngine:
             if result.unserved:
                 result.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(result.unserved))))
 
-        self._until_served(lambda: len(result.unserved), ask_again)
-        any_failed = self._settle_failures(sampled)
-        self._count(result)
+        self._since = result
+        self.settle(lambda: len(result.unserved), ask_again)
+        any_failed = _settle_failures(sampled, self._world, self._settings.max_failed_share)
         return rollout_of(
             sampled.requests,
             result.samples,
@@ -202,25 +196,42 @@ class SglangRolloutEngine:
             routed=self._settings.routed if sampled.sampling.return_routing else None,
         )
 
-    def _until_served(self, count: Callable[[], int], again: Callable[[], None]) -> None:
-        """Bring lost servers back and call `again` on all ranks until none has unserved requests; collective."""
+    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+        """Bring lost servers back and call `again` on all ranks while requests are `lost`; count all; collective.
+
+        Raises RunError when the restarts are used up.
+        """
         for times in range(self._settings.restarts + 1):
             states = self._router.states()
             out = [int(state is not State.READY) for state, _ in states]
-            lost = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
-            unserved = int(self._world.sum(torch.tensor(count())))
-            if not unserved and not (lost and times == 0):
+            dead = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
+            unserved = int(self._world.sum(torch.tensor(lost())))
+            if not unserved and not (dead and times == 0):
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
             if times == self._settings.restarts:
                 raise RunError(
-                    f"{unserved} samples are without an answer and servers {lost} have been brought back "
+                    f"{unserved} samples are without an answer and servers {dead} have been brought back "
                     f"{times} times (rollout.sglang.restarts={self._settings.restarts}): {reasons}"
                 )
-            if lost:
-                log.warning("servers %s are out of rotation: %s", lost, reasons)
-                self._bring_back(lost)
+            if dead:
+                log.warning("servers %s are out of rotation: %s", dead, reasons)
+                self._bring_back(dead)
             run_on_all(again, self._world)
+        result, self._since = self._since, GenerationResult()
+        own = {
+            "sglang/requests": result.requests,
+            "sglang/retries": result.retries,
+            "sglang/failed_tries": result.failed_tries.total(),
+            "sglang/tokens": result.tokens,
+        }
+        sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+        seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
+        numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
+        for name, value in numbers.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + value
+        if self._metrics["sglang/seconds"] > 0:
+            self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
 
     def deadline_s(self, count: int) -> float:
         """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
@@ -270,36 +281,18 @@ class SglangRolloutEngine:
                 self._sending = False
                 self._turn.notify_all()
 
-    # -- checks and counts ---------------------------------------------------------------------------------------------
 
-    def _settle_failures(self, sampled: Sampled) -> bool:
-        """Return whether any rank has failed samples; raise RunError on all if too many; collective."""
-        counts = self._world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
-        if not counts[0]:
-            return False
-        share = self._settings.max_failed_share
-        if counts[0] / counts[1] > share:
-            own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()]
-            rule = f"more than rollout.sglang.max_failed_share={share:g}, whose samples stay out of the loss"
-            text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
-            raise_together(RunError(text) if own else None, self._world, error=RunError)
-        return True
-
-    def _count(self, result: GenerationResult) -> None:
-        """Add tokens, requests, retries and failures of all ranks and the slowest rank's seconds; collective."""
-        own = {
-            "sglang/requests": result.requests,
-            "sglang/retries": result.retries,
-            "sglang/failed_tries": result.failed_tries.total(),
-            "sglang/tokens": result.tokens,
-        }
-        sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
-        seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
-        numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
-        for name, value in numbers.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + value
-        if self._metrics["sglang/seconds"] > 0:
-            self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
+def _settle_failures(sampled: Sampled, world: Ranks, share: float) -> bool:
+    """Return whether any rank has failed samples; raise RunError on all if more than a share; collective."""
+    counts = world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
+    if not counts[0]:
+        return False
+    if counts[0] / counts[1] > share:
+        own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()]
+        rule = f"more than rollout.sglang.max_failed_share={share:g}, whose samples stay out of the loss"
+        text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
+        raise_together(RunError(text) if own else None, world, error=RunError)
+    return True
 
 
 def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int, turn: int = 0) -> int:
