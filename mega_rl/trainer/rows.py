@@ -123,8 +123,8 @@ def _row_fault(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, sampl
     if wrong := (Counter(first) - expected) or (expected - Counter(first)):
         prompt, sample = min(wrong)
         return (
-            f"sample {sample} of prompt {prompt} has {first.count((prompt, sample))} rows; this rank must have "
-            f"one first row of each of {samples} samples of prompts {own.start} to {own.stop - 1}, and no others"
+            f"sample {sample} of prompt {prompt} has {first.count((prompt, sample))} rows; this rank must have one row "
+            f"of each of {samples} samples of prompts {own.start} to {own.stop - 1}, and no others"
         )
     for row, (prompt, sample) in enumerate(keys):
         if branches[row]:  # its tokens before the first turn may be others than the prompt's
