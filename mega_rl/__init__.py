@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         register_loss,
         register_rollout_source,
         train,
+        train_together,
     )
     from mega_rl.config.schema import Config
     from mega_rl.data.rows import DataContext
@@ -41,7 +42,7 @@ _NAMES = {
     "mega_rl.algorithms.inputs": "AdvantageInputs",
     "mega_rl.algorithms.losses": "PolicyTokens SampledTokens",
     "mega_rl.api": "Outcome Trainer load_config register_advantage register_correction register_data_source "
-    "register_loss register_rollout_source train",
+    "register_loss register_rollout_source train train_together",
     "mega_rl.config.schema": "Config",
     "mega_rl.data.rows": "DataContext",
     "mega_rl.errors": "RunError UserError",

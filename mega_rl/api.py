@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis import investigate
 from mega_rl.operations.schedulers.slurm import become_rank
-from mega_rl.plan.preflight import check_run
+from mega_rl.plan.preflight import check_run, check_together
 from mega_rl.tracking.metrics.records import StepMetrics, read_metrics
 
 if TYPE_CHECKING:
@@ -86,7 +88,8 @@ class Trainer:
         self.config = config
         self._fitted = False
         with ExitStack() as resources:  # takes down what was built if a later part fails
-            self._loop, self._stop = resources.enter_context(running(config, accelerator, investigate, reward=reward))
+            parts = resources.enter_context(running([config], accelerator, investigate, rewards=[reward]))
+            (self._loop,), self._stop = parts
             self._resources = resources.pop_all()
         Trainer._open = self
 
@@ -132,6 +135,29 @@ def train(config: Config, *, reward: RewardFunction | None = None) -> Outcome:
     """Build a trainer, fit it and close it; see `Trainer`."""
     with Trainer(config, reward=reward) as trainer:
         return trainer.fit()
+
+
+def train_together(configs: Sequence[Config], *, rewards: Sequence[RewardFunction | None] = ()) -> list[Outcome]:
+    """Train runs with adapters on one base, a step of each in turn, until the last one ends; see docs/lora.md.
+
+    rewards: one for each run, as of `Trainer`. Raises as `Trainer` does.
+    """
+    if Trainer._open is not None:
+        raise UserError("another mega_rl.Trainer is open in this process; close it first")
+    become_rank()
+    check_together(configs)
+    checked = []
+    for config, reward in zip_longest(configs, rewards):
+        named = config if reward is None else _with_reward(config, reward)
+        checked.append(check_run(named, has_reward=reward is not None))
+    accelerator = prepared(checked[0])
+    from mega_rl.trainer.assemble import running
+    from mega_rl.trainer.loop import fit_together
+
+    with running(checked, accelerator, investigate, rewards=rewards) as (trainers, stop):
+        done = fit_together(trainers)
+    pairs = zip(checked, done, strict=True)
+    return [Outcome(steps, stop.exit_code, Path(config.trainer.run_dir)) for config, steps in pairs]
 
 
 def _with_reward(config: Config, reward: RewardFunction) -> Config:

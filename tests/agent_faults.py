@@ -5,6 +5,26 @@ from __future__ import annotations
 from tests.fault import Table
 
 AGENTS: Table = {
+    ("agents", "agents/test_templates.py"): [
+        ("the line end after a stop token is lost", "return ids[1:]", "return ids[2:]"),
+        (
+            "special tokens in a tool's answer become ids",
+            'return change(value) if is_data and key in ("content", "text", "name", "tool_call_id") else value',
+            "return value",
+        ),
+        (
+            "template and tool spell a special token together",
+            "return text if self.special.findall(text) == self.special.findall(other) else other",
+            "return text",
+        ),
+        (
+            "text between turns that changes during a conversation passes",
+            "if other[renderer.closing(other, form)[1] :] != after[place:]:",
+            "if other[renderer.closing(other, form)[1] :] == 0:",
+        ),
+        ("a new branch keeps thoughts that the template drops", "rest = turn[ends[-1] :]", "rest = turn"),
+        ("a turn goes on after another stop token", "if last != rule.stop:", "if last < 0:"),
+    ],
     ("agents", "agents/test_trajectory.py"): [
         (
             "tokens that a tool wrote train",

@@ -456,7 +456,7 @@ TABLE: Table = {
         )
     ],
     ("ddp", "ddp/test_optimizer.py"): [
-        ("weight decay on norms", 'config.weight_decay * group["wd_mult"]', "config.weight_decay")
+        ("weight decay on norms", 'optim.weight_decay * group["wd_mult"]', "optim.weight_decay")
     ],
     ("verify", "cli/test_card.py"): [
         (
@@ -517,6 +517,15 @@ TABLE: Table = {
             "self.engine.resume_from(coming.numbers)",
             "self.engine.resume_from(state.numbers)",
         ),
+    ],
+    ("engines", "trainer/test_together.py"): [
+        (
+            "a run trains with the optimizer's settings of the run before",
+            "            adopt(self.tenants.engine, settings)",
+            "            pass",
+        ),
+        ("a run samples with the weights of the run before", "            sync.resend()", "            pass"),
+        ("random numbers go on from run to run", "RandomState().restore(coming.random)", "pass"),
     ],
     ("engines", "engines/test_fsdp.py"): [
         ("weights of experts' biases decay", 'or name.endswith("bias")}', "}"),
@@ -808,7 +817,7 @@ TABLE: Table = {
 }
 FAULTS = [
     Fault(area, *row, tuple(UNIT + target for target in targets))
-    for table in (RL, AGENTS, ADAPTERS, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, GIVEN, TABLE)
+    for table in (RL, ADAPTERS, AGENTS, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, GIVEN, TABLE)
     for (area, *targets), rows in table.items()
     for row in rows
 ]

@@ -39,6 +39,8 @@ _COMMANDS = (
           "Train a policy on preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled answers."),
     Later("Train", "rm", "train:rm",
           "Train a reward model on pairs of answers: a sequence-classification checkpoint with one label."),
+    Later("Train", "together", "train:together",
+          "Train the adapters of several recipes on one base, a step of each in turn."),
     Later("Train", "distill", "train:distill",
           "Train a student on the answers of a teacher, or of itself, that mega-rl eval has sampled."),
     Later("Train", "eval", "train:evaluate",

@@ -1,4 +1,4 @@
-"""`mega-rl train`, `sft`, `dpo`, `rm`, `eval`: check settings without torch, then start ranks.
+"""`mega-rl train`, `sft`, `dpo`, `rm`, `together`, `eval`: check settings without torch, then start ranks.
 
 Exit codes of `eval`: 0 when every sample is scored, 1 when the evaluation cannot continue, 2 for mistakes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -107,36 +107,37 @@ KIND = "algorithm.kind"
 KINDS = {"sft": ("sft",), "dpo": ("dpo", "ipo", "simpo", "orpo", "kto"), "rm": ("rm",)}
 
 
-@with_options
-def train(
-    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
-) -> None:
-    """Train a policy with the settings of a recipe and of the command line."""
-    _run(launch, overrides or [], config, print_config=print_config)
+def _command(name: str, summary: str) -> Callable[..., None]:
+    """Return the command of a kind of training."""
+
+    def command(
+        launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
+    ) -> None:
+        settings = overrides or []
+        _run(launch, of_kind(name, config, settings) if name in KINDS else settings, config, print_config=print_config)
+
+    command.__name__, command.__doc__ = name, summary
+    return with_options(command)
+
+
+train = _command("train", "Train a policy with the settings of a recipe and of the command line.")
+sft = _command("sft", "Train a model on given answers by maximum likelihood: conversations, completions or text.")
+dpo = _command("dpo", "Train a policy on preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled answers.")
+rm = _command("rm", "Train a reward model on pairs of answers: a sequence-classification checkpoint with one label.")
 
 
 @with_options
-def sft(
-    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
+def together(
+    launch: LaunchOptions,
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Recipes, and settings that replace theirs.")
+    ],
 ) -> None:
-    """Train a model on given answers by maximum likelihood: conversations, completions or text."""
-    _run(launch, of_kind("sft", config, overrides or []), config, print_config=print_config)
-
-
-@with_options
-def dpo(
-    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
-) -> None:
-    """Train a policy on preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled answers."""
-    _run(launch, of_kind("dpo", config, overrides or []), config, print_config=print_config)
-
-
-@with_options
-def rm(
-    launch: LaunchOptions, overrides: Overrides = None, config: Config = None, print_config: PrintConfig = False
-) -> None:
-    """Train a reward model on pairs of answers: a sequence-classification checkpoint with one label."""
-    _run(launch, of_kind("rm", config, overrides or []), config, print_config=print_config)
+    """Train the adapters of several recipes on one base, a step of each in turn."""
+    recipes, settings = ([one for one in runs if ("=" in one) == is_setting] for is_setting in (False, True))
+    if len(recipes) < 2:
+        raise UserError(f"{' '.join(recipes) or 'no recipe'}: name two recipes or more, or use mega-rl train")
+    _run(launch, settings, *map(Path, recipes))
 
 
 @with_options
@@ -167,7 +168,7 @@ def write_answers(samples: Path, rows: Path, *, only_right: bool) -> None:
     for number, line in enumerate(samples.read_bytes().splitlines(), start=1):
         one = decode_json(line, f"{samples}:{number}")
         if not {"prompt", "response", "finish"} <= one.keys():
-            raise UserError(f"{samples}:{number}: is no sample of mega-rl eval, with prompt, response and finish")
+            raise UserError(f"{samples}:{number}: is not a sample of mega-rl eval, with prompt, response and finish")
         if one["finish"] == "stop" and (one.get("right") or not only_right):
             kept.append({"prompt": one.get("messages") or one["prompt"], "completion": one["response"]})
     if not kept:
@@ -187,34 +188,37 @@ def of_kind(command: str, recipe: Path | None, settings: Sequence[str]) -> list[
     return [*settings] if given else [f"{KIND}={kind or legal[0]}", *settings]
 
 
-def _run(launch: LaunchOptions, settings: list[str], config: Path | None, *, print_config: bool) -> None:
+def _run(launch: LaunchOptions, settings: list[str], *recipes: Path | None, print_config: bool = False) -> None:
     if launch.nproc_per_node is None:
         become_rank()
     progress.show_progress()
     if print_config:
-        render.print_config(loader.load(config, settings))
+        render.print_config(loader.load(recipes[0], settings))
         return
 
     if launch.nproc_per_node not in (None, 1):
         logging.getLogger("mega_rl.config").setLevel(logging.WARNING)  # the ranks read the settings again
     launch.check(os.environ)
-    with progress.phase(f"checking {config or 'the settings'}, models and data", announce=True):
+    named = [str(recipe) for recipe in recipes if recipe is not None]
+    with progress.phase(f"checking {', '.join(named) or 'the settings'}, models and data", announce=True):
         from mega_rl.plan.preflight import preflight
 
-        resolved = preflight(config, settings, world_size=launch.world_size, launchers=launch.nnodes)
+        configs = preflight(recipes, settings, world_size=launch.world_size, launchers=launch.nnodes)
+    first = configs[0]
     if launch.needs_launcher:
-        recipe = [] if config is None else ["--config", str(config)]
-        program = ["mega_rl.cli", "train", *recipe, *settings, *pinned_overrides(resolved)]
-        become(launch.launch(program, run_dir=resolved.trainer.run_dir, resume=resolved.checkpoint.resume))
-    if not resolved.metrics.progress_bar:
+        own = [*(["together"] if len(recipes) > 1 else ["train", "--config"][: 1 + len(named)]), *named]
+        pinned = [one for one in pinned_overrides(first) if all(one in pinned_overrides(each) for each in configs)]
+        program = ["mega_rl.cli", *own, *settings, *pinned]
+        become(launch.launch(program, run_dir=first.trainer.run_dir, resume=first.checkpoint.resume))
+    if not first.metrics.progress_bar:
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):
         from mega_rl.api import prepared
 
-        accelerator = prepared(resolved)
+        accelerator = prepared(first)
         from mega_rl.trainer.assemble import train as run
 
-    raise typer.Exit(run(resolved, accelerator, investigate))
+    raise typer.Exit(run(configs, accelerator, investigate))
 
 
 @with_options

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Protocol
 
 import jinja2
@@ -29,6 +30,7 @@ _REFUSED = (
 )
 MAX_CONSTANT = 10**7  # largest whole number in a chat template
 OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
+_SHOWN = 30  # characters of a text in a message, on both sides of a place
 _DATE = "strftime_now"  # function that templates call with a format
 _FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", _DATE}
 # A template is a program of the model's author, and may end with any of these.
@@ -128,6 +130,18 @@ class ChatTemplate:
     def unread(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of the variables that no template of the tokenizer reads."""
         return frozenset() if self._reads is None else frozenset(names) - self._reads
+
+
+def common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many first entries two sequences have in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def difference(one: str, other: str) -> tuple[str, str]:
+    """Return two texts for a message, around the first place at which they differ."""
+    place = common(one, other)
+    around = slice(max(place - _SHOWN, 0), place + _SHOWN)
+    return shown(one[around]), shown(other[around])
 
 
 def template_variables(template: str) -> frozenset[str]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 from mega_rl.config.values import shown
-from mega_rl.data.chat import TemplateRefusal
+from mega_rl.data.chat import TemplateRefusal, common, difference
 from mega_rl.data.columns import Message, RowColumns, RowProblem, kind_of, messages_of, template_columns
 from mega_rl.data.prompts import MOST_TEXT, TOKENIZER_BATCH, PromptReading
 from mega_rl.data.rows import PromptRow, check_unicode
@@ -103,7 +102,7 @@ class ExampleReading(PromptReading):
             whole, starts = [talk[0] for talk in talks if talk], [talk[1] for talk in talks if talk]
             first = max(starts)
             if len(whole) == 2 and not first:  # the prompt of two conversations is what they have in common
-                first = _common(*whole)
+                first = common(*whole)
             answers = [self._conversation(one, first, variables) for one in whole]
             messages = whole[0][:first] or whole[0]
             text = messages[-1]["content"] or ""
@@ -269,15 +268,9 @@ def _number(value: object, name: str) -> float:
     return float(value or 0.0)
 
 
-def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return how many first entries two sequences have in common."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
 def _broken(text: str, whole: str, count: int, total: int) -> str:
     """Return that a template breaks prefixes, with both texts around the first difference."""
-    place = _common(text, whole)
-    own, other = (shown(one[max(place - _SHOWN, 0) : place + _SHOWN]) for one in (text, whole))
+    own, other = difference(text, whole)
     return (
         f"the chat template breaks prefixes: the first {count} of {total} messages end in {own}, and within the whole "
         f"it is {other}; set algorithm.kind.train_on=last, or take a template that leaves earlier turns as they were"

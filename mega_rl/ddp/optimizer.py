@@ -51,11 +51,6 @@ def build_optimizer(
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.beta1,
-        adam_beta2=optim.beta2,
-        adam_eps=optim.eps,
-        clip_grad=optim.clip_grad,
         bf16=bf16 and not fsdp2,
         use_distributed_optimizer=implementation == "megatron_fsdp" or (placement.distributed and not fsdp2),
         use_precision_aware_optimizer=placement.precision_aware,
@@ -67,18 +62,18 @@ def build_optimizer(
         for part in parts(optimizer):
             if part.optimizer is not None:
                 part.optimizer = HostAdamW(part.optimizer.param_groups, share=placement.cpu_offload)
-    apply_settings(optimizer)
+    apply_settings(optimizer, optim)
     return optimizer
 
 
-def apply_settings(optimizer: MegatronOptimizer) -> None:
-    """Write the optimizer's config into its parameter groups."""
-    config = optimizer.config
+def apply_settings(optimizer: MegatronOptimizer, optim: OptimConfig) -> None:
+    """Let later steps follow these settings; the learning rate comes with each step."""
+    optimizer.config.clip_grad = optim.clip_grad
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
             # Megatron-Core only marks what is spared; its scheduler, which turns marks into numbers, is not used here.
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            group["betas"], group["eps"] = (config.adam_beta1, config.adam_beta2), config.adam_eps
+            group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+            group["betas"], group["eps"] = (optim.beta1, optim.beta2), optim.eps
             if isinstance(torch_optimizer, torch.optim.AdamW):
                 # Without TE or apex Megatron-Core falls back to torch's AdamW, whose default per-tensor path is an
                 # order of magnitude slower on CPU than its fused one.

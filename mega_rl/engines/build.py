@@ -20,10 +20,10 @@ from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.parameters import adapted, rules_of
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.access import freeze, let_gradients_through, named_parameters
-from mega_rl.ddp.optimizer import build_optimizer
+from mega_rl.ddp.optimizer import apply_settings, build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
-from mega_rl.engines.fsdp import FSDPEngine, build_adam
+from mega_rl.engines.fsdp import FSDPEngine, build_adam, set_optim
 from mega_rl.engines.fsdp_model import add_adapters, shard, sharded_parameters, skeleton, use_fp32_head
 from mega_rl.engines.fsdp_proof import prove_rows
 from mega_rl.engines.fsdp_weights import load_rows
@@ -105,13 +105,24 @@ def build_engine(
         ),
         "device": accelerator.device,
         "attention": model.attention,
-        "temperature": settings.temperature,
-        "hidden_tokens": settings.hidden_tokens,
-        "export_bucket_bytes": settings.export_bucket_bytes,
         "by_muon": settings.optim.name == "muon",
     }
     with progress.phase(f"{model.name}: building the model"):
-        return build(model, settings, accelerator, common)
+        engine = build(model, settings, accelerator, common)
+    adopt(engine, settings)
+    return engine
+
+
+def adopt(engine: ModelEngine, settings: EngineSettings) -> None:
+    """Let an engine follow the settings that its runs may each have for themselves."""
+    engine.temperature, engine.hidden_tokens = settings.temperature, settings.hidden_tokens
+    engine.export_bucket_bytes = settings.export_bucket_bytes
+    if isinstance(engine, FSDPEngine):
+        engine.clip_grad = settings.optim.clip_grad
+    if isinstance(engine, FSDPEngine) and engine.optimizer is not None:
+        set_optim(engine.optimizer, settings.optim)
+    if isinstance(engine, MegatronEngine) and engine.optimizer is not None:
+        apply_settings(engine.optimizer, settings.optim)
 
 
 def _build_megatron(
@@ -217,7 +228,6 @@ def _build_fsdp(
         optimizer=build_adam(sharded_parameters(model), settings.optim) if request.trainable else None,
         dtype=dtype,
         scratch=scratch,
-        clip_grad=settings.optim.clip_grad,
         reduce_every_microbatch=fsdp.reduce_every_microbatch,
         keep_gathered=not fsdp.reshard_after_forward,
         **common,

@@ -253,16 +253,9 @@ def build_adam(parameters: Mapping[str, DTensor], optim: OptimConfig) -> torch.o
     """
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     spared = {id(p) for name, p in parameters.items() if p.dim() == 1 or name.endswith("bias")}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if id(p) not in spared], "weight_decay": optim.weight_decay},
-            {"params": [p for p in trained if id(p) in spared], "weight_decay": 0.0},
-        ],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=True,
-    )
+    decaying, others = ([p for p in trained if (id(p) in spared) == spares] for spares in (False, True))
+    optimizer = torch.optim.AdamW([{"params": decaying}, {"params": others}], lr=optim.lr, fused=True)
+    set_optim(optimizer, optim)
     for parameter in trained:
         # AdamW makes the same state at its first step: the number of steps is on the parameter's device.
         optimizer.state[parameter] = {
@@ -270,6 +263,12 @@ def build_adam(parameters: Mapping[str, DTensor], optim: OptimConfig) -> torch.o
             **{name: torch.zeros_like(parameter) for name in MOMENTS},
         }
     return optimizer
+
+
+def set_optim(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
+    """Let later steps follow these settings; the learning rate comes with each step."""
+    for group, decay in zip(optimizer.param_groups, (optim.weight_decay, 0.0), strict=True):
+        group.update(weight_decay=decay, betas=(optim.beta1, optim.beta2), eps=optim.eps)
 
 
 def count_steps(optimizer: torch.optim.AdamW) -> int:

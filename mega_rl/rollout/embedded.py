@@ -62,8 +62,12 @@ class HFRolloutEngine:
         stop_token_ids: Sequence[int],
         batch_size: int,
         hidden_tokens: IdRanges = (),
+        shares: HFRolloutEngine | None = None,
     ) -> None:
-        """Raises UserError for a directory without a config.json that transformers knows."""
+        """shares: an engine of the same checkpoint and device; its model is used if the dtype is the same.
+
+        Raises UserError for a directory without a config.json that transformers knows.
+        """
         self._sampler, self._device = sampler, torch.device(device)
         self._max_new_tokens, self._batch_size, self._hidden_tokens = max_new_tokens, batch_size, hidden_tokens
         config = model_config(Path(model_path))
@@ -76,11 +80,13 @@ class HFRolloutEngine:
                     "padding would enter model_type=%s: prompts of one length decode together", config.model_type
                 )
         self._left_padded = way.left_padded
-        with no_init_weights(), self._device:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=way.attention, trust_remote_code=False
-            )
-        model.tie_weights()
+        model = shares.model if shares is not None and shares.model.dtype == dtype else None
+        if model is None:
+            with no_init_weights(), self._device:
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=way.attention, trust_remote_code=False
+                )
+            model.tie_weights()
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
         self._max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
@@ -376,6 +382,13 @@ class EmbeddedWeightSync:
     def resume_at(self, version: int) -> None:
         """Let the next publish stamp `version`, so that a resumed run counts on."""
         self._weight_version = version - 1
+
+    def resend(self) -> None:
+        """Send the weights of the current version again, where another sync has overwritten them."""
+        if self._num_publishes:
+            for bucket in buckets(self._export(), max_bytes=self._bucket_bytes):
+                self._engine.load_weights(bucket)
+            self._engine.finish_update(self._weight_version)
 
     def publish(self) -> Metrics:
         """Send every weight, verify when due, raise the version; returns metrics.

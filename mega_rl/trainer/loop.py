@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import MetricsSink, Ranks, WeightSync
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter
@@ -29,6 +30,9 @@ from mega_rl.types import Metrics
 
 if TYPE_CHECKING:
     from mega_rl.workers.residency import Residency
+
+
+log = logging.getLogger(__name__)
 
 
 class Resident:
@@ -148,14 +152,20 @@ class Trainer:
     log: StepLog
     steps: int  # length of the run
     start: int = 0  # steps done by the checkpoint that the parts were restored from
+    take_turn: Callable[[], None] = lambda: None  # puts the run to work where several have one engine; collective
 
     def fit(self) -> int:
         """Train from step `start` on; returns the number of steps done in all."""
+        return fit_together([self])[0]
+
+    def turns(self) -> Iterator[int]:
+        """Train from step `start` on, a step between two turns; yields the steps done."""
         self.stage.publish(self.sync)
         done, stopping = self.start, self._after(self.start, None)
         self.log.write(done, timed=False)
         with progress.rounds("step", self.steps, done=done) as rounds:
             while done < self.steps and not stopping:
+                yield done
                 self.log.begin()
                 for event in self.events:
                     event.before(done)
@@ -166,7 +176,7 @@ class Trainer:
                 self.log.write(done)
         for event in self.events:
             event.finish(done)
-        return done
+        yield done
 
     def step(self, number: int) -> object:
         """Make one step, counted from 0; returns the evaluated batch."""
@@ -182,7 +192,22 @@ class Trainer:
         return any([event.after(done, evaluated) for event in self.events])
 
 
-log = logging.getLogger(__name__)
+def fit_together(trainers: Sequence[Trainer]) -> list[int]:
+    """Train runs in turn, a step of each, until the last has ended; return the steps that each has done."""
+    done = [trainer.start for trainer in trainers]
+    at_work = {number: trainer.turns() for number, trainer in enumerate(trainers)}
+    while at_work:
+        for number, turns in list(at_work.items()):
+            trainers[number].take_turn()
+            try:
+                done[number] = next(turns)
+            except StopIteration:
+                del at_work[number]
+            except (RunError, UserError):
+                log.error("run %d of %d cannot continue, which ends them all", number + 1, len(trainers))
+                raise
+    return done
+
 
 # SIGUSR1 is what Slurm sends ahead of time, `--signal=B:USR1@120`.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

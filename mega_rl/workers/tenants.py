@@ -1,4 +1,4 @@
-"""Tenants of one engine: adapters with their optimizer state, at work in turn.
+"""Tenants of one engine: runs with adapters and optimizer state of their own, at work in turn.
 
 A tenant's weights are those that it gets when it trains alone, bit for bit: a step on a model with adapters reads the
 frozen base, and reads and writes the state that is exchanged here.
@@ -6,14 +6,18 @@ frozen base, and reads and writes the state that is exchanged here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from mega_rl.checkpoint.run_state import RandomState
 from mega_rl.converters.plan.adapters import PART
+from mega_rl.engines.base import EngineSettings, ModelEngine
+from mega_rl.engines.build import adopt
 from mega_rl.parallel.boxes import EngineState, Piece
-from mega_rl.protocols import Engine
+from mega_rl.protocols import WeightSync
+from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
 
 
 @dataclass(frozen=True)
@@ -22,41 +26,64 @@ class _Kept:
 
     tensors: list[Tensor]
     numbers: dict[str, int | float]
+    random: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, state: EngineState) -> _Kept:
+        return cls([piece.data.clone() for piece in _own(state)], dict(state.numbers), RandomState().state())
 
 
 @dataclass
 class Tenants:
     """Tenants of an engine with adapters, by name; a new one begins as it began."""
 
-    engine: Engine
+    engine: ModelEngine
     at_work: str = field(default="", init=False)  # the tenant whose state the engine has; "" before the first
     _first: _Kept = field(init=False)
     _kept: dict[str, _Kept] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        state = self.engine.state()
-        self._first = _Kept([piece.data.clone() for piece in _own(state)], dict(state.numbers))
+        self._first = _Kept.of(self.engine.state())
 
-    def select(self, name: str) -> None:
-        """Put a tenant to work; its state is that of its last turn; collective."""
+    def select(self, name: str) -> bool:
+        """Put a tenant to work, in the state of its last turn; return whether another was; collective."""
         if name == self.at_work:
-            return
+            return False
         state = self.engine.state()
-        pieces = list(_own(state))
         if self.at_work:
-            self._kept[self.at_work] = _Kept([piece.data.clone() for piece in pieces], dict(state.numbers))
+            self._kept[self.at_work] = _Kept.of(state)
         coming = self._kept.pop(name, self._first)
-        for piece, tensor in zip(pieces, coming.tensors, strict=True):
+        for piece, tensor in zip(_own(state), coming.tensors, strict=True):
             piece.data.copy_(tensor)
         self.engine.resume_from(coming.numbers)
+        RandomState().restore(coming.random)
         self.at_work = name
-
-    def remove(self, name: str) -> None:
-        """Forget the state of a tenant that is not at work."""
-        assert name != self.at_work, f"{name} is at work"
-        self._kept.pop(name, None)
+        return True
 
 
 def _own(state: EngineState) -> Iterator[Piece]:
     """Yield the pieces of adapters: their weights, main parameters and moments."""
     return (piece for piece in state.pieces if PART in piece.name)
+
+
+@dataclass
+class Base:
+    """The models that runs have in common: the policy's engine, and the embedded one that samples."""
+
+    tenants: Tenants | None = None  # None before the first run has built the engine
+    sampler: HFRolloutEngine | None = None
+    sampling: WeightSync | None = None  # the sync whose weights the sampler has
+
+    def actor(self, build: Callable[[], ModelEngine], name: str) -> ModelEngine:
+        """Return the engine with a run at work, which the first run builds; collective."""
+        self.tenants = self.tenants or Tenants(build())
+        self.tenants.select(name)
+        return self.tenants.engine
+
+    def take_turn(self, name: str, settings: EngineSettings, sync: WeightSync) -> None:
+        """Put a run to work, with its settings and its weights in the sampler; collective."""
+        if self.tenants is not None and self.tenants.select(name):
+            adopt(self.tenants.engine, settings)
+        if isinstance(sync, EmbeddedWeightSync) and self.sampling is not sync:
+            sync.resend()
+            self.sampling = sync

@@ -19,6 +19,8 @@ SETTINGS: dict[str, object] = {
     "trainer.timeout_s": 120, "trainer.device": "cpu", "checkpoint.save_final": False, "checkpoint.resume": "never",
     "metrics.tensorboard": False,
 }  # fmt: skip
+ANSWER_OF_IPO = 4  # tokens of each answer of `ipo`, with the end
+KIND_SETTINGS: dict[str, dict[str, object]] = {"ipo": {"algorithm.kind.beta": 1.0}}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "1": (1, {}),
     "tp2": (2, {"engine.megatron.tp": 2}),
@@ -41,13 +43,17 @@ def write_inputs(folder: Path) -> None:
     def text(least: int, most: int) -> str:
         return "".join(numbers.choices("abcdefghij", k=numbers.randint(least, most)))
 
+    def equal() -> str:
+        return text(ANSWER_OF_IPO - 1, ANSWER_OF_IPO - 1)
+
     prompts = [text(2, 9) + "=" for _ in range(STEPS * BATCH)]
     pairs = [{"prompt": one, "chosen": text(1, 9), "rejected": text(1, 12)} for one in prompts]
     rows: dict[str, list[dict[str, Any]]] = {
         "sft": [{"prompt": one, "completion": text(1, 9)} for one in prompts],
-        "dpo": pairs,
+        **dict.fromkeys(("dpo", "simpo", "orpo"), pairs),
         "rm": [{**one, "margin": number % 3 / 4} for number, one in enumerate(pairs)],
         "kto": [{"prompt": one, "completion": text(1, 9), "label": bool(i % 3)} for i, one in enumerate(prompts)],
+        "ipo": [{"prompt": one, "chosen": equal(), "rejected": equal()} for one in prompts],
     }
     for kind, own in rows.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
@@ -67,12 +73,12 @@ def train_given(folder: str, kind: str, layout: str, **settings: object) -> dict
     from mega_rl.trainer.assemble import build_trainer, session
     from tests.helpers.engines import exported, exported_gradients
 
-    of_layout = LAYOUTS[layout][1]
+    of_layout, of_kind = LAYOUTS[layout][1], KIND_SETTINGS.get(kind, {})
     inputs = {"model.path": f"{folder}/{kind}", "data.train_files": [f"{folder}/{kind}.jsonl"], "algorithm.kind": kind}
     run_dir = f"{folder}/runs/{kind}-{layout}-{len(settings)}"
     megatron = of_layout.get("engine.backend") != "fsdp"
     whole = {"engine.megatron.optimizer.distributed": False} if megatron else {}
-    config = load(None, {**SETTINGS, **inputs, "trainer.run_dir": run_dir, **of_layout, **whole, **settings})
+    config = load(None, {**SETTINGS, **inputs, "trainer.run_dir": run_dir, **of_layout, **whole, **of_kind, **settings})
     answer: dict[str, Any] = {"losses": [], "gradients": []}
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)

@@ -58,6 +58,21 @@ def qwen3_config(size: str = "0.6b", **changes: Any) -> dict[str, Any]:
     }
 
 
+SMOLLM2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576,
+    "initializer_range": 0.041666666666666664, "intermediate_size": 1536, "max_position_embeddings": 8192,
+    "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5, "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "vocab_size": 49152,
+}  # fmt: skip
+
+
+def published_config(path: str) -> dict[str, Any]:
+    """config.json of a model of the Hub that a recipe names."""
+    qwen3 = path.removeprefix("Qwen/Qwen3-").removesuffix("-Base").lower()
+    return SMOLLM2 if "SmolLM2" in path else qwen3_config(qwen3)
+
+
 def write_shard(path: Path, tensors: Sequence[str] = ("weight",)) -> Path:
     """A safetensors file of one float per name."""
     header = {

@@ -1,7 +1,10 @@
-"""Train with TRL's SFT, DPO and reward trainers: `python -m tests.peers.trl_training FOLDER KIND...`.
+"""Train with TRL's trainers of given answers: `python -m tests.peers.trl_training FOLDER KIND...`.
 
 FOLDER has a checkpoint and rows for each kind (tests/helpers/given.py); KIND.pt gets the losses of all steps, the
-gradients of the first and of the last, and the weights after it.
+gradients of the first and of the last, and the weights after it. Three definitions differ from ours, which follow
+the papers: TRL's IPO divides sums of log-probs by tokens, so answers have one length here. Its ORPO adds the prompt's
+likelihood and averages over a batch's tokens; that term is ours here, the odds ratio TRL's. Its KTO gives a prompt the
+answer before it in the batch, ours the answer behind it, so rows of a batch come in reverse.
 """
 
 from __future__ import annotations
@@ -12,17 +15,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from tests.helpers.given import BATCH, EPS, LR, STEPS
+from tests.helpers.given import ANSWER_OF_IPO, BATCH, EPS, LR, STEPS
+
+
+class AnswersOnly(ORPOTrainer):  # type: ignore[misc]
+    def concatenated_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        chosen, *others, _ = super().concatenated_forward(*args)
+        return chosen, *others, -chosen.mean()
+
+
+class Sums(trl.DPOTrainer):  # type: ignore[misc]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().compute_loss(*args, **kwargs)
+        return loss * ANSWER_OF_IPO**2
+
 
 TRAINERS: dict[str, Any] = {
-    "sft": (SFTTrainer, SFTConfig, AutoModelForCausalLM, {}),
-    "dpo": (DPOTrainer, DPOConfig, AutoModelForCausalLM, {"beta": 0.1}),
-    "rm": (RewardTrainer, RewardConfig, AutoModelForSequenceClassification, {}),
+    "sft": (trl.SFTTrainer, trl.SFTConfig, AutoModelForCausalLM, {}),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, AutoModelForCausalLM, {"beta": 0.1}),
+    "ipo": (Sums, trl.DPOConfig, AutoModelForCausalLM, {"loss_type": "ipo", "beta": ANSWER_OF_IPO}),
+    "simpo": (
+        CPOTrainer,
+        CPOConfig,
+        AutoModelForCausalLM,
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0},
+    ),
+    "orpo": (AnswersOnly, ORPOConfig, AutoModelForCausalLM, {"beta": 0.1}),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, AutoModelForCausalLM, {"beta": 0.1}),
+    "rm": (trl.RewardTrainer, trl.RewardConfig, AutoModelForSequenceClassification, {}),
 }
 
 
@@ -50,6 +77,8 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
     extra = {"num_labels": 1} if kind == "rm" else {}
     model = model_class.from_pretrained(folder / kind, dtype=torch.float32, attn_implementation="sdpa", **extra)
     rows = [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
+    if kind == "kto":
+        rows = [row for begin in range(0, len(rows), BATCH) for row in reversed(rows[begin : begin + BATCH])]
     trainer = Recorded(
         model=model, args=config, train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder / kind),

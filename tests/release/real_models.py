@@ -1,7 +1,8 @@
 """Convert, verify and train two pretrained models that a package index serves, at their real sizes.
 
 `make real-models` runs it: SmolLM2-135M-Instruct has 49,152 tokens and a chat template, Gemma 3 270M has 262,144 tokens
-and windows. Tensors are as long as those of users. Exit code 0 if every command ended well.
+and windows. Tensors are as long as those of users. Adapters learn from given answers, then from rewards. Exit code 0 if
+every command ended well.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def score(response, answer, finish):
         "stopped": 0.5 * (finish == "stop"),
     }
 """
+RUNS = ("megatron", "fsdp", "lora_sft", "lora_grpo")
 HELD_OUT = 16  # sums of the validation
 STEP_S = 3600  # deadline of one command
 
@@ -125,29 +127,27 @@ def commands(model: Path, work: Path, *, steps: int) -> list[list[str]]:
         (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     (work / "rewards.py").write_text(REWARD)
     program = [sys.executable, "-m", "mega_rl.cli"]
-    train = [
-        *(*program, "train", f"model.path={model}", "model.dtype=fp32", f"data.train_files=[{work / 'train.jsonl'}]"),
-        *("data.max_prompt_tokens=128", f"reward.function={work / 'rewards.py'}:score"),
-        *(
-            "algorithm.advantage=grpo",
-            f"optim.lr={source.lr:g}",
-            "rollout.n=8",
-            f"rollout.max_new_tokens={source.tokens}",
-        ),
+    common = [
+        *("model.dtype=fp32", f"data.train_files=[{work / 'train.jsonl'}]", "data.max_prompt_tokens=128"),
         *(f"trainer.steps={steps}", "trainer.prompts_per_step=4", "trainer.minibatch_size=4"),
-        *(
-            "checkpoint.save_final=false",
-            "metrics.progress_bar=false",
-            f"data.chat.template={str(source.chat).lower()}",
-        ),
+        *("checkpoint.save_final=false", "metrics.progress_bar=false"),
         *((f"data.val_files=[{work / 'val.jsonl'}]", "trainer.val_interval=10") if steps > 1 else ()),
     ]
+    train = [
+        *(*program, "train", *common, f"reward.function={work / 'rewards.py'}:score", "algorithm.advantage=grpo"),
+        *("rollout.n=8", f"rollout.max_new_tokens={source.tokens}", f"data.chat.template={str(source.chat).lower()}"),
+    ]
+    whole = [*train, f"model.path={model}", f"optim.lr={source.lr:g}"]
+    adapter = ["model.adapter.rank=16", f"optim.lr={10 * source.lr:g}", "checkpoint.hf_final=true"]
+    sft, tuned = work / "lora_sft", work / "lora_sft" / "hf" / f"step_{steps:06d}"
     return [
         [sys.executable, "-c", ANSWER, str(model), json.dumps([source.prompt.format(a=2, b=2), source.chat])],
         [*program, "convert", "verify", str(model)],
         [*program, "verify", "engines", "--model", str(model), "--nproc", "1", "--steps", "1"],
         [*program, "verify", "layouts", "--model", str(model), "--layouts", "pp2"],
-        *([*train, f"engine.backend={one}", f"trainer.run_dir={work / one}"] for one in ("megatron", "fsdp")),
+        *([*whole, f"engine.backend={one}", f"trainer.run_dir={work / one}"] for one in ("megatron", "fsdp")),
+        [*program, "sft", *common, *adapter, f"model.path={model}", "data.answer_key=answer", f"trainer.run_dir={sft}"],
+        [*train, *adapter, f"model.path={tuned}", f"trainer.run_dir={work / 'lora_grpo'}"],
     ]
 
 
@@ -174,7 +174,7 @@ def try_model(model: Path, only: str, steps: int) -> int:
             failed |= code != 0
             line = f"{model.name} {time.monotonic() - begin:7.1f} s  code {code}  {' '.join(command[1:5])}"
             print(line.replace(ANSWER, "answer a prompt"), flush=True)
-    for run in [work / one for one in ("megatron", "fsdp") if (work / one / "metrics.jsonl").is_file()]:
+    for run in [one.parent for name in RUNS for one in work.glob(f"{name}/metrics.jsonl")]:
         print(f"{run.name}: {[(one['step'], _round(one)) for one in _records(run)]}", flush=True)
     return int(failed)
 
@@ -185,7 +185,7 @@ def _records(run: Path) -> list[dict[str, float]]:
 
 def _round(record: Mapping[str, float]) -> dict[str, float]:
     """Return the numbers of a step that are shown."""
-    names = ("reward/mean", "val/reward_mean", "actor/grad_norm", "rollout/response_tokens", "time/step_s")
+    names = ("reward/mean", "val/reward_mean", "sft/loss", "val/loss", "actor/grad_norm", "time/step_s")
     return {name: float(f"{record[name]:.7g}") for name in names if name in record}
 
 

@@ -143,7 +143,16 @@ def test_measures_only_fall(house: House) -> None:
 
 # Functions of the assembly that begin a run, take a Config apart, or record the whole of it.
 DOORS = (
-    *("build_trainer", "build_sampled", "read_inputs", "plan_run", "choose_method", "build_actor", "engine_settings"),
+    *(
+        "build_trainer",
+        "build_trainers",
+        "build_sampled",
+        "read_inputs",
+        "plan_run",
+        "choose_method",
+        "build_actor",
+        "engine_settings",
+    ),
     *("train", "running", "session", "evaluate", "_run", "_results", "identify", "show_run", "role_facts"),
 )
 

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mega_rl.config.loader import load
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.preflight import checkpoints, host, launched_world_size, preflight
+from mega_rl.plan.preflight import check_together, checkpoints, host, launched_world_size, preflight
 from mega_rl.rollout.sglang.server.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
 from tests.unit_tests.converters.tiny_configs import TINY, YARN
@@ -40,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems(*overrides: str, world_size: int | None = None, base: tuple[str, ...] = BASE) -> list[str]:
     """Return the mistakes of a run, none of a legal one."""
     try:
-        preflight(None, [*base, *overrides], world_size=world_size)
+        preflight([None], [*base, *overrides], world_size=world_size)
     except UserErrors as errors:
         return list(errors.problems)
     return []
@@ -52,9 +53,31 @@ def test_legal_run_can_start() -> None:
     Path("reward.py").write_text("def score(text, answer):\n    raise SystemExit('must not run')\n")
     files = ["data.val_files=[v.parquet]", "reward.function=reward.py:score", "checkpoint.resume=m"]
     roles = ["model.ref_path=r", "model.critic_path=r", "algorithm.advantage=gae", "algorithm.kl=reward"]
-    config = preflight(None, [*BASE, *files, *roles, "data.chat.template=true", "trainer.val_interval=1"])
+    config = preflight([None], [*BASE, *files, *roles, "data.chat.template=true", "trainer.val_interval=1"])[0]
     assert config.model.path == "m"
     assert not Path(config.trainer.run_dir).exists()  # looking makes nothing
+
+
+def test_runs_on_one_base_have_its_settings() -> None:
+    rank = "model.adapter.rank=4"
+    base = load(None, [*BASE, rank, "trainer.run_dir=a", "engine.megatron.tp=2"])
+    others = {
+        ("trainer.run_dir=a", rank): "trainer.run_dir=a is the folder of two runs; name one for each",
+        (
+            "trainer.run_dir=b",
+        ): "trainer.run_dir=b: model.adapter.rank=0 leaves nothing to one run only; set it above 0",
+        ("trainer.run_dir=c", rank, "rollout.backend=sglang"): "trainer.run_dir=c: rollout.backend=sglang samples",
+        ("trainer.run_dir=d", rank, "algorithm.kind=rm"): "trainer.run_dir=d: algorithm.kind=rm trains a head",
+    }
+    for given, problem in others.items():
+        other = load(None, [*BASE, "engine.megatron.tp=2", *given])
+        with pytest.raises(UserErrors) as errors:
+            check_together([base, other])
+        assert any(one.startswith(problem) for one in errors.value.problems), errors.value.problems
+    with pytest.raises(UserErrors) as errors:
+        check_together([base, load(None, [*BASE, rank, "trainer.run_dir=e", "optim.lr=1"])])
+    (problem,) = errors.value.problems
+    assert problem == "engine.megatron.tp=1 in e, 2 in a: runs on one base have the same; set one value"
 
 
 def test_world_size_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +85,11 @@ def test_world_size_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "6")
     (line,) = problems()
     assert line.startswith("trainer.prompts_per_step=64 is not a multiple of the data-parallel size 6")
-    assert preflight(None, BASE, world_size=2)
+    assert preflight([None], BASE, world_size=2)[0]
     for text in ("0", "two", "²"):
         monkeypatch.setenv("WORLD_SIZE", text)
         with pytest.raises(UserError, match=r"WORLD_SIZE=.*needs a whole number of at least 1"):
-            preflight(None, BASE)
+            preflight([None], BASE)
 
 
 def test_rules_see_the_model() -> None:

@@ -15,7 +15,7 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.memory import judge
 from mega_rl.plan.preflight import host, preflight
 from mega_rl.plan.setup import Machine, RunSetup
-from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
+from tests.helpers.inputs import published_config, write_checkpoint, write_prompts
 
 DEVICE = 80 * 10**9
 RECIPES = packaged.FOLDER
@@ -34,6 +34,7 @@ REAL_MODELS = {
     "sft_8b": 8,
     "dpo_8b": 8,
     "rm_8b": 8,
+    **dict.fromkeys(("sft_135m", "dpo_135m", "rm_135m", "gsm8k_135m_lora"), 1),
 }
 real_models = pytest.mark.parametrize(("name", "world_size"), REAL_MODELS.items())
 
@@ -51,18 +52,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def models_of(config: Config) -> dict[str, HFConfig]:
     """The checkpoints that a recipe names, by key, from the sizes of the real models."""
     paths = {"model.path": config.model.path, "model.ref_path": config.model.ref_path}
-    return {
-        key: parse_hf_config(qwen3_config(path.removeprefix("Qwen/Qwen3-").removesuffix("-Base").lower()), where=path)
-        for key, path in paths.items()
-        if path
-    }
+    return {key: parse_hf_config(published_config(path), where=path) for key, path in paths.items() if path}
 
 
 @real_models
 def test_recipe_holds_for_its_model_and_world(name: str, world_size: int) -> None:
     recipe = RECIPES / f"{name}.yaml"
     for path in filter(None, [load(recipe, []).model.path, load(recipe, []).model.ref_path]):
-        write_checkpoint(Path(path), qwen3_config(path.removeprefix("Qwen/Qwen3-").removesuffix("-Base").lower()))
+        write_checkpoint(Path(path), published_config(path))
     config = preflight(recipe, world_size=world_size)
     assert config.model.path in recipe.read_text()
 

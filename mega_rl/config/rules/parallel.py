@@ -177,6 +177,8 @@ def _adapter(config: Config) -> Iterator[str]:
             f"{given}: algorithm.kl.reference_interval={kl.reference_interval} copies weights into the reference, and "
             "adapters are none of its weights; set it to 0"
         )
+    if rate := par.moe.expert_bias_update_rate:
+        yield f"{given}: engine.megatron.moe.expert_bias_update_rate={rate:g} moves frozen routers; set it to 0"
     if adapter.path and reads_reference(config) and not config.model.ref_path:
         yield (
             f"model.adapter.path={adapter.path}: the reference would be the model below, not the policy as it starts; "

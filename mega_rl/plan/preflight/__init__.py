@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mega_rl import environment
-from mega_rl.config.choices import OWN_CHOICES, is_sampled
-from mega_rl.config.keys import value_of, with_settings
+from mega_rl.config.choices import OWN_CHOICES, is_sampled, kind_of_run
+from mega_rl.config.keys import flat, value_of, with_settings
 from mega_rl.config.loader import Overrides, load
 from mega_rl.config.rules import check
 from mega_rl.config.rules.rollout import files_of
@@ -62,10 +62,45 @@ _KEPT = (
 
 
 def preflight(
-    recipe: str | Path | None, overrides: Overrides = (), *, world_size: int | None = None, launchers: int = 1
-) -> Config:
-    """Return the config of a run that can start; arguments as of `load` and `check_run`."""
-    return check_run(load(recipe, overrides), world_size=world_size, launchers=launchers)
+    recipes: Sequence[Path | None], overrides: Overrides = (), *, world_size: int | None = None, launchers: int = 1
+) -> list[Config]:
+    """Return the configs of runs that can start together; arguments as of `load` and `check_run`."""
+    configs = [load(recipe, overrides) for recipe in recipes]
+    check_together(configs)
+    return [check_run(config, world_size=world_size, launchers=launchers) for config in configs]
+
+
+# Beginnings of the settings that runs on one base have in common.
+_OF_BASE = (
+    *("engine.", "model.", "optim.name", "trainer.microbatch."),
+    *("trainer.device", "trainer.deterministic", "trainer.timeout_s"),
+)
+
+
+def check_together(configs: Sequence[Config]) -> None:
+    """Raise UserErrors unless runs, none of them checked yet, can train in turn on one base."""
+    if len(configs) == 1:
+        return
+    problems, folders, first = list[str](), set[Path](), configs[0]
+    for config in configs:
+        rank, resident, backend = config.model.adapter.rank, config.engine.resident_roles, config.rollout.backend
+        kind, run = kind_of_run(config), config.trainer.run_dir
+        refused = {
+            " is the folder of two runs; name one for each": Path(run).resolve() in folders,
+            f": model.adapter.rank={rank} leaves nothing to one run only; set it above 0": not rank,
+            f": engine.resident_roles={resident} moves a base of several runs; legal: auto, all": resident == "one",
+            f": rollout.backend={backend} samples for one run; legal: hf, none": backend == "sglang",
+            f": algorithm.kind={kind} trains a head; train it by itself": kind.scores,
+        }
+        problems += [f"trainer.run_dir={run}{problem}" for problem, applies in refused.items() if applies]
+        problems += [
+            f"{key}={value} in {run}, {other} in {first.trainer.run_dir}: runs on one base have the same; set one value"
+            for (key, value), other in zip(flat(config).items(), flat(first).values(), strict=True)
+            if key.startswith(_OF_BASE) and value != other
+        ]
+        folders.add(Path(run).resolve())
+    if problems:
+        raise UserErrors(problems)
 
 
 def check_run(

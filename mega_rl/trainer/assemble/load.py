@@ -27,6 +27,7 @@ from mega_rl.trainer.assemble.plan import Roles, RunPlan, build_roles, plan_run
 from mega_rl.trainer.assemble.rollouts import OwnRollouts, Rollouts, build_rollouts
 from mega_rl.trainer.validation import Evaluation, EvaluationPlan
 from mega_rl.types import Draws, Prompt, PromptSet
+from mega_rl.workers.tenants import Base
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,12 @@ def read_inputs(
     resources: ExitStack,
     *,
     reward_function: RewardFunction | None = None,
+    base: Base | None = None,
     trains: bool = True,
 ) -> Inputs:
     """Take a Config apart for a run or an evaluation, before any weight is loaded."""
-    plan, reward, model, chat = plan_run(config, accelerator), config.reward, Path(config.model.path), config.data.chat
+    plan, reward = plan_run(config, accelerator, base), config.reward
+    model, chat = Path(config.model.path), config.data.chat
     if not trains:
         plan = replace(plan, models={role: replace(one, trainable=False) for role, one in plan.models.items()})
     skips = reward.skip_special_tokens

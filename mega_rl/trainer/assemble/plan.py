@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from mega_rl.config.needs import Role, models_take_turns, requested_models
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
-from mega_rl.engines.build import build_engine, resolve_model
+from mega_rl.engines.build import adopt, build_engine, resolve_model
 from mega_rl.engines.models.adapters import without_adapters
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.engines.models.specs import check_one_backend
@@ -33,6 +34,7 @@ from mega_rl.trainer.assemble.algorithms import Method, build_actor_role, build_
 from mega_rl.types import Metrics
 from mega_rl.workers.models import Lessons, ReferenceWorker, RoleMeter, reference_updates
 from mega_rl.workers.residency import ResidentModels
+from mega_rl.workers.tenants import Base
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +49,11 @@ class RunPlan:
     models: Mapping[Role, ModelRequest]
     method: Method
     rollout_dtype: torch.dtype
+    name: str = ""  # among runs with one base
+    base: Base | None = None  # models that other runs use too; None: there are no others
 
 
-def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
+def plan_run(config: Config, accelerator: Accelerator, base: Base | None = None) -> RunPlan:
     """Return the plan of a run on this machine."""
     settings, device_type = engine_settings(config), accelerator.device.type
     asked = requested_models(config)
@@ -65,7 +69,7 @@ def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
     elif (device_type, config.engine.backend, config.engine.megatron.transformer_impl) == ("cuda", "megatron", "auto"):
         log.info("Transformer Engine is not installed: Megatron-Core's own layers run instead, which are slower")
     rollout_dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-    return RunPlan(settings, models, choose_method(config), DTYPES[rollout_dtype])
+    return RunPlan(settings, models, choose_method(config), DTYPES[rollout_dtype], config.trainer.run_dir, base)
 
 
 def build_actor(
@@ -134,10 +138,12 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, step
         if role == "reference" and of_reference != config:
             layout = ParallelLayout.of_engine(of_reference, world_size=groups.layout.world_size)
             own = another(layout, groups, timeout_s=plan.engine.timeout_s)
+        build = partial(build_engine, model, settings=plan.engine, groups=own, accelerator=accelerator)
         with nullcontext() if own is groups else current(own):
-            engine = build_engine(model, settings=plan.engine, groups=own, accelerator=accelerator)
-        engines[role] = models.add(role, engine)
+            shared = plan.base if role == "actor" else None
+            engines[role] = models.add(role, build() if shared is None else shared.actor(build, plan.name))
     actor, work = engines["actor"], WorkMeter()
+    adopt(actor, plan.engine)
     kl = KLController(settings.coef, settings.target if settings.control == "adaptive" else None, settings.horizon)
 
     def meter(role: Role) -> RoleMeter:

@@ -99,6 +99,8 @@ def build_rollouts(
         return Rollouts(made, to_source, Residency(roles.models, world), pending)
     if servers is None:
         embedded = _embedded_engine(plan, rollout, accelerator)
+        if plan.base is not None:
+            plan.base.sampler = plan.base.sampler or embedded
         bucket_bytes, interval = rollout.bucket_mib << 20, rollout.verify_interval
         sync: WeightSync = EmbeddedWeightSync(
             actor.export_weights, embedded, bucket_bytes=bucket_bytes, verify_interval=interval
@@ -182,6 +184,7 @@ def _embedded_engine(plan: RunPlan, rollout: RolloutConfig, accelerator: Acceler
         stop_token_ids=rollout.stop_token_ids,
         batch_size=rollout.hf.batch_size,
         hidden_tokens=plan.engine.hidden_tokens,
+        shares=None if plan.base is None else plan.base.sampler,
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from mega_rl.checkpoint.run_state import seed_python
 from mega_rl.config.schema import Config, TrainerConfig
@@ -27,52 +29,71 @@ from mega_rl.tracking.health.records import GENERATION, has_launcher
 from mega_rl.tracking.metrics.tables import show_summary
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.assemble.trainer import build_trainer
-from mega_rl.trainer.loop import StopRequest
+from mega_rl.trainer.loop import StopRequest, fit_together
+from mega_rl.workers.tenants import Base
 
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> int:
-    """Train as `config` says on every rank of this job; return the exit code."""
-    with running(config, accelerator, investigate) as (trainer, stop):
-        done = trainer.fit()
+def train(configs: Sequence[Config], accelerator: Accelerator, investigate: Investigate | None = None) -> int:
+    """Train the runs of `configs` together on every rank of this job; return the exit code."""
+    with running(configs, accelerator, investigate) as (trainers, stop):
+        all_done = fit_together(trainers)
     if os.environ.get("RANK", "0") == "0":
-        show_summary(Path(config.trainer.run_dir))
-        if stop.exit_code:
-            log.warning("stopped after step %d of %d; the same command continues from there", done, trainer.steps)
+        for config, trainer, done in zip(configs, trainers, all_done, strict=True):
+            show_summary(Path(config.trainer.run_dir))
+            if stop.exit_code:
+                log.warning("stopped after step %d of %d; the same command continues from there", done, trainer.steps)
     return stop.exit_code
 
 
 @contextmanager
 def running(
-    config: Config,
+    configs: Sequence[Config],
     accelerator: Accelerator,
     investigate: Investigate | None = None,
     *,
-    reward: RewardFunction | None = None,
-) -> Iterator[tuple[Trainer, StopRequest]]:
-    """Yield the trainer of a run and its stop request; both end with the block."""
+    rewards: Sequence[RewardFunction | None] = (),
+) -> Iterator[tuple[list[Trainer], StopRequest]]:
+    """Yield the trainers of runs and the stop request of all; they end with the block.
+
+    Several runs have one base, whose engine the first one builds; records of the ranks' health are in its folder.
+    """
     with (
-        heartbeat_of(config.trainer, accelerator) as heartbeat,
+        heartbeat_of(configs[0].trainer, accelerator) as heartbeat,
         Guard(heartbeat, investigate) as guard,
-        session(config, accelerator) as groups,
+        session(configs[0], accelerator) as groups,
         ExitStack() as resources,
     ):
         with guard:
-            check_commits(config.origins, ranks_of(groups.host_world))
+            for config in configs:
+                check_commits(config.origins, ranks_of(groups.host_world))
             stop = StopRequest(ranks_of(groups.host_world))
         resources.callback(stop.restore)
         # Inside of what catches signals: a launcher ends the ranks while they still look for the cause. And before
         # servers and groups are taken down, which a peer that does not answer may hold up.
         with guard:
             with progress.phase("preparing the run"):
-                trainer = build_trainer(
-                    config, accelerator, groups, stop_requested=stop, resources=resources, reward_function=reward
-                )
-            yield trainer, stop
+                trainers = build_trainers(configs, rewards, accelerator, groups, stop, resources)
+            yield trainers, stop
         resources.callback(progress.begin("closing files and servers").end)
         if stop.exit_code:
             heartbeat.end("stopped", f"by {signal.Signals(stop.exit_code - 128).name}")
+
+
+def build_trainers(
+    configs: Sequence[Config], rewards: Sequence[RewardFunction | None],
+    accelerator: Accelerator, groups: Groups, stop: StopRequest, resources: ExitStack,
+) -> list[Trainer]:  # fmt: skip
+    """Return the trainers of runs, of which several have one base; `resources` ends their parts."""
+    trainers, base = list[Trainer](), Base() if len(configs) > 1 else None
+    for config, reward in zip_longest(configs, rewards):
+        if base is not None and base.tenants is not None:  # it begins as the first run began, but for the seed
+            base.tenants.select(config.trainer.run_dir)
+            seed(config.trainer.seed, groups)
+        how: dict[str, Any] = {"stop_requested": stop, "resources": resources, "reward_function": reward, "base": base}
+        trainers.append(build_trainer(config, accelerator, groups, **how))
+    return trainers
 
 
 def heartbeat_of(trainer: TrainerConfig, accelerator: Accelerator) -> Heartbeat:
@@ -104,8 +125,13 @@ def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
                 optimizer_instances=config.engine.megatron.ddp.optimizer_instances,
             )
         try:
-            process_groups.seed_model_parallel(config.trainer.seed, groups)
-            seed_python(config.trainer.seed, groups.host_world.rank())
+            seed(config.trainer.seed, groups)
             yield groups
         finally:
             process_groups.destroy()
+
+
+def seed(number: int, groups: Groups) -> None:
+    """Seed every generator of random numbers."""
+    process_groups.seed_model_parallel(number, groups)
+    seed_python(number, groups.host_world.rank())

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mega_rl.checkpoint.identity import run_identity
@@ -31,6 +32,7 @@ from mega_rl.trainer.collect import OrderState
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.loop import Stages, StepLog, Trainer
 from mega_rl.types import JsonObject
+from mega_rl.workers.tenants import Base
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +45,13 @@ def build_trainer(
     stop_requested: Callable[[], bool],
     resources: ExitStack,
     reward_function: RewardFunction | None = None,
+    base: Base | None = None,
 ) -> Trainer:
-    """Return the trainer of a run; `resources` ends servers, files of metrics and locks."""
+    """Return the trainer of a run; `resources` ends servers, files of metrics and locks; base: with other runs."""
     # Mistakes in data, rewards and attention end the run before weights are loaded and before anything is written.
-    inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
-    world, run_dir, tokens = inputs.world, Path(config.trainer.run_dir), inputs.tokens
+    world = ranks_of(groups.host_world)
+    inputs = read_inputs(config, accelerator, world, resources, reward_function=reward_function, base=base)
+    run_dir, tokens = Path(config.trainer.run_dir), inputs.tokens
     columns = inputs.rewards.columns(config.data.answer_key, config.data.source_key)
     kind, vocab_size = kind_of_run(config), inputs.plan.models["actor"].hf.vocab_size
     reader = prompt_reader(kind, config.data, tokens, columns, vocab_size=vocab_size)
@@ -85,7 +89,9 @@ def build_trainer(
         parts = build_given(kind, run, prompts, stage, steps, longest=longest)
     batches, algorithm, events = parts
     saves = build_saves(run, config.checkpoint, checkpoints, batches, stage, steps, done=done, stop=stop_requested)
-    return Trainer(batches, algorithm, run.rollouts.sync, [*events, saves], stage, steps, trainer.steps, done)
+    sync, turn = run.rollouts.sync, base or Base()
+    take_turn = partial(turn.take_turn, inputs.plan.name, inputs.plan.engine, sync)
+    return Trainer(batches, algorithm, sync, [*events, saves], stage, steps, trainer.steps, done, take_turn)
 
 
 def build_sampled(

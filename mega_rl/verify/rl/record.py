@@ -42,7 +42,7 @@ def run_task(arguments: Sequence[tuple[Mapping[str, object], str]], accelerator:
 
 def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
     """Run the trainer of a config to its end; rank 0 writes the trace. Collective."""
-    with running(config, accelerator, investigate, reward=reward_of(config)) as (trainer, _):
+    with running([config], accelerator, investigate, rewards=[reward_of(config)]) as ((trainer,), _):
         instrument(trainer, folder)
         trainer.fit()
 

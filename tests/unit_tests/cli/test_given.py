@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,9 @@ from mega_rl.cli.train import of_kind, write_answers
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.errors import UserError
+from tests.helpers.selection import FULL
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "post_training.py"
 
 
 @pytest.mark.parametrize(
@@ -42,3 +48,15 @@ def test_distillation_keeps_whole_answers(tmp_path: Path, only_right: bool, answ
     write_answers(tmp_path / "samples.jsonl", tmp_path / "rows.jsonl", only_right=only_right)
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert written == [{"prompt": "3+4=", "completion": one} for one in answers]
+
+
+@pytest.mark.skipif(not FULL, reason="make test-full: twelve commands, five of them on two ranks")
+def test_script_runs_every_stage(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "--size", "0.1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = re.findall(
+        r"^\| (\w+) \| (?:([\d.]+)% \([\d.]+% to [\d.]+%\))? \| (\d+) \|$", done.stdout, flags=re.MULTILINE
+    )
+    assert [name for name, *_ in rows] == ["base", "sft", "rm", "ppo", "dpo", "distill"]
+    assert [name for name, right, _ in rows if not right] == ["rm"]

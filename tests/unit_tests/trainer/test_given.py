@@ -22,6 +22,7 @@ from tests.helpers.selection import FULL
 from tests.peers import package
 
 KINDS = ("sft", "dpo", "rm")
+OF_TRL = (*KINDS, "kto", "ipo", "simpo", "orpo")
 NEAR = 1e-5
 # Every layout and every kind once; `make test-full` has all pairs.
 TELLING = [("sft", "tp2"), ("dpo", "dp2"), ("rm", "pp2"), ("dpo", "cp2"), ("rm", "fsdp2"), ("kto", "dp2")]
@@ -35,7 +36,7 @@ def run_cases(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tupl
 
 def run_alone(rank: int, folder: str) -> dict[str, Any]:
     """Every kind on one rank; one run in two parts, and with the reference's log-probs computed once."""
-    answers: dict[str, Any] = {kind: train_given(folder, kind, "1") for kind in (*KINDS, "kto")}
+    answers: dict[str, Any] = {kind: train_given(folder, kind, "1") for kind in OF_TRL}
     answers["scores"] = exported_scores(folder)
     answers["once"] = train_given(folder, "dpo", "1", **{"algorithm.kind.reference": "once"})
     return answers | resumed(folder)
@@ -51,7 +52,7 @@ def exported_scores(folder: str) -> torch.Tensor:
 
     own = {"model.path": f"{folder}/rm", "data.train_files": [f"{folder}/rm.jsonl"], "algorithm.kind": "rm"}
     more = {"trainer.steps": 1, "checkpoint.hf_final": True, "trainer.run_dir": f"{folder}/runs/scores"}
-    with running(load(None, {**SETTINGS, **own, **more}), accelerator) as (trainer, _):
+    with running([load(None, {**SETTINGS, **own, **more})], accelerator) as ((trainer,), _):
         trainer.fit()
         source, actor = trainer.batches, trainer.algorithm.actor  # type: ignore[attr-defined]
         rows = source.rows(source.order.take(0, 80)).rows  # type: ignore[attr-defined]
@@ -80,7 +81,7 @@ def resumed(folder: str) -> dict[str, Any]:
             shutil.copytree(Path(folder, "runs/whole"), run_dir)
             shutil.rmtree(run_dir / "checkpoints/step_000006")
         config = load(None, {**SETTINGS, **own, **more, "trainer.run_dir": str(run_dir)})
-        with running(config, accelerator) as (trainer, _):
+        with running([config], accelerator) as ((trainer,), _):
             answers[f"{name} start"] = trainer.start
             trainer.fit()
             answers[name] = exported(trainer.algorithm.actor.engine)  # type: ignore[attr-defined]
@@ -120,12 +121,12 @@ def same_training(own: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_one_rank_gives_trls_numbers(folder: Path, alone: dict[str, Any]) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.peers.trl_training", str(folder), *KINDS]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.peers.trl_training", str(folder), *OF_TRL]
     process = subprocess.run(
         command, env=package.environment(), cwd=package.ROOT, capture_output=True, text=True, timeout=400
     )
     assert process.returncode == 0, process.stderr[-4000:]
-    for kind in KINDS:
+    for kind in OF_TRL:
         peer = torch.load(folder / f"{kind}.pt")
         assert len(alone[kind]["gradients"]) == 2
         same_training(alone[kind], peer)

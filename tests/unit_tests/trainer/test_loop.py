@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from mega_rl.algorithms.advantages import ESTIMATORS, Distillation
 from mega_rl.algorithms.kl import KLController
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
-from mega_rl.trainer.loop import Event, StepLog
-from mega_rl.trainer.mismatch import RolloutMismatchError
+from mega_rl.trainer.loop import Event, StepLog, fit_together
+from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
 from mega_rl.trainer.policy_gradient import PolicyGradientRules
 from mega_rl.types import Rewards, TokenOutputs
 from mega_rl.workers.models import reference_updates
-from tests.helpers.fakes import FakePrompts, FakeReward, held_out
+from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
 from tests.helpers.loops import FakeRun, RunSettings
 
 
@@ -251,6 +252,31 @@ def test_an_event_ends_the_run_after_its_step() -> None:
         expected += [f"after {number + 1}"] * 2
     assert run.events == [*expected, *["finish 2"] * 2]
     assert list(run.metrics.records) == [1, 2]
+
+
+def in_turn(runs: list[FakeRun], turns: list[int]) -> list[int]:
+    """Train fake runs together; `turns` gets the number of the run at each turn."""
+    trainers = [run.build() for run in runs]
+    for number, trainer in enumerate(trainers):
+        trainer.take_turn = partial(turns.append, number)
+    return fit_together(trainers)
+
+
+def test_runs_in_turn_end_one_by_one_and_stop_together() -> None:
+    turns: list[int] = []
+    runs = [FakeRun(settings=RunSettings(steps=steps), stop_requested=lambda: len(turns) > 8) for steps in (1, 9, 9, 2)]
+    assert in_turn(runs, turns) == [1, 2, 2, 2]
+    assert turns == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 1, 2, 3]
+    assert [sum(event.startswith("save") for event in run.events) for run in runs] == [0, 1, 1, 1]
+
+
+def test_failure_of_a_run_ends_all(caplog: pytest.LogCaptureFixture) -> None:
+    runs = [FakeRun(settings=RunSettings(steps=9)) for _ in range(2)]
+    runs[1].guard = MismatchGuard(MismatchLimits(mean=-1.0, share=1.0, max=1.0), ranks=FakeRanks())
+    with pytest.raises(RolloutMismatchError):
+        in_turn(runs, [])
+    assert "run 2 of 2 cannot continue, which ends them all" in caplog.text
+    assert "publish" in runs[0].events[1:]
 
 
 def test_a_student_without_a_reward_learns_as_with_one_of_zeros() -> None:

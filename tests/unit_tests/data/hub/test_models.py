@@ -22,22 +22,22 @@ NAMED = ("model.path=org/model", DATA)
 def problem(*overrides: str) -> str:
     """The one line that a run is refused with."""
     with pytest.raises(UserError) as caught:
-        preflight(None, list(overrides))
+        preflight([None], list(overrides))
     (line,) = str(caught.value).splitlines()
     return line
 
 
 def test_a_name_becomes_a_folder_and_the_record_keeps_name_and_commit(hub: Hub) -> None:
     commit = hub.repos["models", "org/model"].revisions["main"]
-    config = preflight(None, NAMED)
+    config = preflight([None], NAMED)[0]
     assert (Path(config.model.path) / "model.safetensors").is_file()
     assert Path(config.model.path).name == commit
     assert f"path: org/model@{commit}" in resolved_yaml(config)
     Path("again.yaml").write_text(resolved_yaml(config))
     hub.requests.clear()
-    again = preflight(Path("again.yaml"))
+    again = preflight([Path("again.yaml")])[0]
     assert again == config
-    assert preflight(None, [DATA, *pinned_overrides(config)]) == config
+    assert preflight([None], [DATA, *pinned_overrides(config)])[0] == config
     assert hub.requests == []  # a commit that is in the cache needs no network
 
 
@@ -46,7 +46,7 @@ def test_neither_code_nor_pickles_nor_other_folders_are_downloaded(hub: Hub) -> 
     unwanted = ("modeling_x.py", "pytorch_model.bin", "consolidated.safetensors", "onnx/config.json", "x.gguf")
     repo.files.update(dict.fromkeys(unwanted, b"x"))
     repo.files["LICENSE"] = b"free"
-    folder = Path(preflight(None, NAMED).model.path)
+    folder = Path(preflight([None], NAMED)[0].model.path)
     assert sorted(folder_files(folder)) == [
         "LICENSE", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
@@ -55,7 +55,7 @@ def test_neither_code_nor_pickles_nor_other_folders_are_downloaded(hub: Hub) -> 
 
 def test_a_path_that_exists_is_never_a_name(hub: Hub) -> None:
     write_checkpoint(Path("org/model"), qwen3_config())
-    assert preflight(None, NAMED).model.path == "org/model"
+    assert preflight([None], NAMED)[0].model.path == "org/model"
     assert hub.requests == []
 
 
@@ -79,7 +79,7 @@ def test_a_download_that_breaks_off_is_one_line_and_the_next_try_completes(
     assert line.startswith("model.path=org/model: the download failed: ")
     assert line.endswith("start again: files that are complete are kept")
     hub.requests.clear()
-    assert preflight(None, NAMED)
+    assert preflight([None], NAMED)[0]
     assert hub.downloads("model.safetensors")
     assert not hub.downloads("config.json")
 
@@ -115,17 +115,17 @@ def test_a_token_comes_from_the_environment_alone(
     assert "hf_bad" not in line
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     hub.requests.clear()
-    config = preflight(None, ["model.path=gated/model", DATA])
+    config = preflight([None], ["model.path=gated/model", DATA])[0]
     sent = {request.authorization for request in hub.requests if "/gated/model/" in request.path}
     assert sent == {"Bearer hf_good"}
     assert "hf_good" not in resolved_yaml(config) + caplog.text
 
 
 def test_offline_takes_the_cache_and_names_what_it_lacks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = preflight(None, NAMED)
+    config = preflight([None], NAMED)[0]
     hub.requests.clear()
     go_offline(monkeypatch)
-    assert preflight(None, NAMED) == config
+    assert preflight([None], NAMED)[0] == config
     (Path(config.model.path) / "model.safetensors").unlink()
     assert "1 file(s) are missing (model.safetensors)" in problem(*NAMED)
     line = problem("model.path=org/other", DATA)
@@ -135,13 +135,13 @@ def test_offline_takes_the_cache_and_names_what_it_lacks(hub: Hub, monkeypatch: 
 
 
 def test_a_run_that_goes_on_keeps_the_commit_it_began_with(hub: Hub) -> None:
-    began = preflight(None, NAMED)
+    began = preflight([None], NAMED)[0]
     run_dir = Path(began.trainer.run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(resolved_yaml(began))
     hub.repos["models", "org/model"].revisions = {"main": "f" * 40, "old": Path(began.model.path).name}
-    assert preflight(None, NAMED).model.path != began.model.path  # nothing has been saved: it begins again
+    assert preflight([None], NAMED)[0].model.path != began.model.path  # nothing has been saved: it begins again
     (run_dir / "checkpoints" / "step_000001").mkdir(parents=True)
-    assert preflight(None, NAMED) == began
-    assert preflight(None, [*NAMED, "checkpoint.resume=never"]).model.path != began.model.path
-    assert preflight(None, ["model.path=org/model@old", DATA]).model.path == began.model.path
+    assert preflight([None], NAMED)[0] == began
+    assert preflight([None], [*NAMED, "checkpoint.resume=never"])[0].model.path != began.model.path
+    assert preflight([None], ["model.path=org/model@old", DATA])[0].model.path == began.model.path

@@ -32,7 +32,7 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, Any]:
     torch.set_num_threads(1)
     actual = {}
     for name, settings in runs.items():
-        config = preflight(None, settings)
+        (config,) = preflight([None], settings)
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed), session(config, accelerator) as groups, ExitStack() as resources:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)

@@ -17,7 +17,7 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, list[tuple[s
 
     seen = {}
     for name, settings in runs.items():
-        config = preflight(None, settings)
+        (config,) = preflight([None], settings)
         with session(config, accelerator) as groups, ExitStack() as resources:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
             seen[name] = watch(trainer)
