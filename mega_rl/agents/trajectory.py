@@ -123,7 +123,7 @@ class Trajectory:
         return self.end or ("error" if not turns else "done" if turns[-1].stopped else "length")
 
 
-class _Row(NamedTuple):
+class _BranchRow(NamedTuple):
     trajectory: Trajectory
     branch: int  # number of the row within its trajectory
     prompt: int  # tokens before the first part
@@ -133,7 +133,7 @@ class _Row(NamedTuple):
     versions: tuple[int, ...]  # of the tokens that train
 
 
-def _row(trajectory: Trajectory, branch: Branch, number: int) -> _Row:
+def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
     """Return a branch as a row, up to its last turn that trains."""
     own: list[bool] = []
     logprobs, versions, end = list[float](), list[int](), 0
@@ -147,14 +147,16 @@ def _row(trajectory: Trajectory, branch: Branch, number: int) -> _Row:
         else:
             logprobs += [0.0] * len(_ids(part))
     ids = branch.token_ids[: len(branch.opening) + end]
-    return _Row(trajectory, number, len(branch.opening), ids, tuple(own[:end]), tuple(logprobs[:end]), tuple(versions))
+    return _BranchRow(
+        trajectory, number, len(branch.opening), ids, tuple(own[:end]), tuple(logprobs[:end]), tuple(versions)
+    )
 
 
-def _rows(trajectory: Trajectory) -> list[_Row]:
+def _rows(trajectory: Trajectory) -> list[_BranchRow]:
     """Return the rows of a trajectory; a failed one has its prompt only."""
     if trajectory.ended() == "error":
         prompt = trajectory.prompt.token_ids
-        return [_Row(trajectory, 0, len(prompt), prompt, (), (), ())]
+        return [_BranchRow(trajectory, 0, len(prompt), prompt, (), (), ())]
     trained = [one for one in trajectory.branches if any(isinstance(part, Turn) for part in one.parts[one.shared :])]
     return [_row(trajectory, branch, number) for number, branch in enumerate(trained)]
 
