@@ -138,7 +138,7 @@ def train(config: Config, *, reward: RewardFunction | None = None) -> Outcome:
 
 
 def train_together(configs: Sequence[Config], *, rewards: Sequence[RewardFunction | None] = ()) -> list[Outcome]:
-    """Train runs with adapters on one base, a step of each in turn, until the last one ends; see docs/lora.md.
+    """Train runs with adapters on one base, a step of each in turn: docs/lora.md.
 
     rewards: one for each run, as of `Trainer`. Raises as `Trainer` does.
     """

@@ -33,8 +33,8 @@ AGENTS: Table = {
         ),
         (
             "a shared turn trains in each branch",
-            "any(isinstance(part, Turn) for part in one.parts[one.shared :])",
-            "any(isinstance(part, Turn) for part in one.parts[setattr(one, 'shared', 0) or 0 :])",
+            "fork.parts, fork.shared = branch.parts[:parts], parts",
+            "fork.parts = branch.parts[:parts]",
         ),
         ("a trajectory without room counts as done", 'self.end = "length"\n            raise', "raise"),
         (
@@ -91,5 +91,11 @@ AGENTS: Table = {
             "engine.settle(lambda: len(lost()), lambda: play(lost()))",
             "engine.settle(lambda: 0, lambda: play([]))",
         ),
+    ],
+    ("agents", "agents/test_tools.py"): [
+        ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),
+        ("a late tool holds its answer", "call), self._timeout_s)", "call), 60 + self._timeout_s)"),
+        ("arguments of another type reach a tool", "if kinds and not _is_of(value, kinds):", "if kinds and not kinds:"),
+        ("true is a whole number", 'return "boolean" in kinds', "return True"),
     ],
 }

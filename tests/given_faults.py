@@ -42,5 +42,10 @@ GIVEN: Table = {
             "partial(reference_logprobs, frozen)",
             "partial(reference_logprobs, roles.actor)",
         ),
+        (
+            "KTO compares each prompt with its own answer",
+            "zip(prompts, [*prompts[1:], prompts[0]], strict=True)",
+            "zip(prompts, prompts, strict=True)",
+        ),
     ],
 }

@@ -1,1 +1,1 @@
-"""Agents: trajectories, environments, exact tokens between turns."""
+"""Agents: trajectories, environments, exact tokens between turns, tools."""

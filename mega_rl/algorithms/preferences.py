@@ -249,7 +249,7 @@ def preference_loss(
         unit, chosen, rejected = kind.losses(answers(lambda x: x), worths, z)
         right = (worths * (sums - refs - z) > 0).float()
     else:
-        assert isinstance(kind, PairKind), f"{kind} is no loss of given answers"
+        assert isinstance(kind, PairKind), f"{kind} is not a loss of given answers"
         pairs = kind.losses(answers(lambda x: x[0::2]), answers(lambda x: x[1::2]), worths[0::2])
         unit, chosen, rejected = (x.repeat_interleave(2) for x in pairs)
         right = (chosen > rejected).float()

@@ -457,7 +457,7 @@ def learn(
     """
     names = list(dict.fromkeys(names or TASKS))
     if unknown := [name for name in names if name not in TASKS]:
-        raise UserError(f"{unknown[0]}: is no task; legal: {' '.join(TASKS)}")
+        raise UserError(f"{unknown[0]}: is not a task; legal: {' '.join(TASKS)}")
     begin("bench")
     results = []
     try:

@@ -56,7 +56,7 @@ class Choice:
     def register(self, name: str) -> Callable[[Own], Own]:
         """Return a decorator that lets recipes name a class or function. Raises UserError: taken."""
         if not name.isidentifier() or name in self.builtin:
-            reason = "is a built-in one" if name in self.builtin else "is no name: letters, digits and _"
+            reason = "is a built-in one" if name in self.builtin else "is not a name: letters, digits and _"
             raise UserError(f"{self.key}: {shown(name)} {reason}; take another name")
 
         def decorate(own: Own) -> Own:

@@ -103,7 +103,7 @@ def _coerce_mapping(value: object, kind: object) -> dict[str, Any]:
     lists = isinstance(kind, types.GenericAlias)  # keys are data sources: any text
     for name, entry in value.items():
         if not isinstance(name, str) or not (name.isidentifier() or (lists and name)):
-            raise BadValue(f"{shown(name)} is no name; legal: letters, digits and _, as {{enable_thinking: false}}")
+            raise BadValue(f"{shown(name)} is not a name; legal: letters, digits and _, as {{enable_thinking: false}}")
         if not _is_json(entry):
             raise BadValue(
                 f"the value of {name} must be made of texts, finite numbers, true, false, null, [a, b], {{a: b}}"

@@ -166,7 +166,7 @@ def check_template(template: str) -> None:
     try:
         nodes = list(_environment().parse(template).find_all(_REFUSED))
     except (jinja2.TemplateError, RecursionError) as error:
-        raise ValueError(f"its chat template is no Jinja template: {error}") from error
+        raise ValueError(f"its chat template is not a Jinja template: {error}") from error
     for node in nodes:
         constant = getattr(node, "value", None)
         if not isinstance(node, jinja2.nodes.Const) or (isinstance(constant, int) and abs(constant) > MAX_CONSTANT):

@@ -80,7 +80,7 @@ class ExampleReading(PromptReading):
             given = [_need(row, "chosen"), _need(row, "rejected")]
             worth = _number(row.get("margin", 0), "margin")
             if not _is_conversation(given[0]) and prompt is None:
-                raise RowProblem(f"has no {self.columns.prompt!r}, and 'chosen' is no whole conversation")
+                raise RowProblem(f"has no {self.columns.prompt!r}, and 'chosen' is not a whole conversation")
         elif self.form == "labelled":
             given = [_need({"completion": answer}, "completion")]
             worth = 1.0 if _number(_need(row, "label"), "label") > 0 else -1.0

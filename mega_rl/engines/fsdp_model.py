@@ -141,8 +141,8 @@ def add_adapters(model: nn.Module, hf: HFConfig, *, head: Head) -> None:
             left -= {tensor.name.removesuffix(WEIGHT) for tensor in disk}
     if left:
         raise UserError(
-            f"model.adapter.targets: {min(left)} and {len(left) - 1} more are no linear layers of transformers' class, "
-            "as experts in one tensor; leave them out, or set engine.backend=megatron"
+            f"model.adapter.targets: {min(left)} and {len(left) - 1} more are not linear layers of transformers' "
+            "class, as experts in one tensor; leave them out, or set engine.backend=megatron"
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(PART in name or name == TokenClassifier.HEAD)

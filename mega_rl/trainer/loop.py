@@ -193,7 +193,7 @@ class Trainer:
 
 
 def fit_together(trainers: Sequence[Trainer]) -> list[int]:
-    """Train runs in turn, a step of each, until the last has ended; return the steps that each has done."""
+    """Train runs, a step of each in turn, to their ends; return the steps of each."""
     done = [trainer.start for trainer in trainers]
     at_work = {number: trainer.turns() for number, trainer in enumerate(trainers)}
     while at_work:

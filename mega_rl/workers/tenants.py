@@ -46,7 +46,7 @@ class Tenants:
         self._first = _Kept.of(self.engine.state())
 
     def select(self, name: str) -> bool:
-        """Put a tenant to work, in the state of its last turn; return whether another was; collective."""
+        """Put a tenant to work, as its last turn left it; return whether another was; collective."""
         if name == self.at_work:
             return False
         state = self.engine.state()

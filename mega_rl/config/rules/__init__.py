@@ -147,7 +147,7 @@ def _teacher(config: Config) -> Iterator[str]:
     if loss == "distillation" and chosen(config, CORRECTION) != "none":
         yield (
             f"algorithm.correction={algorithm.correction} with algorithm.loss=distillation: the ratio of a sampled "
-            "token is no weight of a divergence over all tokens; legal: none"
+            "token is not a weight of a divergence over all tokens; legal: none"
         )
 
 

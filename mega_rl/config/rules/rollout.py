@@ -47,7 +47,7 @@ def _sglang(config: Config) -> Iterator[str]:
     sglang, trainer = config.rollout.sglang, config.trainer
     for url in sglang.urls:
         if not _is_server(url):
-            yield f"rollout.sglang.urls: {url!r} is no server's address; legal: http://host:port, without a path"
+            yield f"rollout.sglang.urls: {url!r} is not a server's address; legal: http://host:port, without a path"
     if sglang.urls and not sglang.keys_file:
         yield (
             "rollout.sglang.keys_file is empty with rollout.sglang.urls: a server without keys takes weights from "
@@ -175,7 +175,7 @@ def validation(config: Config) -> Iterator[str]:
         yield f"validation.k={val.k}: {outside[0]} is not among 1 to validation.n={val.n}, the samples of a prompt"
     for name, files in val.sets.items():
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            yield f"validation.sets: {name!r} is no name of a set; legal: small letters, digits and _"
+            yield f"validation.sets: {name!r} is not the name of a set; legal: small letters, digits and _"
         if not files_of(files):
             yield f"validation.sets.{name}={files!r}: must be a file, or a list of files"
     rewarded = config.reward.source.name != "none"

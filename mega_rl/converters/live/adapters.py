@@ -53,7 +53,7 @@ def add_stored(reader: CheckpointReader, adapter: Adapter | None) -> None:
         return
     for name, info in read_header(Path(adapter.path) / _FILE).items():
         if not name.startswith(_PREFIX) or not name.endswith((A, B)):
-            raise UserError(f"{info.file}: {name} is no tensor of a LoRA adapter of PEFT; save the adapter again")
+            raise UserError(f"{info.file}: {name} is not a tensor of a LoRA adapter of PEFT; save the adapter again")
         reader.tensors[renamed(name.removeprefix(_PREFIX), reader.prefixes, PLAIN_NAMES)] = info
 
 

@@ -119,7 +119,7 @@ def _rules_of_adapter(rule: Rule, adapter: Adapter) -> Iterator[Rule]:
     sources = targeted(rule, adapter)
     if sources and not _is_linear(rule):
         raise UserError(
-            f"model.adapter.targets: {sources[0].name} is no weight of one linear layer, or holds those of several "
+            f"model.adapter.targets: {sources[0].name} is not the weight of one linear layer, or holds several "
             f"in turns; leave {_target(sources[0])} out"
         )
     is_row, module = rule.primitive == "row", rule.param.removesuffix(WEIGHT)

@@ -107,7 +107,7 @@ def check(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> list[str]:
     for text in run.sbatch or ():
         name = text.removeprefix("--").partition("=")[0]
         if name in RESERVED or not _NAME.fullmatch(name):
-            problems.append(f"--sbatch={name}: is no option of sbatch that a run can have")
+            problems.append(f"--sbatch={name}: is not an option of sbatch that a run can have")
     if run.requeue and facts.resume == "never":
         problems.append(
             "checkpoint.resume=never: a requeued job would begin anew; set checkpoint.resume=auto, or --no-requeue"

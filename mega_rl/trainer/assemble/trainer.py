@@ -47,7 +47,7 @@ def build_trainer(
     reward_function: RewardFunction | None = None,
     base: Base | None = None,
 ) -> Trainer:
-    """Return the trainer of a run; `resources` ends servers, files of metrics and locks; base: with other runs."""
+    """Return the trainer of a run; `resources` ends servers, files and locks; base: with other runs."""
     # Mistakes in data, rewards and attention end the run before weights are loaded and before anything is written.
     world = ranks_of(groups.host_world)
     inputs = read_inputs(config, accelerator, world, resources, reward_function=reward_function, base=base)

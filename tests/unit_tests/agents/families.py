@@ -73,7 +73,7 @@ FAMILIES = {
     "glm": Family(
         "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}"
         "<|{{ m.role }}|>\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}"
-        "{% for key, value in c.function.arguments.items() %}\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value }}"
+        "{% for key, value in c.function.arguments.items() %}\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value if value is string else value | tojson }}"
         "</arg_value>{% endfor %}\n</tool_call>{% endfor %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
         ("<|user|>", "<|observation|>", "<|endoftext|>"),

@@ -110,7 +110,7 @@ def test_signal_stops_the_command_without_results(
 
 def test_mistakes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "learn", "sortin"]) == 2
-    assert capsys.readouterr().err.startswith("error: sortin: is no task; legal: bandit ")
+    assert capsys.readouterr().err.startswith("error: sortin: is not a task; legal: bandit ")
 
 
 def test_page_has_the_recorded_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

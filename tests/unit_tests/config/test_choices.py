@@ -310,7 +310,7 @@ def test_a_program_registers_its_own_by_name(monkeypatch: pytest.MonkeyPatch) ->
     assert line.endswith("made or called with the settings {}, but missing a required argument: 'alpha'")
     (line,) = problems("algorithm.loss=other", "algorithm.loss.a=1")
     assert "'other': it is made or called with one PolicyTokens and the settings {'a': 1}, but" in line
-    for name, reason in (("gae", "is a built-in one"), ("my file", "is no name")):
+    for name, reason in (("gae", "is a built-in one"), ("my file", "is not a name")):
         with pytest.raises(UserError, match=reason):
             mega_rl.register_advantage(name)(Registered)
 

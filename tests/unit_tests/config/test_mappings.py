@@ -44,9 +44,9 @@ def test_a_recipe_and_arguments_make_one_mapping() -> None:
     [
         (f"{KEY}=true", "needs a mapping of names to values; write it as {name: value}"),
         (f"{KEY}=[a]", "needs a mapping"),
-        (f"{KEY}={{1: a}}", "1 is no name"),
+        (f"{KEY}={{1: a}}", "1 is not a name"),
         (f"{KEY}.a.b=1", "unknown key"),
-        (f"{KEY}.a-b=1", "'a-b' is no name"),
+        (f"{KEY}.a-b=1", "'a-b' is not a name"),
         (f"{KEY}.a=.inf", "the value of a must be made of texts, finite numbers"),
     ],
 )

@@ -55,7 +55,7 @@ def test_sources_are_read_and_written() -> None:
         ((*TWO, "data.stream.rows=8"), "data.stream.rows=8: the number of prompts is not known"),
         ((f"{KEY}.epochs={{files: a}}",), f"{KEY}.epochs: epochs is a metric of all data, data/epochs; take another"),
         ((*TWO, "data.source=rows.py:Rows"), f"{KEY} has no effect: data.source=rows.py:Rows yields the rows"),
-        ((f"{KEY}.a b={{files: a}}",), f"{KEY}={{'a b': {{'files': 'a'}}}}: 'a b' is no name"),
+        ((f"{KEY}.a b={{files: a}}",), f"{KEY}={{'a b': {{'files': 'a'}}}}: 'a b' is not a name"),
     ],
     ids=lambda case: case[-1] if isinstance(case, tuple) else "",
 )

@@ -128,9 +128,9 @@ RULES = [
     (1, "SGLANG S.placement=colocated T.async_steps=1 A.correction=tis", "S.placement=colocated with S.urls or"),
     (1, "SGLANG S.sync.timeout_s=600", "S.sync.timeout_s=600 must be below T.timeout_s=600: the other ranks wait"),
     (1, "SGLANG S.partial_rollout=true", "S.partial_rollout=true has no effect: it needs T.async_steps=1"),
-    (1, "SGLANG S.urls=127.0.0.1:30000 S.keys_file=k", "S.urls: '127.0.0.1:30000' is no server's address; legal:"),
-    (1, "SGLANG S.urls=http://127.0.0.1 S.keys_file=k", "S.urls: 'http://127.0.0.1' is no server's address;"),
-    (1, "SGLANG S.urls=http://a:70000 S.keys_file=k", "S.urls: 'http://a:70000' is no server's address; legal:"),
+    (1, "SGLANG S.urls=127.0.0.1:30000 S.keys_file=k", "S.urls: '127.0.0.1:30000' is not a server's address; legal:"),
+    (1, "SGLANG S.urls=http://127.0.0.1 S.keys_file=k", "S.urls: 'http://127.0.0.1' is not a server's address;"),
+    (1, "SGLANG S.urls=http://a:70000 S.keys_file=k", "S.urls: 'http://a:70000' is not a server's address; legal:"),
     (1, "SGLANG S.server.host=0.0.0.0", "S.server.host='0.0.0.0': a server listens on one interface, not on all;"),
     (1, "SGLANG S.server.host=::", "S.server.host='::': a server listens on one interface, not on all; legal:"),
     # data
@@ -195,7 +195,7 @@ RULES = [
     (
         1,
         "T.val_interval=1 D.val_files=a.jsonl V.n=4 V.temperature=1 V.sets.Ab=a.jsonl",
-        "V.sets: 'Ab' is no name of a set; legal:",
+        "V.sets: 'Ab' is not the name of a set; legal:",
     ),
     (
         1,

@@ -17,7 +17,7 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 from tests.unit_tests.converters.tiny_configs import TINY
 
-IN_TURNS = "is no weight of one linear layer, or holds those of several in turns; leave"
+IN_TURNS = "is not the weight of one linear layer, or holds several in turns; leave"
 REFUSED: dict[str, tuple[str, list[str], dict[str, int], str]] = {  # family, targets, layout, words of the line
     "no such layer": ("qwen3", ["q_proj", "query"], {}, "no linear layer query; legal: down_proj, gate_proj, k_proj,"),
     "embedding": ("qwen3", ["embed_tokens"], {}, "no linear layer embed_tokens; legal:"),

@@ -149,7 +149,7 @@ def test_labels_become_signs(tokenizer: Any, label: object, worth: float) -> Non
             "has none of 'messages', 'answer', 'completion' and 'text'",
         ),
         ({"prompt": "a", "chosen": "b"}, DPO(), "has no 'rejected', which algorithm.kind needs of its rows"),
-        ({"chosen": "b", "rejected": "c"}, DPO(), "has no 'prompt', and 'chosen' is no whole conversation"),
+        ({"chosen": "b", "rejected": "c"}, DPO(), "has no 'prompt', and 'chosen' is not a whole conversation"),
         ({"prompt": "a", "completion": " "}, Supervised(), "the answer is empty"),
         ({"messages": TURNS[:2]}, Supervised(), "has no message of the assistant to train on"),
         ({"prompt": "a", "completion": "b" * 99}, Supervised(), "the row has 101 tokens with its answer, above"),

@@ -215,7 +215,7 @@ def reserve_port(host: str, until: ExitStack) -> int:
         bound.bind((host, 0))
     except OSError as error:
         raise UserError(
-            f"rollout.sglang.server.host={host!r} is no interface and no address of {os.uname().nodename} "
+            f"rollout.sglang.server.host={host!r} is neither an interface nor an address of {os.uname().nodename} "
             f"({error}); legal: {', '.join(sorted(psutil.net_if_addrs()))}, or an address of one of them"
         ) from None
     return int(bound.getsockname()[1])

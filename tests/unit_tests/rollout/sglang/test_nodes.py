@@ -56,7 +56,7 @@ def test_a_node_talks_over_its_interface(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("host", ["no-such-interface0", "192.0.2.99"])
 def test_foreign_address_is_refused(tmp_path: Path, host: str) -> None:
     process = ServerProcess(replace(SETTINGS, host=host), index=0, folder=tmp_path)
-    with pytest.raises(UserError, match=rf"rollout\.sglang\.server\.host='{host}' is no interface .*legal: .*\blo\b"):
+    with pytest.raises(UserError, match=rf"rollout\.sglang\.server\.host='{host}' is neither .*legal: .*\blo\b"):
         process.reserve_meeting()
 
 
