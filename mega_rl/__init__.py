@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mega_rl.agents.environment import Environment, Policy
+    from mega_rl.agents.trajectory import Branch, LimitReached, Trajectory, Turn
     from mega_rl.algorithms.inputs import AdvantageInputs
     from mega_rl.algorithms.losses import PolicyTokens, SampledTokens
     from mega_rl.api import (
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
     from mega_rl.protocols import RolloutSource
     from mega_rl.tracking.progress import show_progress
     from mega_rl.types import Prompt, Rollout
-    from mega_rl.workers.rollout import RolloutContext, Trajectory
+    from mega_rl.workers.rollout import RolloutContext
 
 __version__ = "0.1.0"
 
 _NAMES = {
+    "mega_rl.agents.environment": "Environment Policy",
+    "mega_rl.agents.trajectory": "Branch LimitReached Trajectory Turn",
     "mega_rl.algorithms.inputs": "AdvantageInputs",
     "mega_rl.algorithms.losses": "PolicyTokens SampledTokens",
     "mega_rl.api": "Outcome Trainer load_config register_advantage register_correction register_data_source "
@@ -45,7 +49,7 @@ _NAMES = {
     "mega_rl.protocols": "RolloutSource",
     "mega_rl.tracking.progress": "show_progress",
     "mega_rl.types": "Prompt Rollout",
-    "mega_rl.workers.rollout": "RolloutContext Trajectory",
+    "mega_rl.workers.rollout": "RolloutContext",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULES]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import tensorclass
@@ -73,27 +73,55 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Ten
     return (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
 
 
-def row_numbers(mask: Tensor) -> Tensor:
-    """Return [B, S] int64: the row's number from 1 where `mask` is True, else 0."""
-    return mask * torch.arange(1, len(mask) + 1, device=mask.device)[:, None]
+def row_numbers(mask: Tensor, branch: Tensor | None = None) -> Tensor:
+    """Return [B, S] int64: the number of the row's trajectory from 1 where `mask` is True, else 0."""
+    places = torch.arange(1, len(mask) + 1, device=mask.device) if branch is None else (branch == 0).cumsum(0)
+    return mask * places[:, None]
+
+
+def over_trajectory(x: Tensor, branch: Tensor | None) -> Tensor:
+    """Return [B] the sum of x [B] over the rows of each row's trajectory; branch: as in `Rollout`."""
+    if branch is None:
+        return x
+    number = (branch == 0).cumsum(0) - 1
+    return torch.zeros_like(x).index_add(0, number, x)[number]
+
+
+# How a trajectory ended: the task is done; its tokens or turns were used up; it failed, and does not train.
+End = Literal["done", "length", "turns", "error"]
+ENDS: tuple[End, ...] = get_args(End)
+
+
+def ends_of(done: Tensor) -> Tensor:
+    """Return [B] int8, places in `ENDS`: "done" where [B] bool is True, else "length"."""
+    return torch.where(done, ENDS.index("done"), ENDS.index("length")).to(torch.int8)
 
 
 @tensorclass
 class Rollout:
-    """Sampled responses; batch_size [B], this data-parallel rank's rows, equal on all ranks of a replica."""
+    """Sampled responses; batch_size [B], this data-parallel rank's rows, equal on all ranks of a replica.
+
+    Prompt and sample number name a trajectory. Several rows of one are neighbours, numbered by `branch`.
+    """
 
     tokens: Tensor  # [B, S] int64, prompt then response then padding (0)
     loss_mask: Tensor  # [B, S] bool, True on response tokens: the ones that train
     prompt_lengths: Tensor  # [B] int64
     lengths: Tensor  # [B] int64, prompt plus response
     rollout_logprobs: Tensor  # [B, S] float32, at the sampling temperature, before top-k and top-p; 0 off the mask
-    finished: Tensor  # [B] bool, complete: ended by a stop token rather than by length or a limit of turns
+    end: Tensor  # [B] int8, place in `ENDS` of how the row's trajectory ended
     prompt_index: Tensor  # [B] int64, position of the prompt in the step's global batch (0 .. prompts_per_step-1)
     sample_index: Tensor  # [B] int64, number of the sample of its prompt (0 .. n-1)
     weight_version: Tensor  # [B] int64, version of the weights that sampled it; the oldest where several did
     routing: Tensor | None = None  # [B, S, L, K] int16 from an engine that reports it; as in `Experience`
     token_versions: Tensor | None = None  # [B, S] int64 of the weights of each token, 0 off the mask; on all ranks
     failed: Tensor | None = None  # [B] bool, rows without an answer, no token on the mask; None: none failed
+    branch: Tensor | None = None  # [B] int64, number of the row within its trajectory; None: each has one row
+
+    @property
+    def finished(self) -> Tensor:
+        """Return [B] bool: trajectories whose task is done, cut off by no limit."""
+        return self.end == ENDS.index("done")
 
     @classmethod
     def from_rows(cls, tokens: Tensor, *, prompt_lengths: Tensor, lengths: Tensor, **fields: Tensor | None) -> Rollout:
@@ -102,7 +130,7 @@ class Rollout:
             "prompt_index": torch.arange(len(tokens), device=tokens.device),
             "loss_mask": response_mask(prompt_lengths, lengths, width=tokens.size(1)),
             "rollout_logprobs": torch.zeros_like(tokens, dtype=torch.float32),
-            "finished": torch.ones_like(lengths, dtype=torch.bool),
+            "end": torch.zeros_like(lengths, dtype=torch.int8),
             **{"tokens": tokens, "prompt_lengths": prompt_lengths, "lengths": lengths},
         }
         return cls(**(rows | fields), batch_size=[len(tokens)])  # type: ignore[arg-type, call-arg]
@@ -162,12 +190,13 @@ class Experience:
     returns: Tensor  # [B, S] float32, value targets; 0 off the mask
     loss_weights: Tensor  # [B, S] float32, share of each token in its mini-batch's policy loss
     token_weights: Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: for means and the critic
-    rows: Tensor  # [B, S] int64, 1 + the row's place in this rank's mini-batch on the loss mask, 0 elsewhere
+    rows: Tensor  # [B, S] int64, number from 1 of the trajectory in this rank's mini-batch on the loss mask, else 0
     # [B, S, L, K] int16, experts of each mixture when the token was the input, so it is not shifted; -1: unknown.
     # Behind them, in rows of K, the positions that each indexer of sparse attention chose.
     routing: Tensor | None = None
     # [B] int64: rows of one number, such as a pair, train on one rank in one micro-batch; None: every row by itself
     unit: Tensor | None = None
+    branch: Tensor | None = None  # [B] int64, as in `Rollout`
 
     @classmethod
     def from_rows(
@@ -181,7 +210,7 @@ class Experience:
         rows = dict.fromkeys(blank, torch.zeros_like(tokens, dtype=torch.float32)) | {
             **{"tokens": tokens, "prompt_lengths": prompt_lengths, "lengths": lengths},
             "loss_mask": mask,
-            "rows": row_numbers(mask),
+            "rows": row_numbers(mask, fields.get("branch")),
             "prompt_index": torch.arange(len(tokens), device=tokens.device),
             "sample_index": torch.zeros_like(lengths),
         }

@@ -1,4 +1,4 @@
-"""Faults of agents: tokens between turns, tools (see tests/fault_table.py)."""
+"""Faults of turns, trajectories and environments (see tests/fault_table.py)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,73 @@ AGENTS: Table = {
         ),
         ("a new branch keeps thoughts that the template drops", "rest = turn[ends[-1] :]", "rest = turn"),
         ("a turn goes on after another stop token", "if last != rule.stop:", "if last < 0:"),
+    ],
+    ("agents", "agents/test_trajectory.py"): [
+        (
+            "tokens that a tool wrote train",
+            "trains = isinstance(part, Turn) and place >= branch.shared",
+            "trains = place >= branch.shared",
+        ),
+        (
+            "a shared turn trains in each branch",
+            "fork.parts, fork.shared = branch.parts[:parts], parts",
+            "fork.parts = branch.parts[:parts]",
+        ),
+        ("a trajectory without room counts as done", 'self.end = "length"\n            raise', "raise"),
+        (
+            "a group counts rows",
+            "counted = answered if branch is None else answered & (branch == 0)",
+            "counted = answered",
+        ),
+        (
+            "a mean over sequences counts rows",
+            "first = per_row > 0 if branch is None else (per_row > 0) & (branch == 0)",
+            "first = mask.any(dim=1)",
+        ),
+        (
+            "a row's weight knows only its own tokens",
+            "row_tokens = over_trajectory(mask.sum(dim=1), branch)",
+            "row_tokens = over_trajectory(mask.sum(dim=1), None)",
+        ),
+        (
+            "the ratio of a sequence is over one row",
+            "moved.rows = row_numbers(moved.loss_mask, moved.branch)",
+            "moved.rows = row_numbers(moved.loss_mask)",
+        ),
+        (
+            "votes read one row of several",
+            "row if rollout.branch is None else row - int(rollout.branch[row])",
+            "row if rollout.branch is None else row - 0 * int(rollout.branch[row])",
+        ),
+    ],
+    ("agents", "agents/test_environment.py"): [
+        (
+            "a stalled environment stalls all",
+            "while not requests or (play.thinking > 0 and time.monotonic() < deadline):",
+            "while not requests or play.thinking > 0:",
+        ),
+        (
+            "a trajectory pays for the time of the policy",
+            "- self._waited - (now - self._since if self._waiting else 0.0)",
+            "- 0.0 * self._waited",
+        ),
+        (
+            "more turns than the limit",
+            "len(trajectory.turns) >= self.max_turns",
+            "len(trajectory.turns) > self.max_turns",
+        ),
+    ],
+    ("agents", "workers/test_own_rollouts.py"): [
+        (
+            "turns of one sample share random numbers",
+            "branch.number << 16 | number)",
+            "branch.number << 16)",
+        ),
+        (
+            "trajectories of lost servers are given up",
+            "engine.settle(lambda: len(lost()), lambda: play(lost()))",
+            "engine.settle(lambda: 0, lambda: play([]))",
+        ),
     ],
     ("agents", "agents/test_tools.py"): [
         ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),

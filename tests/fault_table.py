@@ -111,18 +111,18 @@ TABLE: Table = {
         ),
         (
             "failed samples in the sums of a group",
-            "torch.where(self.answered, x.double(), 0.0))[self.index]",
+            "torch.where(self.counted, x.double(), 0.0))[self.index]",
             "x.double())[self.index]",
         ),
         (
             "sums of a group in float32",
-            "torch.where(self.answered, x.double(), 0.0))[self.index]",
-            "torch.where(self.answered, x.double(), 0.0))[self.index].float()",
+            "torch.where(self.counted, x.double(), 0.0))[self.index]",
+            "torch.where(self.counted, x.double(), 0.0))[self.index].float()",
         ),
         (
             "a deviation of the rank's own batch",
-            "count, squares = inputs.sum_over_ranks(torch.stack(",
-            "count, squares = (torch.stack(",
+            "count, squares = inputs.sum_over_ranks(own.sum(dim=1))",
+            "count, squares = own.sum(dim=1)",
         ),
         (
             "RLOO's baseline holds the sample",
@@ -163,7 +163,7 @@ TABLE: Table = {
     ("advantages", "trainer/test_step_metrics.py"): [
         (
             "lengths of responses with a tool's answers",
-            "response = rollout.loss_mask.sum(dim=1).double()",
+            "response = over_trajectory(rollout.loss_mask.sum(dim=1), rollout.branch).double()",
             "response = (rollout.lengths - rollout.prompt_lengths).double()",
         )
     ],

@@ -18,8 +18,8 @@ PARTS: Table = {
         ),
         (
             "GDPO's sum over the deviation of the rank's own batch",
-            "sums = inputs.sum_over_ranks(torch.stack(",
-            "sums = (torch.stack(",
+            "sums = inputs.sum_over_ranks((torch.stack(",
+            "sums = ((torch.stack(",
         ),
     ],
     ("parts", "rewards/test_role.py"): [

@@ -175,8 +175,8 @@ RL: Table = {
         ),
         (
             "prompts of other rows are not compared",
-            "if first != len(ids) or rollout",
-            "if first != len(ids) and rollout",
+            "if end != len(ids) or rollout",
+            "if end != len(ids) and rollout",
         ),
         ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.plan.n)\n", ""),
     ],

@@ -1,1 +1,1 @@
-"""Agents: exact tokens between turns, tools."""
+"""Agents: trajectories, environments, exact tokens between turns, tools."""

@@ -69,7 +69,8 @@ class GRPO(AdvantageKind):
             return inputs.on_responses(centred)
         count, squares = groups.counts, groups.sum(centred.square())
         if self.std == "batch":
-            count, squares = inputs.sum_over_ranks(torch.stack([groups.answered.double(), centred.square()]).sum(dim=1))
+            own = groups.counted * torch.stack([torch.ones_like(centred), centred.square()])
+            count, squares = inputs.sum_over_ranks(own.sum(dim=1))
         return inputs.on_responses(centred / ((squares / (count - 1).clamp(min=1)).sqrt() + self.eps))
 
 
@@ -109,7 +110,9 @@ class OPO(AdvantageKind):
     needs_groups = True
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
-        lengths = inputs.mask.sum(dim=1).double()
+        from mega_rl.types import over_trajectory
+
+        lengths = over_trajectory(inputs.mask.sum(dim=1).double(), inputs.experience.branch)
         return inputs.on_responses(inputs.groups.centred(inputs.rewards, weights=lengths))
 
 
@@ -138,13 +141,13 @@ class GDPO(AdvantageKind):
         parts, mask = inputs.reward_parts, inputs.mask
         assert parts is not None, "rewards without parts are refused before"
         scores = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
-        present = mask.any(dim=1, keepdim=True) & ~parts.values.isnan()
+        counted, present = inputs.groups.counted, mask.any(dim=1, keepdim=True) & ~parts.values.isnan()
         for weight, values, own in zip(parts.weights, parts.values.unbind(dim=1), present.unbind(dim=1), strict=True):
             groups, rewards = inputs.groups_where(own), values.nan_to_num()
             centred = groups.centred(rewards)
             deviation = (groups.sum(centred.square()) / (groups.counts - 1).clamp(min=1)).sqrt()
             scores += weight * centred / (deviation + self.eps)
-        sums = inputs.sum_over_ranks(torch.stack([present.any(dim=1).double(), scores.square()]).sum(dim=1))
+        sums = inputs.sum_over_ranks((torch.stack([present.any(dim=1).double(), scores.square()]) * counted).sum(dim=1))
         count, squares = sums.unbind()
         return inputs.on_responses(scores / ((squares / (count - 1).clamp(min=1)).sqrt() + self.eps))
 

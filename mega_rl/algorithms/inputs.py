@@ -22,7 +22,10 @@ Advantages = tuple[Tensor, Tensor]  # (advantages, value targets), [B, S] float3
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an estimator. Rows of one prompt share `prompt_index` and are all on one rank."""
+    """Inputs of an estimator. Rows of one prompt share `prompt_index` and are all on one rank.
+
+    All rows of a trajectory have its reward.
+    """
 
     experience: Experience  # its advantages and returns are blank
     rewards: Tensor  # [B] float32
@@ -40,11 +43,11 @@ class AdvantageInputs:
     @property
     def groups(self) -> PromptGroups:
         """Return the rows by prompt."""
-        return PromptGroups.of(self.experience.prompt_index, self.mask)
+        return self.groups_where(torch.ones_like(self.rewards, dtype=torch.bool))
 
     def groups_where(self, chosen: Tensor) -> PromptGroups:
         """Return the groups of only the rows that are chosen, [B] bool."""
-        return PromptGroups.of(self.experience.prompt_index, self.mask & chosen[:, None])
+        return PromptGroups.of(self.experience.prompt_index, self.mask & chosen[:, None], self.experience.branch)
 
     def token_rewards(self, scores: Tensor) -> Tensor:
         """Return token rewards [B, S] of scores [B], less the KL penalty of each token."""
@@ -73,30 +76,36 @@ AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """Rows by prompt. A row without response tokens (failed sample) is in no group or sum."""
+    """Rows by prompt. A row without response tokens (failed sample) is in no group or sum.
+
+    The members of a group are trajectories: of several rows of one, only the first counts.
+    """
 
     index: Tensor  # [B] int64, number of the row's group: 0 .. num_groups-1
     num_groups: int
     answered: Tensor  # [B] bool, rows with a response token
+    counted: Tensor  # [B] bool, the first of each trajectory's answered rows
 
     @classmethod
-    def of(cls, group_ids: Tensor, mask: Tensor) -> PromptGroups:
+    def of(cls, group_ids: Tensor, mask: Tensor, branch: Tensor | None = None) -> PromptGroups:
         """Return the groups of rows with equal `group_ids` [B] int64; mask [B, S] bool.
 
         All samples of a prompt are on this rank: the rollout role shares prompts over data-parallel ranks, not samples.
         """
         ids, index = torch.unique(group_ids, return_inverse=True)
-        return cls(index=index, num_groups=len(ids), answered=mask.any(dim=1))
+        answered = mask.any(dim=1)
+        counted = answered if branch is None else answered & (branch == 0)
+        return cls(index=index, num_groups=len(ids), answered=answered, counted=counted)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return [B] float64, the sum of x [B] over the answered rows of each row's group."""
+        """Return [B] float64, the sum of x [B] over the answered trajectories of each row's group."""
         totals = torch.zeros(self.num_groups, dtype=torch.float64, device=x.device)
-        return totals.index_add(0, self.index, torch.where(self.answered, x.double(), 0.0))[self.index]
+        return totals.index_add(0, self.index, torch.where(self.counted, x.double(), 0.0))[self.index]
 
     @property
     def counts(self) -> Tensor:
-        """Return [B] float64: the number of answered rows in each row's group, at least 1."""
-        return self.sum(self.answered).clamp(min=1)
+        """Return [B] float64: the number of answered trajectories in each row's group, at least 1."""
+        return self.sum(self.counted).clamp(min=1)
 
     def centred(self, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return [B] float64: each row's reward minus its group's mean; 0 for rows without a group.

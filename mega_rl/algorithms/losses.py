@@ -16,6 +16,7 @@ from torch import Tensor
 from mega_rl.algorithms.kl import LOG_RATIO_LIMIT, KLEstimator, clamped_log_ratio, kl_penalty
 from mega_rl.algorithms.statistics import Sequences, SumOverRanks, global_moments, histogram_where, identity
 from mega_rl.protocols import LossOutput
+from mega_rl.types import over_trajectory
 
 
 @dataclass(frozen=True)
@@ -103,18 +104,20 @@ class Denominators:
     """Numbers of the global mini-batch, at least 1 each, that a token's loss is divided by."""
 
     tokens: float  # N: response tokens
-    sequences: float  # M: rows that have response tokens
+    sequences: float  # M: trajectories that have response tokens
     max_response_tokens: int  # L
     of_prompts: Tensor | None = None  # [B, 1] float64: P prompts with tokens * n_prompt of the row's prompt
 
 
-# (response tokens of each row [B, 1] float64, at least 1; denominators) -> weight of the row's tokens [B, 1] float64
+# (response tokens of each row's trajectory [B, 1] float64, at least 1; denominators) -> weight of the row's tokens
+# [B, 1] float64
 Aggregation = Callable[[Tensor, Denominators], Tensor]
 
-# Weights, n_row response tokens of the row. token-mean: every token counts the same, Yu et al. 2025 (DAPO),
-# arXiv:2503.14476, section 3.3. seq-mean-token-mean: every sequence does, Shao et al. 2024 (GRPO), arXiv:2402.03300,
-# eq. 3. seq-mean-token-sum: a sequence counts by its length; -norm: over a constant length, Liu et al. 2025 (Dr. GRPO),
-# arXiv:2503.20783, section 3.2. prompt-mean: every prompt counts the same, Khatri et al. 2025, arXiv:2510.13786.
+# Weights, n_row response tokens of the row's trajectory. token-mean: every token counts the same, Yu et al. 2025
+# (DAPO), arXiv:2503.14476, section 3.3. seq-mean-token-mean: every sequence does, Shao et al. 2024 (GRPO),
+# arXiv:2402.03300, eq. 3. seq-mean-token-sum: a sequence counts by its length; -norm: over a constant length, Liu et
+# al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2. prompt-mean: every prompt counts the same, Khatri et al.
+# 2025, arXiv:2510.13786.
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": lambda n_row, over: torch.full_like(n_row, 1.0 / over.tokens),
     "seq-mean-token-mean": lambda n_row, over: 1.0 / (over.sequences * n_row),
@@ -131,10 +134,11 @@ def _given(of_prompts: Tensor | None) -> Tensor:
     return of_prompts
 
 
-def token_and_sequence_counts(mask: Tensor) -> Tensor:
-    """Return [2] float64: this rank's numbers of response tokens and of rows that have any."""
-    per_row = mask.sum(dim=1)
-    return torch.stack([per_row.sum(), (per_row > 0).sum()]).double()
+def token_and_sequence_counts(mask: Tensor, branch: Tensor | None = None) -> Tensor:
+    """Return [2] float64: this rank's numbers of response tokens and of trajectories that have any."""
+    per_row = over_trajectory(mask.sum(dim=1), branch)
+    first = per_row > 0 if branch is None else (per_row > 0) & (branch == 0)
+    return torch.stack([mask.sum(), first.sum()]).double()
 
 
 def loss_weights(
@@ -144,16 +148,18 @@ def loss_weights(
     global_tokens: float,
     global_sequences: float,
     max_response_tokens: int,
+    branch: Tensor | None = None,
     prompt_index: Tensor | None = None,
     prompt_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return [B, S] float32: each token's weight in the mini-batch's loss, 0 off the mask.
 
-    mask [B, S] bool; this rank's rows, which must hold whole responses. A row without response tokens weighs 0.
+    mask [B, S] bool; this rank's rows, which must hold whole trajectories; branch: as in `Rollout`. A row without
+    response tokens weighs 0.
     global_tokens and global_sequences are the sums of `token_and_sequence_counts` over the whole mini-batch. A mean
     over prompts needs prompt_index [B] int64, and prompt_tokens [prompts] float64 of the whole mini-batch.
     """
-    row_tokens = mask.sum(dim=1, keepdim=True).double().clamp(min=1.0)
+    row_tokens = over_trajectory(mask.sum(dim=1), branch)[:, None].double().clamp(min=1.0)
     over = Denominators(max(global_tokens, 1.0), max(global_sequences, 1.0), max_response_tokens)
     if prompt_tokens is not None:
         over = replace(over, of_prompts=((prompt_tokens > 0).sum() * prompt_tokens[prompt_index, None]).clamp(min=1.0))

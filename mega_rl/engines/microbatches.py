@@ -14,7 +14,7 @@ from mega_rl.algorithms.statistics import BINS, QUANTILES, Sequences, identity, 
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.data.minibatches import minimum_microbatches, plan_microbatches, rows_of_units
 from mega_rl.data.packing import MicroBatch, cut, pack, pad, scatter_back
-from mega_rl.errors import NonFiniteGradientError, UserError
+from mega_rl.errors import NonFiniteGradientError, RunError, UserError
 from mega_rl.parallel.accelerator.base import send
 from mega_rl.protocols import LossOutput, Ranks, TokenLoss
 from mega_rl.tracking import progress
@@ -57,6 +57,11 @@ class Batching:
             lengths = [-(-length // multiple) * multiple for length in lengths]
         units = rows_of_units(len(lengths), getattr(batch, "unit", None))
         sizes = [sum(lengths[row] for row in unit) for unit in units]
+        if len(units) < len(lengths) and self.packing and max(sizes) > self.max_tokens:
+            raise RunError(
+                f"rows of one pair or trajectory have {max(sizes)} tokens, and train in one micro-batch: raise "
+                f"trainer.microbatch.max_tokens={self.max_tokens}"
+            )
         per_micro = max(self.micro_batch_size // max(map(len, units), default=1), 1)  # units of a padded micro-batch
         needed = minimum_microbatches(sizes, self.max_tokens) if self.packing else -(-len(units) // per_micro)
         count = int(data_parallel.max(torch.tensor(max(needed, 1))))
@@ -128,7 +133,8 @@ def microbatch_loss(
     """
     numbers = minibatch.rows.amax(dim=1) if len(minibatch.rows) else minibatch.rows.flatten()
     numbers = numbers[numbers > 0]
-    assert len(numbers.unique()) == len(numbers), "rows are numbered on another rank: two have one number"
+    own = len(numbers.unique()) == len(numbers) or minibatch.branch is not None  # rows of a trajectory share its number
+    assert own, "rows are numbered on another rank: two have one number"
     count = int(numbers.max()) if len(numbers) else 0
 
     def of_microbatch(outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:

@@ -13,7 +13,8 @@ import torch
 from mega_rl.data.chat import TemplateRefusal, Tokenizer, apply_template
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
-from mega_rl.rewards.score import ResponseReader, RewardError, answered, no_score, shortened
+from mega_rl.rewards.role import of_all_rows
+from mega_rl.rewards.score import ResponseReader, RewardError, answered, no_score, rows_of_trajectories, shortened
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class ModelScorer:
         raise_together(_refused(problems, rollout, rows, prompts), self.everyone, error=RewardError)
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
         scores[rows] = values
-        return Rewards(scores.to(rollout.tokens.device))
+        return Rewards(of_all_rows(scores.to(rollout.tokens.device), rollout))
 
     def metrics(self) -> Metrics:
         return {}
@@ -117,9 +118,9 @@ def token_rows(
 
 
 def own_tokens(rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return prompt and response as they were sampled, the stop token included."""
-    tokens, lengths = rollout.tokens.tolist(), rollout.lengths.tolist()
-    return [tokens[row][: lengths[row]] for row in rows]
+    """Return prompt and response as they were sampled, the stop token included; of a trajectory its last row."""
+    tokens, lengths, trajectories = rollout.tokens.tolist(), rollout.lengths.tolist(), rows_of_trajectories(rollout)
+    return [tokens[last][: lengths[last]] for last in (trajectories[row][-1] for row in rows)]
 
 
 def conversation_tokens(

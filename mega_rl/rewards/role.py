@@ -114,6 +114,14 @@ class RewardComponents:
 
 log = logging.getLogger(__name__)
 
+
+def of_all_rows(columns: Tensor, rollout: Rollout) -> Tensor:
+    """Return columns [B, ...] of which each row has those of its trajectory's first row."""
+    if rollout.branch is None:
+        return columns
+    return columns[torch.arange(len(columns), device=columns.device) - rollout.branch]
+
+
 KINDS = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
 NAMED = 5  # failed responses in the log of one batch
 
@@ -153,7 +161,7 @@ class TextScorer:
         columns = torch.zeros(len(rollout.lengths), self.components.width, dtype=torch.float32)
         if rows:
             columns[rows] = torch.tensor(numbers, dtype=torch.float32)
-        return self.components.rewards(self.replica.sum(columns.to(rollout.tokens.device)))
+        return self.components.rewards(of_all_rows(self.replica.sum(columns.to(rollout.tokens.device)), rollout))
 
     def metrics(self) -> Metrics:
         """Return and reset the metrics since the last call, equal on all ranks."""

@@ -21,16 +21,26 @@ class Response:
 
     text: str  # the policy's turns, one a line, without the stop tokens that ended them
     num_tokens: int  # sampled by the policy, stop tokens included
-    finish: Literal["stop", "length"]  # complete, or cut off by length or a limit of turns
+    finish: Literal["stop", "length"]  # the task is done, or cut off by length or a limit of turns
     turns: tuple[str, ...] = ()  # the policy's, where others such as tools have written between them
     transcript: str = ""  # text with what others have written, where they have
     token_ids: tuple[int, ...] = ()  # after the prompt, others' included, without stop tokens that ended turns
 
 
 def answered(rollout: Rollout) -> list[int]:
-    """Return the rows that have an answer to score, in order."""
+    """Return the first rows of trajectories that have an answer to score, in order."""
     failed = [False] * len(rollout.lengths) if rollout.failed is None else rollout.failed.tolist()
-    return [row for row, without in enumerate(failed) if not without]
+    first = rows_of_trajectories(rollout)
+    return [row for row, without in enumerate(failed) if not without and row in first]
+
+
+def rows_of_trajectories(rollout: Rollout) -> dict[int, list[int]]:
+    """Return the rows of each trajectory by its first one."""
+    branches = [0] * len(rollout.lengths) if rollout.branch is None else rollout.branch.tolist()
+    rows: dict[int, list[int]] = {}
+    for row, branch in enumerate(branches):
+        rows.setdefault(row - branch, []).append(row)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -44,23 +54,37 @@ class ResponseReader:
     stop_ids: Collection[int] = ()
 
     def texts(self, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[tuple[Prompt, Response]]:
-        """Return (prompt, decoded response) of these rows."""
+        """Return (prompt, decoded response) of the trajectories with these first rows."""
         indices = rollout.prompt_index.tolist()
         return [(prompts[indices[row]], one) for row, one in zip(rows, self._read(rollout, rows), strict=True)]
 
     def written(self, rollout: Rollout, row: int) -> tuple[str, str]:
-        """Return a row's text as rewards read it, and the text with what others wrote."""
-        (response,) = self._read(rollout, [row])
+        """Return the text of a row's trajectory as rewards read it, and the text with what others wrote."""
+        (response,) = self._read(rollout, [row if rollout.branch is None else row - int(rollout.branch[row])])
         return response.text, response.transcript or response.text
 
-    def _read(self, rollout: Rollout, rows: Sequence[int]) -> list[Response]:
+    def _read(self, rollout: Rollout, first_rows: Sequence[int]) -> list[Response]:
+        of_trajectory = rows_of_trajectories(rollout)
+        rows = [row for first in first_rows for row in of_trajectory[first]]
         # One copy from the device for each field: a read of one element waits for the device.
         fields = (rollout.tokens, rollout.loss_mask, rollout.prompt_lengths, rollout.lengths, rollout.finished)
-        columns = (field[list(rows)].tolist() for field in fields)
-        return [
-            self._response(tokens[first:end], own[first:end], finished)
-            for tokens, own, first, end, finished in zip(*columns, strict=True)
-        ]
+        columns = (field[rows].tolist() for field in fields)
+        read = {
+            row: self._response(tokens[first:end], own[first:end], finished)
+            for row, tokens, own, first, end, finished in zip(rows, *columns, strict=True)
+        }
+        return [self._joined([read[row] for row in of_trajectory[first]]) for first in first_rows]
+
+    @staticmethod
+    def _joined(rows: Sequence[Response]) -> Response:
+        """Return the response of a trajectory from those of its rows: the turns of all in order."""
+        if len(rows) == 1:
+            return rows[0]
+        turns = tuple(turn for row in rows for turn in row.turns or ((row.text,) if row.text else ()))
+        transcript = "\n".join(row.transcript or row.text for row in rows)
+        ids = tuple(token for row in rows for token in row.token_ids)
+        count = sum(row.num_tokens for row in rows)
+        return Response("\n".join(turns), count, rows[-1].finish, turns=turns, transcript=transcript, token_ids=ids)
 
     def _response(self, ids: list[int], own: list[bool], finished: bool) -> Response:
         """Read a row's tokens after its prompt; own: those that the policy sampled."""

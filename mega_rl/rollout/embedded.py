@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -17,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from mega_rl.agents.environment import Answer, TurnRequest
+from mega_rl.agents.trajectory import Turn
 from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.hf.config import needs_proof
 from mega_rl.converters.hf.untabled import UNLIMITED_POSITIONS
@@ -25,12 +29,13 @@ from mega_rl.converters.plan.adapters import WEIGHT, A, B
 from mega_rl.engines.models.adapters import LinearAdapter
 from mega_rl.errors import RunError
 from mega_rl.rollout.decoding import ATTENTION, Decoded, DecodingLoop, Way, make_cache, prove_decoding
-from mega_rl.rollout.sampling import Sampler, is_greedy, response_limits, stream_keys
+from mega_rl.rollout.sampling import Sampler, check_positions, is_greedy, response_limits, stream_keys, turn_keys
 from mega_rl.rollout.tokens import with_end_of_sequence
 from mega_rl.tracking import progress
-from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, response_mask
+from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, ends_of, response_mask
 
 logger = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,14 @@ class HFRolloutEngine:
                     config, dtype=dtype, attn_implementation=way.attention, trust_remote_code=False
                 )
             model.tie_weights()
-        self._model: PreTrainedModel = model.eval().requires_grad_(False)
+        self.model: PreTrainedModel = model.eval().requires_grad_(False)
         self._max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
-        self._weights = weights_on_disk(self._model)
+        self._weights = weights_on_disk(self.model)
         self._adapters: list[str] = []  # weights that come anew in each update, next to a base that stays
         self._written: set[int] = set()
         self._weight_version: int | None = None
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """Return the Hugging Face model."""
-        return self._model
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -130,21 +130,13 @@ class HFRolloutEngine:
         ]
         # Neighbours of like length share a batch: little is padded.
         rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
-        runs = [rows]
-        if not self._left_padded:
-            runs = [list(run) for _, run in groupby(rows, key=lambda row: len(prompts[row.prompt].token_ids))]
-        size = self._batch_size
-        batches = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
-        decoded = []
-        sampler = self._sampler
-        greedy = is_greedy(greedy, draws)
-        if draws is not None and not greedy:
-            sampler = Sampler(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
-        for number, batch in enumerate(batches):
-            progress.report(min(number * size, len(rows)), len(rows), unit="rows")
-            decoded.append(
-                self._generate_batch(batch, prompts, prompt_index, seed=seed, sampler=None if greedy else sampler)
-            )
+        decoded, sampler = [], _sampler_of(self._sampler, greedy, draws)
+        for batch in self._batches(rows, [len(prompts[row.prompt].token_ids) for row in rows]):
+            numbers = torch.tensor([(prompt_index[row.prompt], row.sample) for row in batch], device=self._device)
+            keys = stream_keys(seed, *numbers.unbind(dim=1))
+            places = [row.prompt for row in batch]
+            contexts = {place: prompts[place].token_ids for place in places}
+            decoded.append(self._decode(contexts, places, [row.limit for row in batch], keys=keys, sampler=sampler))
         rollout = self._assemble(rows, decoded, prompts, prompt_index)
         bad = (~torch.isfinite(rollout.rollout_logprobs)).nonzero()
         if len(bad):
@@ -156,43 +148,80 @@ class HFRolloutEngine:
             )
         return rollout
 
+    def turns(
+        self,
+        requests: Sequence[TurnRequest],
+        *,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+        draws: Draws | None = None,
+    ) -> list[Answer]:
+        """Return the answer to each request."""
+        sampler, turns = _sampler_of(self._sampler, greedy, draws), dict[int, Answer]()
+        for one in requests:
+            check_positions(len(one.token_ids), one.limit, max_positions=self._max_positions)
+        order = sorted(range(len(requests)), key=lambda place: (len(requests[place].token_ids), place))
+        for batch in self._batches(order, [len(requests[place].token_ids) for place in order]):
+            own = [requests[place] for place in batch]
+            keys = turn_keys(seed, *torch.tensor([one.key for one in own], device=self._device).unbind(dim=1))
+            contexts = {one.token_ids: one.token_ids for one in own}
+            limits = [one.limit for one in own]
+            decoded = self._decode(contexts, [one.token_ids for one in own], limits, keys=keys, sampler=sampler)
+            columns = (decoded.tokens, decoded.logprobs, decoded.lengths, decoded.finished)
+            for place, ids, logprobs, end, stopped in zip(batch, *(one.tolist() for one in columns), strict=True):
+                if not all(map(math.isfinite, logprobs[:end])):
+                    raise RunError(f"the rollout model's logits are not finite: turn {requests[place].key}")
+                turns[place] = Turn(tuple(ids[:end]), tuple(logprobs[:end]), (), stopped)
+        return [turns[place] for place in range(len(requests))]
+
+    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+        """Do nothing: this engine loses no turns."""
+
     def metrics(self) -> Metrics:
         """Return nothing: the trainer's own phases time this engine."""
         return {}
 
+    def _batches(self, rows: Sequence[Item], lengths: Sequence[int]) -> Iterator[Sequence[Item]]:
+        """Yield rows that decode together, of contexts with these lengths, ascending."""
+        pairs, done = list(zip(lengths, rows, strict=True)), 0
+        runs = [pairs] if self._left_padded else [list(run) for _, run in groupby(pairs, key=lambda pair: pair[0])]
+        for run in runs:
+            for first in range(0, len(run), self._batch_size):
+                batch = [row for _, row in run[first : first + self._batch_size]]
+                progress.report(done, len(rows), unit="rows")
+                yield batch
+                done += len(batch)
+
     @torch.inference_mode()
-    def _generate_batch(
+    def _decode(
         self,
-        rows: Sequence[_Row],
-        prompts: Sequence[Prompt],
-        prompt_index: Sequence[int],
+        contexts: Mapping[Item, Sequence[int]],
+        rows: Sequence[Item],
+        limits: Sequence[int],
         *,
-        seed: tuple[int, ...],
+        keys: Tensor,
         sampler: Sampler | None,
     ) -> Decoded:
-        """Return responses of `rows`, greedy without a sampler; each distinct prompt is read once."""
-        distinct = list(dict.fromkeys(row.prompt for row in rows))
-        place = {prompt: i for i, prompt in enumerate(distinct)}
-        indices = torch.tensor([prompt_index[row.prompt] for row in rows], dtype=torch.int64, device=self._device)
-        samples = torch.tensor([row.sample for row in rows], dtype=torch.int64, device=self._device)
-        token_ids = [prompts[prompt].token_ids for prompt in distinct]
-        limits = torch.tensor([row.limit for row in rows], dtype=torch.int64, device=self._device)
-        new_tokens = max(row.limit for row in rows)
-        longest = max(len(ids) for ids in token_ids) + new_tokens
+        """Return a response for each row, greedy without a sampler; each context is read once.
+
+        contexts: token ids by name; rows: the name of each row's; keys: [R] random stream of each row.
+        """
+        place = {name: i for i, name in enumerate(contexts)}
+        longest = max(map(len, contexts.values())) + max(limits)
+        most = torch.tensor(limits, dtype=torch.int64, device=self._device)
         loop = DecodingLoop(
-            prompt_of_row=torch.tensor([place[row.prompt] for row in rows], device=self._device),
-            keys=stream_keys(seed, indices, samples),
+            prompt_of_row=torch.tensor([place[name] for name in rows], device=self._device),
+            keys=keys,
             sampler=sampler or self._sampler,
             greedy=sampler is None,
-            max_new_tokens=new_tokens,
+            max_new_tokens=max(limits),
             stop_token_ids=self._stop_token_ids,
-            cache=make_cache(self._model.config, max_tokens=longest),
+            cache=make_cache(self.model.config, max_tokens=longest),
             hidden=self._hidden_tokens,
         )
-        input_ids, attention_mask = _left_padded(token_ids, self._device)
-        decoded = loop.run(self._model, input_ids, attention_mask)
-        finished = decoded.finished & (decoded.lengths <= limits)
-        return replace(decoded, lengths=decoded.lengths.minimum(limits), finished=finished)
+        decoded = loop.run(self.model, *_left_padded(list(contexts.values()), self._device))
+        finished = decoded.finished & (decoded.lengths <= most)
+        return replace(decoded, lengths=decoded.lengths.minimum(most), finished=finished)
 
     def _assemble(
         self,
@@ -225,7 +254,7 @@ class HFRolloutEngine:
             prompt_lengths=prompt_lengths[back],
             lengths=lengths[back],
             rollout_logprobs=logprobs[back],
-            finished=responses.finished[back],
+            end=ends_of(responses.finished[back]),
             prompt_index=integers(prompt_index[row.prompt] for row in rows)[back],
             sample_index=integers(row.sample for row in rows)[back],
             weight_version=integers([self._weight_version or 0] * num_rows),
@@ -238,7 +267,7 @@ class HFRolloutEngine:
 
         Returns whether it did: a target that is no linear layer in transformers, as experts are, has none.
         """
-        linear = {one.weight.data_ptr(): one for one in self._model.modules() if isinstance(one, nn.Linear)}
+        linear = {one.weight.data_ptr(): one for one in self.model.modules() if isinstance(one, nn.Linear)}
         layers = {}
         for name, weight in self._weights.items():
             module, layer = name.removesuffix(WEIGHT), linear.get(weight.data_ptr())
@@ -282,6 +311,13 @@ class HFRolloutEngine:
             raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
         self._written -= {self._weights[name].data_ptr() for name in self._adapters or self._weights}
         self._weight_version = version
+
+
+def _sampler_of(own: Sampler, greedy: bool, draws: Draws | None) -> Sampler | None:
+    """Return the sampler of a generation, in training the engine's own; None: greedy."""
+    if is_greedy(greedy, draws):
+        return None
+    return own if draws is None else Sampler(draws.temperature, draws.top_p, draws.top_k)
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -179,6 +179,12 @@ def stream_keys(seed: Sequence[int], *words: Tensor) -> Tensor:
     return state
 
 
+def turn_keys(seed: Sequence[int], prompts: Tensor, samples: Tensor, numbers: Tensor) -> Tensor:
+    """Return the key of each turn, all [R] int64; of number 0 it is that of the sample's only response."""
+    keys = stream_keys(seed, prompts, samples)
+    return torch.where(numbers > 0, _absorb(keys, numbers), keys)
+
+
 def uniform_at(keys: Tensor, position: Tensor | int) -> Tensor:
     """Return each stream's `position`-th uniform: float64 in [0, 1), 53 random bits, broadcast shape."""
     return _logical_shift(_absorb(keys, position), 11).double() * 2.0**-53
@@ -203,17 +209,21 @@ def response_limits(
     if len(limits) != len(prompts) or not all(1 <= limit <= most for limit in limits):
         raise ValueError(f"limits={limits}: one for each prompt, 1 to the longest response, {most} tokens")
     lengths = ((len(prompt.token_ids), limit) for prompt, limit in zip(prompts, limits, strict=True))
-    longest, limit = max(lengths, key=sum, default=(0, 0))
+    check_positions(*max(lengths, key=sum, default=(0, 0)), max_positions=max_positions)
+    empty = [prompt.index for prompt in prompts if not prompt.token_ids]
+    if empty:
+        raise UserError(f"prompts without tokens, data set rows {empty[:8]}: a prompt needs one token; remove them")
+    return limits
+
+
+def check_positions(longest: int, limit: int, *, max_positions: int) -> None:
+    """Raise UserError unless the model has positions for the longest prompt and its response."""
     if longest + limit > max_positions:
         raise UserError(
             f"the longest prompt has {longest} tokens and its response up to {limit}: together more than the model's "
             f"max_position_embeddings={max_positions}; lower data.max_prompt_tokens or the length of responses, "
             "rollout.max_new_tokens or validation.max_new_tokens"
         )
-    empty = [prompt.index for prompt in prompts if not prompt.token_ids]
-    if empty:
-        raise UserError(f"prompts without tokens, data set rows {empty[:8]}: a prompt needs one token; remove them")
-    return limits
 
 
 def is_greedy(greedy: bool, draws: Draws | None) -> bool:

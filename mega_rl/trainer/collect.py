@@ -18,6 +18,7 @@ from mega_rl.trainer.rows import (
     Samples,
     check_rows,
     choose,
+    first_rows,
     leave_unscored_out,
     scored_rows,
     share_out,
@@ -52,7 +53,8 @@ class SuccessMeter:
         """Add all replicas' samples to the rates; collective."""
         rollout, rewards = samples.rollout, samples.rewards
         values = judged_values(rewards, self.right_part, setting="data.curriculum.right_part")
-        known = scored_rows(rollout, rewards) & ~values.isnan()  # a data source may lack the component
+        # A data source may lack the component.
+        known = scored_rows(rollout, rewards) & ~values.isnan() & first_rows(rollout)
         columns = torch.stack([(values > self.right_above) & known, known], dim=1).double()
         counts = torch.zeros(len(samples.prompts), 2, dtype=torch.float64).index_add(0, rollout.prompt_index, columns)
         right, total = ranks.sum(counts).unbind(1)
@@ -155,7 +157,8 @@ class Collector:
             wave = self._sample(self.order.take(self.drawn, self.plan.prompts), self.drawn)
             self.drawn += len(wave.prompts)
             generations += 1
-            totals = wave.rewards.totals[scored_rows(wave.rollout, wave.rewards)].double()
+            known = scored_rows(wave.rollout, wave.rewards) & first_rows(wave.rollout)
+            totals = wave.rewards.totals[known].double()
             sampled += torch.tensor([float(totals.sum()), float(len(totals))], dtype=torch.float64)
             spread = torch.cat([spread, spread_of(wave, self.ranks, by_parts=self.plan.by_parts)])
             chosen = choose(spread, self.plan.prompts_per_step)

@@ -22,7 +22,7 @@ from mega_rl.trainer.policy_gradient import Evaluated
 from mega_rl.trainer.rows import ReadResponse, Samples
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 from mega_rl.trainer.validation import Evaluation, SetOutcome, named
-from mega_rl.types import Experience, JsonObject, Metrics, Rewards, Rollout, TokenOutputs, row_numbers
+from mega_rl.types import ENDS, Experience, JsonObject, Metrics, Rewards, Rollout, TokenOutputs, row_numbers
 
 if TYPE_CHECKING:
     from mega_rl.checkpoint.store import RunCheckpoints
@@ -165,12 +165,12 @@ class Warn(Event):
 
 # Columns of a record that sampling gave, with those that not every rollout has; token ids go as int32.
 _SAMPLED = (
-    "prompt_index", "sample_index", "prompt_lengths", "lengths", "finished", "weight_version", "loss_mask",
-    "rollout_logprobs", "failed", "token_versions", "routing",
+    "prompt_index", "sample_index", "prompt_lengths", "lengths", "end", "weight_version", "loss_mask",
+    "rollout_logprobs", "failed", "branch", "token_versions", "routing",
 )  # fmt: skip
 # Columns of a mini-batch that travel to the rank that sampled its rows.
 _WEIGHTED = (
-    "tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "token_weights", "loss_weights",
+    "tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "branch", "token_weights", "loss_weights",
 )  # fmt: skip
 
 
@@ -201,6 +201,8 @@ def sample_rows(
             known["newest_weight_version"] = newest
         if rollout.failed is not None:
             known["failed"] = bool(rollout.failed[row])
+        if rollout.branch is not None:
+            known["branch"] = int(rollout.branch[row])
         rows.append(
             {
                 "step": step,
@@ -214,6 +216,7 @@ def sample_rows(
                 "response_tokens": tokens,
                 **_rewards_of(samples.rewards, row),
                 "finished": bool(rollout.finished[row]),
+                "end": ENDS[int(rollout.end[row])],
                 "weight_version": int(rollout.weight_version[row]),
                 **known,
             }
@@ -300,7 +303,7 @@ class StepColumns:
             experience.rollout_logprobs,
             advantages=experience.advantages,
             token_weights=columns["token_weights"],
-            sequences=Sequences(row_numbers(mask), len(mask)),
+            sequences=Sequences(row_numbers(mask, experience.branch), len(mask)),
         )
         return self.correction(tokens)[0] * mask
 
@@ -354,7 +357,7 @@ def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> d
         "token_weights": torch.zeros(count, width),
         "loss_weights": torch.zeros(count, width),
     }
-    epochs, seen = [torch.full((count,), -1)], set[tuple[int, int]]()
+    epochs, seen = [torch.full((count,), -1)], set[tuple[int, ...]]()
     for number, minibatch in enumerate(minibatches):
         bare: Experience = Experience.from_rows(**{name: getattr(minibatch, name) for name in _WEIGHTED})
         everywhere = ranks.gather_rows(bare)
@@ -374,5 +377,6 @@ def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> d
     return {"minibatch": epochs[0], **columns, **later}
 
 
-def _keys(rows: Rollout | Experience) -> list[tuple[int, int]]:
-    return list(zip(rows.prompt_index.tolist(), rows.sample_index.tolist(), strict=True))
+def _keys(rows: Rollout | Experience) -> list[tuple[int, ...]]:
+    columns = (rows.prompt_index, rows.sample_index, rows.branch)
+    return list(zip(*(column.tolist() for column in columns if column is not None), strict=True))

@@ -148,6 +148,8 @@ def build_experience(
         ref_logprobs=old.logprobs if ref.logprobs is None else ref.logprobs,
         values=torch.zeros_like(old.logprobs) if critic.values is None else critic.values,
         routing=rollout.routing if old.routing is None else old.routing,
+        branch=rollout.branch,
+        unit=None if rollout.branch is None else (rollout.prompt_index << 32) + rollout.sample_index,
     )
     penalty = None if reward_kl is None else reward_kl.penalty(experience.old_logprobs, experience.ref_logprobs)
     inputs = AdvantageInputs(experience, rewards.totals, penalty, sum_over_ranks, reward_parts=rewards.parts)
@@ -188,7 +190,8 @@ class MinibatchPlan:
         """Set the mini-batch's loss and token weights from global counts; returns it."""
         mask, index = minibatch.loss_mask, minibatch.prompt_index
         of_prompts = torch.zeros(num_prompts, dtype=torch.float64).index_add_(0, index, mask.sum(dim=1).double())
-        counts = self.ranks.sum(torch.cat([token_and_sequence_counts(mask), of_prompts]))
+        own = token_and_sequence_counts(mask, minibatch.branch)
+        counts = self.ranks.sum(torch.cat([own, of_prompts]))
         tokens, sequences = counts[:2].tolist()
         minibatch.loss_weights = loss_weights(
             mask,
@@ -196,6 +199,7 @@ class MinibatchPlan:
             global_tokens=tokens,
             global_sequences=sequences,
             max_response_tokens=self.max_response_tokens,
+            branch=minibatch.branch,
             prompt_index=index,
             prompt_tokens=counts[2:],
         )

@@ -19,6 +19,8 @@ from mega_rl.parallel.comm import padded, share
 from mega_rl.protocols import Ranks
 from mega_rl.types import PER_TOKEN, Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, row_numbers
 
+_BRANCH_BITS = 16  # of the number of a row within its trajectory
+
 # (rollout, row) -> the response as rewards read it, and the same with what others wrote between the policy's turns.
 ReadResponse = Callable[[Rollout, int], tuple[str, str]]
 
@@ -43,9 +45,11 @@ class Samples(NamedTuple):
         theirs = select(other.rollout, torch.arange(len(other.rollout.lengths)))
         theirs.prompt_index = theirs.prompt_index + len(self.prompts)
         rollouts = (self.rollout, theirs)
-        if any(rollout.failed is not None for rollout in rollouts):
-            for rollout in rollouts:
+        for rollout in rollouts:
+            if any(one.failed is not None for one in rollouts):
                 rollout.failed = ~answered(rollout)
+            if rollout.branch is None and any(one.branch is not None for one in rollouts):
+                rollout.branch = torch.zeros_like(rollout.lengths)
         width = max(rollout.tokens.size(1) for rollout in rollouts)
         columns = [_columns(rollout) for rollout in rollouts]
         fields = {name: torch.cat([padded(one[name], width) for one in columns]) for name in columns[0]}
@@ -81,12 +85,17 @@ def select(rollout: Rollout, rows: Tensor, *, width: int | None = None) -> Rollo
 
 def answered(rollout: Rollout) -> Tensor:
     """Return [B] bool: rows whose sample has not failed."""
-    return torch.ones_like(rollout.finished) if rollout.failed is None else ~rollout.failed
+    return torch.ones_like(rollout.loss_mask[:, 0]) if rollout.failed is None else ~rollout.failed
+
+
+def first_rows(rollout: Rollout) -> Tensor:
+    """Return [B] bool: the first row of each trajectory."""
+    return torch.ones_like(rollout.loss_mask[:, 0]) if rollout.branch is None else rollout.branch == 0
 
 
 def scored_rows(rollout: Rollout, rewards: Rewards) -> Tensor:
     """Return [B] bool: rows that have an answer and a reward."""
-    return answered(rollout) & ~rewards.totals.isnan().to(rollout.finished.device)
+    return answered(rollout) & ~rewards.totals.isnan().to(rollout.tokens.device)
 
 
 def token_versions(rollout: Rollout) -> Tensor:
@@ -97,7 +106,7 @@ def token_versions(rollout: Rollout) -> Tensor:
 
 
 def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0) -> None:
-    """Check that a rank has each sample of its prompts once, after its prompt's tokens.
+    """Check that a rank has each sample of its prompts once, after its prompt's tokens; of a trajectory its first row.
 
     samples: number for each prompt, 0 for as many as the highest sample number says. Raises RunError on all ranks.
     """
@@ -107,17 +116,23 @@ def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, sam
 
 def _row_fault(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, samples: int) -> str:
     keys = list(zip(rollout.prompt_index.tolist(), rollout.sample_index.tolist(), strict=True))
+    branches = [0] * len(keys) if rollout.branch is None else rollout.branch.tolist()
+    first = [key for key, branch in zip(keys, branches, strict=True) if branch == 0]
     samples = samples or max((sample + 1 for _, sample in keys), default=0)
     expected = Counter((prompt, sample) for prompt in own for sample in range(samples))
-    if wrong := (Counter(keys) - expected) or (expected - Counter(keys)):
+    if wrong := (Counter(first) - expected) or (expected - Counter(first)):
         prompt, sample = min(wrong)
         return (
-            f"sample {sample} of prompt {prompt} has {keys.count((prompt, sample))} rows; this rank must have one row "
+            f"sample {sample} of prompt {prompt} has {first.count((prompt, sample))} rows; this rank must have one row "
             f"of each of {samples} samples of prompts {own.start} to {own.stop - 1}, and no others"
         )
     for row, (prompt, sample) in enumerate(keys):
-        ids, first = prompts[prompt].token_ids, int(rollout.prompt_lengths[row])
-        if first != len(ids) or rollout.tokens[row, :first].tolist() != list(ids):
+        if branches[row]:  # its tokens before the first turn may be others than the prompt's
+            if row == 0 or keys[row - 1] != (prompt, sample) or branches[row] != branches[row - 1] + 1:
+                return f"row {row} is not next to the row before it of sample {sample} of prompt {prompt}"
+            continue
+        ids, end = prompts[prompt].token_ids, int(rollout.prompt_lengths[row])
+        if end != len(ids) or rollout.tokens[row, :end].tolist() != list(ids):
             called = f"row {row} is called sample {sample} of prompt {prompt}, row {prompts[prompt].index} of the data"
             return f"{called}, but its prompt has other tokens: it answers another prompt than it would be scored for"
     return ""
@@ -127,7 +142,7 @@ def moved_rows(experience: Experience, destinations: Tensor, ranks: Ranks) -> Ex
     """Send each row to the rank that trains it; return the rows received, numbered anew; collective."""
     chosen = (destinations >= 0).nonzero().flatten()
     moved = ranks.exchange_rows(experience[chosen], destinations[chosen])  # type: ignore[index]
-    moved.rows = row_numbers(moved.loss_mask)
+    moved.rows = row_numbers(moved.loss_mask, moved.branch)
     return moved
 
 
@@ -191,11 +206,14 @@ def share_out(samples: Samples, chosen: Tensor, ranks: Ranks) -> Samples:
     """Return this rank's part of the chosen prompts, numbered from 0 and in order; collective."""
     rows, rewards = samples.rollout, samples.rewards
     rows.prompt_index = torch.searchsorted(chosen, rows.prompt_index)
-    count = 1 + int(ranks.max(rows.sample_index.max() if len(rows.sample_index) else torch.tensor(0)))
-    keys = gather_column(rows.prompt_index * count + rows.sample_index, ranks)
+    none = torch.zeros(1, dtype=torch.int64)
+    number = rows.sample_index if rows.branch is None else (rows.sample_index << _BRANCH_BITS) + rows.branch
+    count = 1 + int(ranks.max(torch.cat([number, none]).max()))
+    keys = gather_column(rows.prompt_index * count + number, ranks)
     columns = gather_column(rewards.columns(), ranks)[keys.argsort()]
     own = ranks.exchange_rows(rows, rows.prompt_index * ranks.size // len(chosen))
-    own_keys = own.prompt_index * count + own.sample_index
+    number = own.sample_index if own.branch is None else (own.sample_index << _BRANCH_BITS) + own.branch
+    own_keys = own.prompt_index * count + number
     width = int(own.lengths.max()) if len(own.lengths) else own.tokens.size(1)
     own = select(own, own_keys.argsort(), width=width)
     rewards = rewards.with_columns(columns[torch.searchsorted(keys.sort().values, own_keys.sort().values)])
@@ -236,6 +254,9 @@ class Overlong:
         punishment = torch.zeros_like(rewards.totals)
         if self.buffer_tokens:
             tokens = rollout.lengths - rollout.prompt_lengths  # the limit counts a tool's tokens, too
+            if rollout.branch is not None:  # a trajectory's longest row counts
+                number = (rollout.branch == 0).cumsum(0) - 1
+                tokens = torch.zeros_like(tokens).scatter_reduce(0, number, tokens, "amax")[number]
             part = soft_punishment(tokens, limit=self.max_response_tokens, buffer=self.buffer_tokens)
             punishment = self.penalty * part
             parts = rewards.parts
@@ -243,8 +264,8 @@ class Overlong:
                 values = torch.cat([parts.values, part[:, None]], dim=1)
                 parts = RewardParts((*parts.names, "overlong"), (*parts.weights, self.penalty), values)
             rewards = replace(rewards, totals=rewards.totals + punishment, parts=parts)
-        has_answer = answered(rollout)
-        columns = (has_answer, punishment, has_answer & ~rollout.finished)
+        has_answer = answered(rollout) & first_rows(rollout)
+        columns = (has_answer, punishment * has_answer, has_answer & ~rollout.finished)
         count, punished, truncated = ranks.sum(torch.stack([column.double().sum() for column in columns])).tolist()
         metrics: Metrics = {}
         if self.buffer_tokens:
@@ -262,7 +283,7 @@ def soft_punishment(response_tokens: Tensor, *, limit: int, buffer: int) -> Tens
 def leave_truncated_out(experience: Experience, rollout: Rollout) -> Experience:
     """Take the tokens of responses that length cut off from the loss mask; return the experience."""
     experience.loss_mask = experience.loss_mask & rollout.finished[:, None]
-    experience.rows = row_numbers(experience.loss_mask)
+    experience.rows = row_numbers(experience.loss_mask, experience.branch)
     for name in PER_TOKEN:
         setattr(experience, name, getattr(experience, name) * experience.loss_mask)
     return experience

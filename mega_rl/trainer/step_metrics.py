@@ -16,8 +16,8 @@ from mega_rl.algorithms.kl import k3
 from mega_rl.algorithms.losses import explained_variance
 from mega_rl.algorithms.statistics import QUANTILES, SUMMARY, combine, histogram, summary
 from mega_rl.protocols import Ranks
-from mega_rl.trainer.rows import answered, gather_column, with_parts
-from mega_rl.types import TRAINED_TOKENS, Experience, Metrics, RewardParts, Rewards, Rollout
+from mega_rl.trainer.rows import answered, first_rows, gather_column, with_parts
+from mega_rl.types import TRAINED_TOKENS, Experience, Metrics, RewardParts, Rewards, Rollout, over_trajectory
 
 EQUAL_GROUPS = "reward/equal_groups_fraction"
 GROUPS = (EQUAL_GROUPS, "reward/best_groups_fraction", "reward/worst_groups_fraction")
@@ -38,7 +38,7 @@ class SampleTable:
     prompt_tokens: Tensor
     response_tokens: Tensor  # sampled by the policy, without a tool's
     tokens: Tensor  # sampled ones and a tool's
-    finished: Tensor  # 1 where a stop token ended it
+    finished: Tensor  # 1 where its task is done, 0 where a limit cut it off
     repeated: Tensor  # see `repeated_fractions`
 
     def where(self, chosen: Tensor) -> SampleTable:
@@ -50,10 +50,11 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks) -> Metrics
     """Return rewards, response lengths and how responses ended, over all ranks."""
     failures = {}
     if rollout.failed is not None:
-        failures["rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
-    response = rollout.loss_mask.sum(dim=1).double()
+        failures["rollout/failed_samples"] = float(ranks.sum((rollout.failed & first_rows(rollout)).double().sum()))
+    response = over_trajectory(rollout.loss_mask.sum(dim=1), rollout.branch).double()
+    tokens = over_trajectory(rollout.lengths, rollout.branch)
     columns = (
-        rewards.totals, rollout.prompt_lengths, response, rollout.lengths, rollout.finished,
+        rewards.totals, rollout.prompt_lengths, response, tokens, rollout.finished,
         repeated_fractions(rollout.tokens, rollout.loss_mask),
     )  # fmt: skip
     prompt, _, *others = _by_sample(_own_rows(rollout, columns, ranks)).unbind(dim=1)
@@ -73,7 +74,7 @@ def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> M
     """Return the mean of each part of the rewards over all ranks' samples that have it."""
     if parts is None:
         return {}
-    known = ~parts.values.isnan() & answered(rollout)[:, None]
+    known = ~parts.values.isnan() & (answered(rollout) & first_rows(rollout))[:, None]
     counts, totals = ranks.sum(torch.stack([known.double(), parts.values.nan_to_num().double() * known]).sum(dim=1))
     means = (totals / counts.clamp(min=1.0)).tolist()
     counted = zip(parts.names, means, counts.tolist(), strict=True)
@@ -81,9 +82,13 @@ def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> M
 
 
 def _own_rows(rollout: Rollout, columns: Sequence[Tensor], ranks: Ranks, *, first: int = 0) -> Tensor:
-    """Return [N, 2 + K] float64 of all ranks' answered samples: prompt + `first`, sample, columns; collective."""
+    """Return [N, 2 + K] float64 of all ranks' answered samples: prompt + `first`, sample, columns; collective.
+
+    The columns of a trajectory are those of its first row.
+    """
     whole = (rollout.prompt_index + first, rollout.sample_index, *columns)
-    own = torch.stack([column.cpu().double() for column in whole], dim=1)[answered(rollout).cpu()]
+    chosen = (answered(rollout) & first_rows(rollout)).cpu()
+    own = torch.stack([column.cpu().double() for column in whole], dim=1)[chosen]
     return gather_column(own, ranks)
 
 
@@ -269,7 +274,7 @@ class AnswerTable:
         """Add all replicas' samples; collective. first: position of the rows' prompt 0 in the set."""
         parts = rewards.parts
         known: Sequence[Tensor] = () if parts is None else parts.values.unbind(dim=1)
-        columns = (rewards.totals, rows.loss_mask.sum(dim=1), *known)
+        columns = (rewards.totals, over_trajectory(rows.loss_mask.sum(dim=1), rows.branch), *known)
         self._tables.append(_own_rows(rows, columns, self.ranks, first=first))
         self._parts.append(() if parts is None else parts.names)
         self.scored = self.scored and rewards.scored
@@ -278,8 +283,13 @@ class AnswerTable:
         self, votes: Sequence[str | None], right: Sequence[bool | None], rows: Rollout, *, first: int
     ) -> None:
         """Add the vote of each of this replica's samples that a reward judges; collective."""
-        own = zip(rows.prompt_index.tolist(), rows.sample_index.tolist(), right, votes, strict=True)
-        judged = [(first + prompt, *sample) for prompt, *sample in own if sample[1] is not None]
+        columns = (rows.prompt_index, rows.sample_index, first_rows(rows))
+        own = zip(*(column.tolist() for column in columns), right, votes, strict=True)
+        judged = [
+            (first + prompt, sample, is_right, vote)
+            for prompt, sample, counts, is_right, vote in own
+            if counts and is_right is not None
+        ]
         self._votes += [tuple(vote) for part in self.ranks.gather_json(judged) for vote in part]
 
     def votes(self) -> list[tuple[int, bool, str | None]]:

@@ -39,8 +39,8 @@ from mega_rl.verify.replay import ReplayPlan, replay_config
 
 NO_LIMIT = 1 << 62
 SAMPLED = (
-    *("loss_mask", "rollout_logprobs", "finished", "prompt_index", "sample_index", "weight_version"),
-    *("routing", "token_versions", "failed"),
+    *("loss_mask", "rollout_logprobs", "end", "prompt_index", "sample_index", "weight_version"),
+    *("routing", "token_versions", "failed", "branch"),
 )
 
 
@@ -153,7 +153,9 @@ class _OwnRows:
             parts = RewardParts(description.reward_parts, description.reward_weights, values)
         scored = description.config["reward"]["source"] != "none"
         index, ends, tokens = (self.record.tensors[name] for name in ("prompt_index", "prompt_lengths", "tokens"))
-        own = {int(number): tuple(ids[:end].tolist()) for number, ids, end in zip(index, tokens, ends, strict=True)}
+        first = self.record.tensors.get("branch", 0 * index) == 0
+        starts = zip(index[first], tokens[first], ends[first], strict=True)
+        own = {int(number): tuple(ids[:end].tolist()) for number, ids, end in starts}
         prompts = [Prompt(number, own[number], text="", answer=None) for number in range(description.prompts)]
         return Samples(prompts, rollout, Rewards(self.column("rewards"), parts, scored=scored))
 

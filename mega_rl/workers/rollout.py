@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mega_rl.agents.environment import FAILURES, NAMED, Answer, Played, Runner, TurnEngine, TurnRequest
+from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
 from mega_rl.errors import RunError
-from mega_rl.parallel.agreement import raise_together
+from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.parallel.comm import share
-from mega_rl.protocols import Ranks, RolloutEngine, RolloutSource
+from mega_rl.protocols import Ranks, RolloutSource
 from mega_rl.rollout.sglang.generation.engine import Sampled, SglangRolloutEngine
 from mega_rl.rollout.sglang.generation.samples import Sampling
-from mega_rl.types import Draws, Metrics, Prompt, Rollout
+from mega_rl.types import ENDS, Draws, Metrics, Prompt, Rollout
 
+log = logging.getLogger(__name__)
 EVALUATION = 0x6576616C  # "eval": third word of the seeds of evaluations
 
 
@@ -39,7 +43,7 @@ def evaluation_stream(draws: Draws | None) -> tuple[int, ...]:
 class RolloutWorker:
     """Rollout role with an engine on every rank."""
 
-    engine: RolloutEngine
+    engine: TurnEngine
     data_parallel: Ranks
     replica: Ranks
     n: int
@@ -81,63 +85,18 @@ class BackgroundRolloutWorker(RolloutWorker):
         return self.replica.gather_rows(self.engine.collect(samples))
 
 
-End = Literal["done", "length", "turns", "error"]
 Weights = Iterator[tuple[str, Tensor]]  # (Hugging Face name, full tensor in training dtype)
 _ABOVE_ZERO = 1e-3  # log-probs of near-certain tokens may exceed 0 by the rounding of bf16 logits
 
 
-@dataclass(slots=True)
-class Trajectory:
-    """A prompt and its response so far: sampled turns, and given tokens between them."""
-
-    prompt: Prompt
-    prompt_index: int  # position in the step's prompts
-    sample_index: int  # number of the sample of its prompt
-    limit: int  # most tokens of the response, given ones included
-    token_ids: list[int] = field(default_factory=list)  # the response's
-    sampled: list[bool] = field(default_factory=list)  # whether the policy sampled the token: these train
-    logprobs: list[float] = field(default_factory=list)  # each token's at the sampling temperature, 0 for given ones
-    stopped: bool = False  # a stop token ended the last turn
-    # Why no further turn comes; the row of an "error" does not train. None: it is done if a stop token ended it.
-    end: End | None = None
-
-    @property
-    def room(self) -> int:
-        """Return the tokens that may still come; 0 once the trajectory has ended."""
-        return 0 if self.end is not None else self.limit - len(self.token_ids)
-
-    @property
-    def finished(self) -> bool:
-        """Return whether the task is done: neither length nor a limit of turns cut it off."""
-        return self.stopped if self.end is None else self.end == "done"
-
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, finished: bool) -> None:
-        """Append a turn of the policy, with the stop token that ended it where it `finished`."""
-        assert len(token_ids) == len(logprobs) <= self.room, f"{len(token_ids)} tokens, room for {self.room}"
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.sampled += [True] * len(token_ids)
-        self.stopped = finished
-        if not finished and not self.room:
-            self.end = "length"
-
-    def give(self, token_ids: Sequence[int]) -> bool:
-        """Append tokens that the policy only reads; return False without room for a turn after them."""
-        if len(token_ids) >= self.room:
-            self.end = self.end or "length"
-            return False
-        self.token_ids += token_ids
-        self.logprobs += [0.0] * len(token_ids)
-        self.sampled += [False] * len(token_ids)
-        return True
-
-
 @dataclass(frozen=True)
 class RolloutContext:
-    """Parts of a run that a rollout source works with; only the ranks differ between ranks."""
+    """Parts of a run that environments and rollout sources work with; only the ranks differ between ranks."""
 
     tokenizer: PreTrainedTokenizerBase
-    engine: RolloutEngine | None  # samples with the actor's weights; None with rollout.backend=none
+    engine: (
+        Any  # a `RolloutEngine` with `turns`, which samples with the actor's weights; None with rollout.backend=none
+    )
     sampling: Sampling  # temperature, top_p, top_k, max_new_tokens of a whole response, stop_token_ids
     n: int  # samples of each prompt in training
     seed: int
@@ -146,51 +105,17 @@ class RolloutContext:
     weight_version: Callable[[], int]  # version of the actor's weights that was published last
 
     def start(self, prompts: Sequence[Prompt], *, greedy: bool = False, draws: Draws | None = None) -> list[Trajectory]:
-        """Return empty trajectories of this rank's prompts: n of each (greedy: one), or `draws.n`."""
+        """Return trajectories without a turn of this rank's prompts: n of each (greedy: one), or `draws.n`."""
         samples, limit = range(self._samples(greedy, draws)), self.sampling.max_new_tokens
         limit = limit if draws is None else draws.max_new_tokens or limit
         return [Trajectory(prompts[i], i, sample, limit) for i in self._own(prompts) for sample in samples]
 
-    def sample(
-        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
-    ) -> list[Trajectory]:
-        """Return trajectories with their first turn, as rollout.source=single_turn samples it; collective."""
-        trajectories, own = self.start(prompts, greedy=greedy, draws=draws), self._own(prompts)
-        seed, first = (self.seed, step, *evaluation_stream(draws)), 0 if draws is None else draws.first
-        rows = self._engine().generate(
-            [prompts[i] for i in own], [first + i for i in own],
-            n=self._samples(greedy, draws), seed=seed, greedy=greedy, draws=draws,
-        )  # fmt: skip
-        _add_turn(trajectories, rows)
-        return trajectories
-
-    def extend(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        step: int,
-        turn: int,
-        greedy: bool = False,
-        draws: Draws | None = None,
-    ) -> None:
-        """Sample turn number `turn`, from 1 on, of the trajectories that have room; collective."""
-        going = [trajectory for trajectory in trajectories if trajectory.room > 0]
-        samples, first = self._samples(greedy, draws), 0 if draws is None else draws.first
-        rows = self._engine().generate(
-            [replace(each.prompt, token_ids=(*each.prompt.token_ids, *each.token_ids)) for each in going],
-            # Each has random numbers that no other trajectory has.
-            [(first + each.prompt_index) * samples + each.sample_index for each in going],
-            n=1, seed=(self.seed, step, *evaluation_stream(draws), turn),
-            limits=[each.room for each in going], greedy=greedy, draws=draws,
-        )  # fmt: skip
-        _add_turn(going, rows)
-
     def rollout(self, trajectories: Sequence[Trajectory]) -> Rollout:
         """Return the replica's rows from its ranks' trajectories; collective over all ranks."""
         ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
-        failed = torch.tensor([each.end == "error" for each in ordered], dtype=torch.bool)
-        any_failed = self.data_parallel.max(self.replica.max(failed.any().long()))
-        rows = _rows(ordered, version=self.weight_version(), failed=failed if any_failed else None)
+        own = [any(one.ended() == "error" for one in ordered), any(len(one.branches) > 1 for one in ordered)]
+        has = self.data_parallel.max(self.replica.max(torch.tensor(own).long())).tolist()
+        rows = rows_of(ordered, version=self.weight_version(), with_failed=bool(has[0]), with_branches=bool(has[1]))
         return self.replica.gather_rows(rows)
 
     def _own(self, prompts: Sequence[Prompt]) -> range:
@@ -199,47 +124,75 @@ class RolloutContext:
     def _samples(self, greedy: bool, draws: Draws | None) -> int:
         return draws.n if draws is not None else 1 if greedy else self.n
 
-    def _engine(self) -> RolloutEngine:
-        assert self.engine is not None, "rollout.backend=none has no engine to sample with; set hf or sglang"
-        return self.engine
 
+@dataclass
+class EnvironmentRollouts:
+    """Rollout source over a user's environment: each rank plays the trajectories of its own prompts."""
 
-def _add_turn(trajectories: Sequence[Trajectory], rows: Rollout) -> None:
-    failed = [False] * len(trajectories) if rows.failed is None else rows.failed.tolist()
-    columns = (rows.tokens, rows.rollout_logprobs, rows.prompt_lengths, rows.lengths, rows.finished)
-    for trajectory, no_answer, *row in zip(trajectories, failed, *(column.tolist() for column in columns), strict=True):
-        token_ids, logprobs, first, end, finished = row
-        trajectory.add(token_ids[first:end], logprobs[first:end], finished=finished)
-        if no_answer:
-            trajectory.end = "error"
+    runner: Runner
+    context: RolloutContext
+    everyone: Ranks
+    _metrics: Metrics = field(default_factory=dict, init=False)
 
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        """Return the replica's rows. Raises RunError on all ranks if too many trajectories fail; collective."""
+        context, engine = self.context, self.context.engine
+        assert engine is not None, "a rule refuses environments with rollout.backend=none"
+        seed, first = (context.seed, step, *evaluation_stream(draws)), 0 if draws is None else draws.first
+        trajectories = context.start(prompts, greedy=greedy, draws=draws)
+        ended: dict[int, Played] = {}
 
-def _rows(trajectories: Sequence[Trajectory], *, version: int, failed: Tensor | None) -> Rollout:
-    """Return one row for each trajectory, prompt and response, right-padded; a failed one has no response."""
-    # Tokens that were given after the last turn are left out.
-    last = [max((place + 1 for place, own in enumerate(each.sampled) if own), default=0) for each in trajectories]
-    ends = [0 if each.end == "error" else end for each, end in zip(trajectories, last, strict=True)]
-    prompts = torch.tensor([len(each.prompt.token_ids) for each in trajectories], dtype=torch.int64)
-    lengths = prompts + torch.tensor(ends, dtype=torch.int64)
-    width = int(lengths.max()) if len(lengths) else 0
-    tokens = torch.zeros(len(ends), width, dtype=torch.int64)
-    mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
-    for row, (each, first, end) in enumerate(zip(trajectories, prompts.tolist(), ends, strict=True)):
-        tokens[row, : first + end] = torch.tensor([*each.prompt.token_ids, *each.token_ids[:end]])
-        mask[row, first : first + end] = torch.tensor(each.sampled[:end], dtype=torch.bool)
-        logprobs[row, first : first + end] = torch.tensor(each.logprobs[:end])
-    return Rollout.from_rows(
-        tokens,
-        prompt_lengths=prompts,
-        lengths=lengths,
-        loss_mask=mask,
-        rollout_logprobs=logprobs,
-        finished=torch.tensor([each.finished for each in trajectories], dtype=torch.bool),
-        prompt_index=torch.tensor([each.prompt_index for each in trajectories], dtype=torch.int64),
-        sample_index=torch.tensor([each.sample_index for each in trajectories], dtype=torch.int64),
-        weight_version=torch.full_like(lengths, version),
-        failed=failed,
-    )
+        def sample(requests: Sequence[TurnRequest]) -> Sequence[Answer]:
+            placed = [one._replace(key=(first + one.key[0], *one.key[1:])) for one in requests]
+            return engine.turns(placed, seed=seed, greedy=greedy, draws=draws)
+
+        def lost() -> list[int]:
+            return [place for place, one in ended.items() if one.failure == "lost"]
+
+        def play(places: Sequence[int]) -> None:
+            ended.update(zip(places, self.runner.run([trajectories[i] for i in places], sample), strict=True))
+
+        run_on_all(lambda: play(range(len(trajectories))), self.everyone)
+        # What servers had begun when they died runs again from its start, with the same random numbers.
+        engine.settle(lambda: len(lost()), lambda: play(lost()))
+        self._count([ended[place] for place in range(len(trajectories))])
+        return context.rollout([ended[place].trajectory for place in range(len(trajectories))])
+
+    def metrics(self) -> Metrics:
+        """Return and reset the metrics of the last generation, and those of the environment."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def _count(self, outcomes: Sequence[Played]) -> None:
+        """Count turns, tokens, ends and failures of all ranks; raise RunError if too many fail; collective."""
+        played = [one.trajectory for one in outcomes]
+        given = [sum(len(p) for p in b.parts if not isinstance(p, Turn)) for t in played for b in t.branches]
+        own: dict[str, float] = {"count": len(played), "agent/turns_mean": sum(len(one.turns) for one in played)}
+        own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(len(t.branches) for t in played)}
+        own |= {"agent/environment_s_mean": sum(one.seconds for one in outcomes)}
+        own |= {f"agent/end_{end}_fraction": sum(one.end == end for one in played) for end in ENDS}
+        own |= {f"agent/failed_{kind}": sum(one.failure == kind for one in outcomes) for kind in FAILURES}
+        totals = self.everyone.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+        numbers = dict(zip(own, totals, strict=True))
+        count = max(numbers.pop("count"), 1.0)
+        self._metrics = {n: v if "failed" in n else v / count for n, v in numbers.items()}
+        words = [one for one in outcomes if one.failure]
+        for one in words[:NAMED]:
+            place = f"sample {one.trajectory.sample_index} of prompt {one.trajectory.prompt.index}"
+            log.warning("%s: %s: %s (%s)", self.runner.name, place, one.what, one.failure)
+        failed, share = (
+            sum(numbers[f"agent/failed_{kind}"] for kind in FAILURES),
+            self.runner.environment.max_failed_share,
+        )
+        error = None
+        if words and (failed > share * count or failed == count):
+            error = RunError(
+                f"{self.runner.name}: {failed:.0f} of {count:.0f} trajectories failed, more than "
+                f"max_failed_share={share:g}; the first: {words[0].what}"
+            )
+        raise_together(error, self.everyone, error=RunError)
 
 
 @dataclass
@@ -314,11 +267,17 @@ class CheckedRollouts:
     def _broken_rule(self, rollout: Rollout, longest: int) -> str:
         first, end = rollout.prompt_lengths[:, None], rollout.lengths[:, None]
         places, mask, logprobs = torch.arange(rollout.tokens.size(1)), rollout.loss_mask, rollout.rollout_logprobs
-        failed = torch.zeros_like(rollout.finished) if rollout.failed is None else rollout.failed
+        failed = torch.zeros_like(mask[:, 0]) if rollout.failed is None else rollout.failed
+        # Other rows of a trajectory may open with more than the prompt.
+        longest_prompt = torch.full_like(rollout.lengths, self.max_prompt_tokens)
+        if rollout.branch is not None:
+            longest_prompt += longest * (rollout.branch > 0)
+        is_long = rollout.lengths > longest_prompt.new_tensor(self.max_prompt_tokens + longest)
         tokens = torch.where(places < end, rollout.tokens, 0)
         faults = {
             f"has no prompt, or one of more than data.max_prompt_tokens={self.max_prompt_tokens} tokens": (first < 1)
-            | (first > self.max_prompt_tokens),
+            | (first > longest_prompt[:, None])
+            | is_long[:, None],
             f"has a response of more than rollout.max_new_tokens={longest} tokens, or ends before its prompt or after "
             "the tokens": (end < first) | (end - first > longest) | (end > rollout.tokens.size(1)),
             "has loss_mask set outside its response": mask & ((places < first) | (places >= end)),
@@ -341,9 +300,11 @@ def _wrong_form(rollout: object, *, prompts: int, n: int) -> str:
     if not isinstance(rollout, Rollout):
         return f"generate() returned {type(rollout).__name__}, not a Rollout"
     rows, width = prompts * n, rollout.tokens.shape[-1]
+    if rollout.branch is not None:
+        rows += int((rollout.branch != 0).sum())
     columns = {"tokens": torch.int64, "loss_mask": torch.bool, "rollout_logprobs": torch.float32}
     numbers = ("prompt_lengths", "lengths", "prompt_index", "sample_index", "weight_version")
-    columns |= {"finished": torch.bool, **dict.fromkeys(numbers, torch.int64)}
+    columns |= {"end": torch.int8, **dict.fromkeys(numbers, torch.int64)}
     columns |= {} if rollout.failed is None else {"failed": torch.bool}
     for place, (name, dtype) in enumerate(columns.items()):
         column, shape = getattr(rollout, name), [rows, width][: 2 if place < 3 else 1]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mega_rl.types import Rollout, response_mask
+from mega_rl.types import Rollout, ends_of, response_mask
 
 
 def make_rollout(
@@ -25,7 +25,7 @@ def make_rollout(
         prompt_lengths=prompt_lengths,
         lengths=lengths,
         rollout_logprobs=(-torch.rand(mask.shape, generator=generator) - 1) * mask,
-        finished=lengths > prompt_tokens,
+        end=ends_of(lengths > prompt_tokens),
         prompt_index=torch.arange(rows) // samples,
         sample_index=torch.arange(rows) % samples,
         weight_version=torch.full((rows,), version),

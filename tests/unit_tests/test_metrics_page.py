@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.agents.environment import FAILURES
 from mega_rl.algorithms.mismatch import LogprobMismatch
 from mega_rl.algorithms.statistics import QUANTILES as TOKEN_QUANTILES
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.tracking.metrics.steps import TOKEN_PHASES, PhaseTimer
 from mega_rl.trainer.step_metrics import LENGTH_QUANTILES as RESPONSE_QUANTILES
-from mega_rl.types import TRAINED_TOKENS
+from mega_rl.types import ENDS, TRAINED_TOKENS
 from mega_rl.workers import residency
 from mega_rl.workers.models import SKIPPED
 from mega_rl.workers.residency import MemoryLayout
@@ -62,6 +63,7 @@ def documented() -> frozenset[str]:
         quantiles = RESPONSE_QUANTILES if cell.startswith("rollout/") else TOKEN_QUANTILES
         places = {"<q>": list(quantiles), "<role>": ["actor", "critic"], "<phase>": list(TOKEN_PHASES)}
         expanded = [cell]
+        places |= {"<end>": [*ENDS], "<failure>": [*FAILURES]}
         for place, values in {**places, "<kind>": ["right", "wrong", "truncated"]}.items():
             expanded = [
                 name.replace(place, value) for name in expanded for value in (values if place in name else [""])
@@ -97,6 +99,7 @@ def composed() -> set[str]:
     names |= {f"{area}/{end}" for area in ("advantage", "values") for end in ("std", "min", "max", *TOKEN_QUANTILES)}
     names |= {f"actor/ratio_{end}" for end in TOKEN_QUANTILES}
     names |= {f"perf/{phase}_tokens_per_s" for phase in TOKEN_PHASES}
+    names |= {f"agent/end_{end}_fraction" for end in ENDS} | {f"agent/failed_{kind}" for kind in FAILURES}
     return names | {"rollout/failed_samples", "reward/finished_mean", "reward/truncated_mean"}
 
 

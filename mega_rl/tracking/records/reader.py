@@ -34,7 +34,8 @@ MAX_RECORD_BYTES = 16 << 20
 _STEP = re.compile(r"step_([0-9]{6,12})")
 _SHARD = re.compile(r"replica_\d{5}\.(?:safetensors|jsonl)")
 
-_DTYPES = {"F64": np.float64, "F32": np.float32, "I64": np.int64, "I32": np.int32, "I16": np.int16, "BOOL": np.bool_}
+_DTYPES = {"F64": np.float64, "F32": np.float32, "BOOL": np.bool_}
+_DTYPES |= {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8}
 
 # Tensors in causal order. A record lacks the tensors that its step did not compute.
 # [N] has one number for each row, [N, S] one for each token, aligned to the token that it describes.
@@ -43,7 +44,8 @@ TENSORS: Mapping[str, str] = {
     "sample_index": "[N] number of the sample of its prompt",
     "prompt_lengths": "[N] tokens of the prompt",
     "lengths": "[N] tokens of prompt and response",
-    "finished": "[N] complete: ended by a stop token, not by length or a limit of turns",
+    "branch": "[N] number of the row within its sample, where a sample has several rows",
+    "end": "[N] how the sample ended: 0 done, 1 cut off by length, 2 by a limit of turns, 3 failed",
     "failed": "[N] without an answer",
     "weight_version": "[N] oldest version of the weights that sampled the row",
     "tokens": "[N, S] prompt, response, padding of 0",
@@ -172,7 +174,7 @@ class Record:
                 rows += [parse_object(line) for line in _read(self.folder, shard).splitlines()]
             except ValueError as error:
                 raise UserError(f"{self.folder / shard.file}: {error}; the record is damaged") from error
-        return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+        return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"], row.get("branch", 0)))
 
 
 def read_record(folder: str | Path) -> Record:
@@ -192,7 +194,8 @@ def read_record(folder: str | Path) -> Record:
         if not shards or any(name not in shard for shard in shards):
             raise UserError(f"{folder}: a file has no {name}, which {RECORD_FILE} lists; the record is damaged")
     joined = {name: _joined([shard[name] for shard in shards]) for name in names}
-    order = np.lexsort((joined["sample_index"], joined["prompt_index"]))
+    keys = ("branch", "sample_index", "prompt_index")
+    order = np.lexsort(tuple(joined[name] for name in keys if name in joined))
     return Record(folder, description, {name: tensor[order] for name, tensor in joined.items()}, tuple(files))
 
 

@@ -26,9 +26,9 @@ from mega_rl.tracking.health.guard import Guard, Investigate, stop_on_signals
 from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data
 from mega_rl.trainer.assemble.load import build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.run import heartbeat_of, session
-from mega_rl.trainer.rows import ReadResponse, scored_rows
+from mega_rl.trainer.rows import ReadResponse, first_rows, scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome
-from mega_rl.types import JsonObject
+from mega_rl.types import JsonObject, over_trajectory
 
 UNFINISHED = "samples.jsonl.part"
 
@@ -97,7 +97,9 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
     rollout, rewards, parts = scored.rollout, scored.rewards, scored.rewards.parts
     answered = [True] * len(rollout.lengths) if rollout.failed is None else (~rollout.failed).tolist()
     has_score = scored_rows(rollout, rewards).tolist()
-    for row, number in enumerate(rollout.prompt_index.tolist()):
+    tokens = over_trajectory(rollout.loss_mask.sum(dim=1), rollout.branch)
+    for row in first_rows(rollout).nonzero().flatten().tolist():
+        number = int(rollout.prompt_index[row])
         prompt = scored.prompts[number]
         named = {} if parts is None else dict(zip(parts.names, parts.values[row].tolist(), strict=True))
         yield {
@@ -114,7 +116,7 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
             "parts": {name: value for name, value in named.items() if has_score[row] and not math.isnan(value)},
             "right": scored.right[row] if scored.right else None,
             "finish": ("stop" if rollout.finished[row] else "length") if answered[row] else "failed",
-            "response_tokens": int(rollout.loss_mask[row].sum()),
+            "response_tokens": int(tokens[row]),
         }
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mega_rl.agents.environment import Runner, TurnEngine
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.config.user_files import users_code
 from mega_rl.converters.live.load import model_config
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
+from mega_rl.protocols import Ranks, RankState, RolloutSource, WeightSync
 from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
 from mega_rl.rollout.sampling import Sampler
 from mega_rl.rollout.sglang.build import Connection, connect
@@ -31,6 +32,7 @@ from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import (
     BackgroundRolloutWorker,
     CheckedRollouts,
+    EnvironmentRollouts,
     RolloutContext,
     RolloutWorker,
     WeightsToSource,
@@ -138,7 +140,7 @@ def build_rollouts(
 
 
 def _make_source(
-    inputs: Inputs, rollout: RolloutConfig, seed: int, roles: Roles, engine: RolloutEngine | None, sync: WeightSync
+    inputs: Inputs, rollout: RolloutConfig, seed: int, roles: Roles, engine: TurnEngine | None, sync: WeightSync
 ) -> tuple[CheckedRollouts, RankState | None]:
     """Return (a user's rollout source with checks, its state or None). Raises UserError."""
     own, actor, tokens = inputs.rollouts, roles.actor_engine, inputs.tokens
@@ -156,21 +158,29 @@ def _make_source(
     )
     with users_code(f"{name} cannot be made"):
         made: Any = own.make(context)
+    known = min(model.hf.vocab_size for role, model in inputs.plan.models.items() if role != "reward")
+    if hasattr(made, "run"):
+        if engine is None:
+            raise UserError(f"{name}: an environment needs an engine; set rollout.backend=hf or sglang")
+        runner = Runner(made, name, known)
+        made = EnvironmentRollouts(runner, context, inputs.world)
     if not (hasattr(made, "generate") and hasattr(made, "metrics")):
-        raise UserError(f"{name}: made {type(made).__name__}; a rollout source has the methods generate and metrics")
+        raise UserError(
+            f"{name}: made {type(made).__name__}; an environment has the method run, a rollout source generate and "
+            "metrics"
+        )
     parameters = inspect.signature(made.generate).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if own.draws and "draws" not in parameters and not takes_any:
         raise UserError(
             f"{name}: its generate takes no draws, which validation.temperature and validation.max_new_tokens need; "
-            "add the parameter draws=None and pass it on to sample and extend, or set both to 0"
+            "add the parameter draws=None and pass it on to start, or set both to 0"
         )
     if hasattr(made, "receive_weights") and engine is not None:
         raise UserError(
             f"{name}: its receive_weights has no effect with rollout.backend={rollout.backend}, whose engine takes the "
             "weights; set rollout.backend=none, or leave it out"
         )
-    known = min(model.hf.vocab_size for role, model in inputs.plan.models.items() if role != "reward")
     pending = made if hasattr(made, "state") and hasattr(made, "restore") else None
     return CheckedRollouts(made, name, context, own.max_prompt_tokens, known, inputs.world), pending
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
-from mega_rl.types import Rollout
+from mega_rl.types import Rollout, ends_of
 from tests.helpers.counting import CollectiveRecorder
 from tests.helpers.distributed import initialized, run_ranks
 
@@ -36,7 +36,7 @@ def rollout(rank: int, size: int, *, strided: bool = False) -> Rollout:
         prompt_lengths=row + 1,
         lengths=torch.full((count,), length),
         rollout_logprobs=-tokens.float() / 8,
-        finished=row % 2 == 0,
+        end=ends_of(row % 2 == 0),
         prompt_index=row + 100 * rank,
         sample_index=row,
         weight_version=torch.full((count,), 5),

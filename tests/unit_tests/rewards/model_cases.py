@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mega_rl.rewards.score import ResponseReader
-from mega_rl.types import Prompt, Rollout
+from mega_rl.types import Prompt, Rollout, ends_of
 from tests.helpers.engines import make_config, own_rows, running_engine
 from tests.helpers.models import SMALL, TINY, write_digit_tokenizer
 
@@ -68,7 +68,7 @@ def rollout_of_rows() -> Rollout:
         tokens,
         prompt_lengths=prompt_lengths,
         lengths=lengths,
-        finished=finished,
+        end=ends_of(finished),
         prompt_index=index,
         sample_index=torch.arange(len(LENGTHS)) // 2,
         failed=torch.arange(len(LENGTHS)) == FAILED,

@@ -13,7 +13,7 @@ import torch
 from mega_rl.rewards.call import load_functions, plan
 from mega_rl.rewards.pool import FunctionRewards, WorkerPool
 from mega_rl.rewards.score import Item, Response, ResponseReader, RewardFailure
-from mega_rl.types import Prompt, Rollout
+from mega_rl.types import Prompt, Rollout, ends_of
 
 FILE = Path(__file__).with_name("reward_file.py")
 PROMPTS = [
@@ -29,7 +29,7 @@ def rollout_of() -> Rollout:
         torch.tensor([[3, 50, 51, 9, 0], [1, 2, 52, 53, 54], [3, 9, 0, 0, 0]]),
         prompt_lengths=torch.tensor([1, 2, 1]),
         lengths=torch.tensor([4, 5, 2]),
-        finished=torch.tensor([True, False, True]),
+        end=ends_of(torch.tensor([True, False, True])),
         prompt_index=torch.tensor([1, 0, 1]),
         sample_index=torch.tensor([0, 0, 1]),
     )

@@ -15,7 +15,7 @@ import torch
 from mega_rl.errors import UserError
 from mega_rl.rewards.role import RewardComponents, TextScorer
 from mega_rl.rewards.score import Item, Outcome, ResponseReader, RewardError, RewardFailure
-from mega_rl.types import Rewards, Rollout
+from mega_rl.types import Rewards, Rollout, ends_of
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.rewards.reward_cases import PROMPTS, READER, called, pooled, rollout_of
 
@@ -78,7 +78,7 @@ def of_several_turns(*, finished: bool) -> Rollout:
         prompt_lengths=torch.tensor([1]),
         lengths=torch.tensor([10]),
         loss_mask=torch.tensor([[False, False, True, True, True, False, False, False, True, True, False]]),
-        finished=torch.tensor([finished]),
+        end=ends_of(torch.tensor([finished])),
         prompt_index=torch.tensor([1]),
     )
 

@@ -64,7 +64,7 @@ def test_rows_are_prompt_then_response_then_padding(checkpoint: Checkpoint) -> N
     assert rollout.sample_index.tolist() == [0, 1, 2] * 6
     assert rollout.tokens.shape[1] == int(rollout.lengths.max())
     assert rollout.weight_version.tolist() == [1] * 18
-    types = {"tokens": torch.int64, "loss_mask": torch.bool, "rollout_logprobs": torch.float32, "finished": torch.bool}
+    types = {"tokens": torch.int64, "loss_mask": torch.bool, "rollout_logprobs": torch.float32, "end": torch.int8}
     for name, dtype in types.items():
         assert rollout.get(name).dtype == dtype
     for row in range(18):

@@ -7,7 +7,7 @@ import torch
 
 from mega_rl.trainer.events import group_rows, sample_rows
 from mega_rl.trainer.rows import Samples
-from mega_rl.types import Prompt, Rewards, Rollout
+from mega_rl.types import Prompt, Rewards, Rollout, ends_of
 from tests.helpers.rollouts import make_rollout
 
 PROMPTS = [Prompt(index=10 + i, token_ids=(1, 2), text=f"p{i}", answer=str(i)) for i in range(2)]
@@ -36,7 +36,7 @@ def test_whole_groups_are_dumped(count: int, rows: list[int]) -> None:
 def test_a_row_says_what_became_of_a_sample() -> None:
     """Two samples of one prompt: one that ended and one that was cut off, which two versions of the weights sampled."""
     rollout = make_rollout([3, 2], prompt_tokens=2, version=4)
-    rollout.finished = torch.tensor([True, False])
+    rollout.end = ends_of(torch.tensor([True, False]))
     advantages = torch.tensor([[0.0, 0.0, 1.0, 2.0, 6.0], [0.0, 0.0, -1.0, 0.5, 0.0]])
     given = {"render": str, "step": 7, "count": 2}
     first, second = sample_rows(

@@ -12,7 +12,7 @@ from torch import Tensor
 from mega_rl.algorithms.mismatch import importance_metrics, importance_summary
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.step_metrics import NGRAM, experience_metrics, repeated_fractions, rollout_metrics
-from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
+from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs, ends_of
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.threads import on_simulated_ranks
 
@@ -46,7 +46,7 @@ def batch(*, rewards: Tensor | None = None) -> tuple[Rollout, Rewards, Experienc
         lengths=lengths,
         loss_mask=mask,
         rollout_logprobs=logprobs + 0.3 * noise[1] * mask,
-        finished=torch.rand(ROWS, generator=draw) < 0.7,
+        end=ends_of(torch.rand(ROWS, generator=draw) < 0.7),
         prompt_index=torch.arange(PROMPTS).repeat_interleave(SAMPLES),
         sample_index=torch.arange(SAMPLES).repeat(PROMPTS),
     )

@@ -9,7 +9,7 @@ from mega_rl.algorithms.advantages import GRPO
 from mega_rl.algorithms.losses import AGGREGATIONS, Aggregation
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.trainer.rows import Overlong, leave_truncated_out, soft_punishment
-from mega_rl.types import PER_TOKEN, Experience, RewardParts, Rewards, Rollout, TokenOutputs
+from mega_rl.types import PER_TOKEN, Experience, RewardParts, Rewards, Rollout, TokenOutputs, ends_of
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout
 
@@ -20,7 +20,7 @@ TRUNCATED = torch.tensor([False, True, False, False, False, False, False, True])
 def sampled() -> tuple[Rollout, Rewards]:
     """(four samples of each of two prompts, at most 8 tokens long, their rewards)."""
     rollout = make_rollout(LENGTHS, samples=4)
-    rollout.finished = ~TRUNCATED
+    rollout.end = ends_of(~TRUNCATED)
     return rollout, Rewards(torch.rand(len(LENGTHS), generator=torch.Generator().manual_seed(2)))
 
 

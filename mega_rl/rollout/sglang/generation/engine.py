@@ -13,17 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mega_rl.agents.environment import Answer, TurnRequest
+from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sampling import is_greedy, response_limits, stream_keys
+from mega_rl.rollout.sampling import check_positions, is_greedy, response_limits, turn_keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import GenerationResult, Key, Sample, SampleRequest, Sampling, State
-from mega_rl.types import Draws, Metrics, Prompt, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, Rollout, ends_of
 
 log = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3  # in an error message
+_NUMBER_BITS = 32  # of a turn's number, in the key of its request
 
 
 class RoutedLayers(NamedTuple):
@@ -80,6 +83,7 @@ class SglangRolloutEngine:
         self._router, self._world, self._settings = router, everyone, settings
         self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
+        self._since = GenerationResult()  # counts since the last `settle`
         self._turn = threading.Condition()
         self._held = False  # between interrupt and resume: nothing may be sent
         self._sending = False
@@ -114,9 +118,48 @@ class SglangRolloutEngine:
             for number in range(n)
         ]
         trains = not greedy and draws is None
-        return_routing = self._settings.routed is not None and trains
-        greedy = is_greedy(greedy, draws)
-        sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
+        return self._sampled(requests, greedy, draws, with_routing=self._settings.routed is not None and trains)
+
+    def turns(
+        self,
+        requests: Sequence[TurnRequest],
+        *,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+        draws: Draws | None = None,
+    ) -> list[Answer]:
+        """Return the answer to each request, "lost" where no server is left; no collective."""
+        for one in requests:
+            check_positions(len(one.token_ids), one.limit, max_positions=self._settings.max_positions)
+        asked = [
+            SampleRequest(
+                (prompt, sample << _NUMBER_BITS | number),
+                one.token_ids,
+                seed=sampling_seed(seed, prompt, sample, number),
+                limit=one.limit,
+            )
+            for one, (prompt, sample, number) in ((one, one.key) for one in requests)
+        ]
+        sampled = self._sampled(asked, greedy, draws, with_routing=False)
+        result, answers = sampled.result, list[Answer]()
+        for request in asked:
+            sample = result.samples.get(request.key)
+            if sample is None:
+                if request.key in result.failures:
+                    log.warning("a turn has no answer: %s", result.failures[request.key].message)
+                answers.append("turn" if request.key in result.failures else "lost")
+                continue
+            ids, logprobs, versions = tuple(sample.token_ids), tuple(sample.logprobs), tuple(sample.versions)
+            answers.append(Turn(ids, logprobs, versions, sample.finish == "stop"))
+        self._since.add(replace(result, samples={}, failures={}, unserved={}))
+        return answers
+
+    def _sampled(
+        self, requests: list[SampleRequest], greedy: bool, draws: Draws | None, *, with_routing: bool
+    ) -> Sampled:
+        """Ask the servers until every request has an end, or no server is left."""
+        trains, greedy = not greedy and draws is None, is_greedy(greedy, draws)
+        sampling = replace(self._settings.sampling, greedy=greedy, return_routing=with_routing)
         if draws is not None and not greedy:
             sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
         nothing = GenerationResult(unserved={request.key: Sample() for request in requests})
@@ -141,25 +184,9 @@ class SglangRolloutEngine:
             if result.unserved:
                 result.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(result.unserved))))
 
-        for times in range(self._settings.restarts + 1):
-            states = self._router.states()
-            out = [int(state is not State.READY) for state, _ in states]
-            lost = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
-            unserved = int(self._world.sum(torch.tensor(len(result.unserved))))
-            if not unserved and not (lost and times == 0):
-                break
-            reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
-            if times == self._settings.restarts:
-                raise RunError(
-                    f"{unserved} samples are without an answer and servers {lost} have been brought back "
-                    f"{times} times (rollout.sglang.restarts={self._settings.restarts}): {reasons}"
-                )
-            if lost:
-                log.warning("servers %s are out of rotation: %s", lost, reasons)
-                self._bring_back(lost)
-            run_on_all(ask_again, self._world)
-        any_failed = self._settle_failures(sampled)
-        self._count(sampled)
+        self._since = result
+        self.settle(lambda: len(result.unserved), ask_again)
+        any_failed = _settle_failures(sampled, self._world, self._settings.max_failed_share)
         return rollout_of(
             sampled.requests,
             result.samples,
@@ -168,6 +195,43 @@ class SglangRolloutEngine:
             with_token_versions=self._settings.token_versions and sampled.trains,
             routed=self._settings.routed if sampled.sampling.return_routing else None,
         )
+
+    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+        """Bring lost servers back and call `again` on all ranks while requests are `lost`; count all; collective.
+
+        Raises RunError when the restarts are used up.
+        """
+        for times in range(self._settings.restarts + 1):
+            states = self._router.states()
+            out = [int(state is not State.READY) for state, _ in states]
+            dead = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
+            unserved = int(self._world.sum(torch.tensor(lost())))
+            if not unserved and not (dead and times == 0):
+                break
+            reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
+            if times == self._settings.restarts:
+                raise RunError(
+                    f"{unserved} samples are without an answer and servers {dead} have been brought back "
+                    f"{times} times (rollout.sglang.restarts={self._settings.restarts}): {reasons}"
+                )
+            if dead:
+                log.warning("servers %s are out of rotation: %s", dead, reasons)
+                self._bring_back(dead)
+            run_on_all(again, self._world)
+        result, self._since = self._since, GenerationResult()
+        own = {
+            "sglang/requests": result.requests,
+            "sglang/retries": result.retries,
+            "sglang/failed_tries": result.failed_tries.total(),
+            "sglang/tokens": result.tokens,
+        }
+        sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+        seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
+        numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
+        for name, value in numbers.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + value
+        if self._metrics["sglang/seconds"] > 0:
+            self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
 
     def deadline_s(self, count: int) -> float:
         """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
@@ -217,42 +281,23 @@ class SglangRolloutEngine:
                 self._sending = False
                 self._turn.notify_all()
 
-    # -- checks and counts ---------------------------------------------------------------------------------------------
 
-    def _settle_failures(self, sampled: Sampled) -> bool:
-        """Return whether any rank has failed samples; raise RunError on all if too many; collective."""
-        counts = self._world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
-        if not counts[0]:
-            return False
-        share = self._settings.max_failed_share
-        if counts[0] / counts[1] > share:
-            own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()]
-            rule = f"more than rollout.sglang.max_failed_share={share:g}, whose samples stay out of the loss"
-            text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
-            raise_together(RunError(text) if own else None, self._world, error=RunError)
-        return True
-
-    def _count(self, sampled: Sampled) -> None:
-        """Add tokens, requests, retries and failures of all ranks and the slowest rank's seconds; collective."""
-        result = sampled.result
-        own = {
-            "sglang/requests": result.requests,
-            "sglang/retries": result.retries,
-            "sglang/failed_tries": result.failed_tries.total(),
-            "sglang/tokens": result.tokens,
-        }
-        sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
-        seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
-        numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
-        for name, value in numbers.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + value
-        if self._metrics["sglang/seconds"] > 0:
-            self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
+def _settle_failures(sampled: Sampled, world: Ranks, share: float) -> bool:
+    """Return whether any rank has failed samples; raise RunError on all if more than a share; collective."""
+    counts = world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
+    if not counts[0]:
+        return False
+    if counts[0] / counts[1] > share:
+        own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()]
+        rule = f"more than rollout.sglang.max_failed_share={share:g}, whose samples stay out of the loss"
+        text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
+        raise_together(RunError(text) if own else None, world, error=RunError)
+    return True
 
 
-def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int) -> int:
+def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int, turn: int = 0) -> int:
     """Return a 31-bit seed that depends only on the arguments, not on rank or server."""
-    key = stream_keys(seed, torch.tensor(prompt_index), torch.tensor(sample_index))
+    key = turn_keys(seed, *(torch.tensor(word) for word in (prompt_index, sample_index, turn)))
     return int(key) & (2**31 - 1)
 
 
@@ -293,7 +338,7 @@ def rollout_of(
         prompt_lengths=_integers([len(request.prompt) for request in requests]),
         lengths=_integers(lengths),
         rollout_logprobs=rows(0, [answer.logprobs for answer in answers], torch.float32),
-        finished=_integers([answer.finish == "stop" for answer in answers]).bool(),
+        end=ends_of(_integers([answer.finish == "stop" for answer in answers]).bool()),
         prompt_index=_integers([request.key[0] for request in requests]),
         sample_index=_integers([request.key[1] for request in requests]),
         weight_version=_integers(versions),

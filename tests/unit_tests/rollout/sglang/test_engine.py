@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.agents.environment import TurnRequest
+from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.control import Endpoint
@@ -321,3 +323,35 @@ def test_interrupted_responses_continue_under_new_weights() -> None:
     assert rows.token_versions.tolist() == [[0, 0, 1, 2]] * 6
     assert rows.weight_version.tolist() == [1] * 6
     assert torch.equal(rows.loss_mask, torch.tensor([[False, False, True, True]] * 6))
+
+
+def test_turns_are_requests_with_seeds_and_limits_of_their_own() -> None:
+    """The first turn of a sample is its response; a turn that lost its servers says so, and they come back."""
+    asked: list[SampleRequest] = []
+
+    def script(requests: list[SampleRequest], partials: Any) -> GenerationResult:
+        asked.extend(requests)
+        result = served(requests[:-1])
+        result.unserved = {request.key: Sample() for request in requests[-1:]}
+        return result
+
+    engine, brought_back = engine_over(fleet := ScriptedFleet(script))
+    turns = [
+        TurnRequest((3, 4), (5, 1, 0), 4),
+        TurnRequest((3, 4, 9, 7), (5, 1, 1), 2),
+        TurnRequest((3,), (5, 2, 0), 4),
+    ]
+    first, second, lost = engine.turns(turns, seed=(0, 3))
+    alone = sampling_seed((0, 3), 5, 1)
+    assert first == Turn((alone % 40 + 2, 1), (-0.5, -0.25), (1, 1), stopped=True)
+    assert second.token_ids != first.token_ids
+    assert lost == "lost"
+    assert len({request.seed for request in asked}) == len({request.key for request in asked}) == 3
+    assert [(request.prompt, request.limit) for request in asked] == [((3, 4), 4), ((3, 4, 9, 7), 2), ((3,), 4)]
+    fleet.servers[1] = (State.DOWN, "gone")
+    waiting, times = [1], list[int]()
+    engine.settle(lambda: len(waiting), lambda: times.append(waiting.pop()))
+    assert (brought_back, times) == ([[1]], [1])
+    assert engine.metrics()["sglang/requests"] == 2.0
+    with pytest.raises(UserError, match="max_position_embeddings=64"):
+        engine.turns([TurnRequest((3,) * 63, (5, 1, 0), 4)], seed=(0, 3))

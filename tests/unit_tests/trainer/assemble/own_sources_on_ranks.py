@@ -18,6 +18,7 @@ STEPS = 2
 SOURCES = '''
 """Sources of rollouts and of data, as a user writes them."""
 
+import asyncio
 from dataclasses import dataclass
 
 import torch
@@ -26,23 +27,40 @@ import mega_rl
 
 
 @dataclass
-class Turns:
+class Turns(mega_rl.Environment):
     """Turns of the policy, and between them a tool that answers with the number of tokens so far."""
 
     context: mega_rl.RolloutContext
     turns: int = 2
+    forks: bool = False
 
-    def generate(self, prompts, *, step, greedy=False, draws=None):
-        context, how = self.context, {"step": step, "greedy": greedy, "draws": draws}
-        trajectories = context.sample(prompts, **how)
+    async def run(self, policy, prompt, trajectory):
+        await policy.turn()
         for turn in range(1, self.turns):
-            for each in trajectories:
-                each.give(context.tokenizer(str(len(each.token_ids)), add_special_tokens=False)["input_ids"])
-            context.extend(trajectories, turn=turn, **how)
-        return context.rollout(trajectories)
+            await asyncio.sleep(0.002 * (trajectory.prompt_index % 3))
+            if self.forks and turn == 1 and trajectory.sample_index % 2:
+                trajectory.fork(trajectory.branch, 1)
+            words = str(len(trajectory.branch.token_ids) - len(prompt.token_ids))
+            trajectory.give(self.context.tokenizer(words, add_special_tokens=False)["input_ids"])
+            await policy.turn()
 
-    def metrics(self):
-        return {"agent/turns": float(self.turns)}
+
+@dataclass
+class Hostile(mega_rl.Environment):
+    """Trajectories that hang, crash, answer garbage or megabytes, block, or let no cancellation through."""
+
+    context: mega_rl.RolloutContext
+
+    async def run(self, policy, prompt, trajectory):
+        turn = await policy.turn(limit=2)
+        kind = (prompt.index + trajectory.sample_index) % 4
+        if kind == 0:
+            await asyncio.sleep(60)
+        if kind == 1:
+            trajectory.give([3] * (1 << 20))
+        if kind == 2:
+            raise ValueError("a tool broke")
+        await policy.turn()
 
 
 @dataclass
@@ -65,7 +83,7 @@ class Recorded:
         for each in trajectories:
             number = (self.calls + each.sample_index + each.prompt.index) % 10
             tokens = self.context.tokenizer(f"{number}{number}", add_special_tokens=False)["input_ids"]
-            each.add(tokens, [-1.5] * len(tokens), finished=False)
+            each.add(tokens, [-1.5] * len(tokens), stopped=False)
         return self.context.rollout(trajectories)
 
     def metrics(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer.assemble.own_sources_on_ranks import SOURCES, run_all
 
 REPLAY = {"rollout.backend": "none", "rollout.verify_interval": 10, "rollout.mismatch.mean_limit": 100.0}
+LIMITS = {"rollout.source.timeout_s": 0.5, "rollout.source.max_failed_share": 0.9}
 REPLAY |= {"rollout.mismatch.share_limit": 1.0, "rollout.mismatch.max_limit": 100.0}
 
 
@@ -39,6 +42,8 @@ def runs(folder: Path) -> dict[str, Any]:
         ("one turn", {**turns, "rollout.source.turns": 1, **rows, "trainer.val_interval": 0}),
         ("one turn, validated", {**turns, "rollout.source.turns": 1, **sampled}),
         ("three turns", {**turns, "rollout.source.turns": 3}),
+        ("forks", {**turns, "rollout.source.forks": True, "trainer.steps": 1, "metrics.records.interval": 1}),
+        ("hostile", {"rollout.source": f"{folder}/own.py:Hostile", **LIMITS, "trainer.steps": 1}),
         ("replay", replay),
         ("begun", {**replay, "trainer.steps": 1, **save}),
         ("resumed", {**replay, **save}),
@@ -65,7 +70,7 @@ def test_one_turn_of_rows_of_a_source_is_what_the_built_in_sources_give(runs: di
     assert same_rows(own, built_in)
     assert numbers(own) == numbers(built_in)
     assert own["exported"] == built_in["exported"]
-    assert [step["agent/turns"] for step in own["metrics"]] == [1.0, 1.0]
+    assert [step["agent/turns_mean"] for step in own["metrics"]] == [1.0, 1.0]
 
 
 def test_training_is_the_same_with_sampled_validations(runs: dict[str, Any]) -> None:
@@ -109,6 +114,25 @@ def test_turns_train_on_what_the_policy_sampled(runs: dict[str, Any]) -> None:
     assert several["metrics"][0]["rollout/logprob_diff_max"] < 1e-4
 
 
+def test_forks_are_rows_of_one_trajectory(runs: dict[str, Any]) -> None:
+    """Every second sample has two rows, whose first turn trains in one; the guard compares all tokens that train."""
+    (step,) = (step for step in runs["forks"]["metrics"] if "reward/mean" in step)
+    assert step["agent/branches_mean"] == 1.5
+    ((tokens, mask, *_),) = runs["forks"]["rows"]
+    assert len(tokens) == 1.5 * step["rollout/sequences"]
+    assert step["rollout/response_tokens"] == int(mask.sum()) == step["actor/trained_tokens"]
+    assert step["rollout/logprob_diff_max"] < 1e-4
+
+
+def test_hostile_environments_cost_their_samples(runs: dict[str, Any]) -> None:
+    assert "error" not in runs["hostile"], runs["hostile"]["error"]
+    (step,) = (step for step in runs["hostile"]["metrics"] if "reward/mean" in step)
+    failed = step["agent/failed_error"] + step["agent/failed_timeout"]
+    assert step["agent/failed_error"] > 0
+    assert step["agent/failed_timeout"] > 0
+    assert step["rollout/failed_samples"] == failed
+
+
 def test_sources_without_an_engine_get_the_weights_and_resume(runs: dict[str, Any]) -> None:
     """Sums of the weights after the last publish; two steps at once, and one and one, bit for bit; held-out rows."""
     whole, resumed = runs["replay"], runs["resumed"]
@@ -129,10 +153,16 @@ def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) ->
     """Each rank samples its share of the prompts, and a source that depends on the rank is refused on all."""
     three = {"rollout.source": f"{folder}/own.py:Turns", "rollout.source.turns": 3}
     ranks = {"data.source": f"{folder}/own.py:of_ranks", "data.train_files": []}
-    for layout in ("tp2", "dp2") if FULL else ("tp2",):
-        outcomes = run_ranks(2, run_all, str(folder), layout, [("three turns", three), ("ranks", ranks)], timeout_s=180)
-        for outcome in outcomes:
-            for row, alone in zip(outcome["three turns"]["rows"], runs["three turns"]["rows"], strict=True):
+    forks = {**three, "rollout.source.turns": 2, "rollout.source.forks": True, "trainer.steps": 1}
+    wanted = [("three turns", three), ("forks", forks), ("ranks", ranks)]
+    for layout in ("tp2", "dp2", "pp2") if FULL else ("dp2",):
+        outcomes = run_ranks(2, run_all, str(folder), layout, copy.deepcopy(wanted), timeout_s=180)
+        for outcome, name in itertools.product(outcomes, ("three turns", "forks")):
+            assert "error" not in outcome[name], outcome[name]["error"]
+            for row, alone in zip(outcome[name]["rows"], runs[name]["rows"], strict=True):
                 for own, one in zip(row, alone, strict=True):  # log-probs: sums in another order
                     torch.testing.assert_close(own, one, rtol=0.0, atol=1e-4 if own.is_floating_point() else 0.0)
+            for name_of_sum, total in outcome[name]["exported"].items():
+                assert total == pytest.approx(runs[name]["exported"][name_of_sum], abs=1e-3, rel=1e-4)
+        for outcome in outcomes:
             assert "rank 1 and rank 0 read different prompts" in outcome["ranks"]["error"]

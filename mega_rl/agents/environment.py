@@ -1,0 +1,312 @@
+"""Environments: programs around a policy whose turns become trajectories.
+
+An environment is a user's class with `async def run(policy, prompt, trajectory)`. All of a rank's trajectories run on
+one event loop in a thread, each at its own pace, and the calling thread samples the turns that are asked for. A
+trajectory ends exactly once: its environment returns, a limit ends it, or it fails with a kind of `FAILURES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+from mega_rl.agents.trajectory import Branch, LimitReached, Trajectory, Turn
+from mega_rl.config.user_files import place_in_users_code
+from mega_rl.errors import RunError
+from mega_rl.processes import Running
+from mega_rl.protocols import RolloutEngine
+from mega_rl.tracking import progress
+from mega_rl.types import ENDS, Draws, Prompt
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 0.02  # wait for turns that are about to be asked for, so that they are sampled together
+TICK_S = 0.2
+GRACE_S = 5.0  # for an environment to end after its cancellation
+NAMED = 5  # failures in the log of one generation
+MOST_BLOCKED = 3  # environments of one generation that block the event loop
+Failure = Literal["error", "timeout", "turn", "lost"]  # "turn": the engine gave no answer; "lost": its servers died
+FAILURES: tuple[Failure, ...] = ("error", "timeout", "turn")
+
+
+@dataclass(kw_only=True)
+class Environment:
+    """Base of a user's environment; its fields and those of the user's dataclass are settings."""
+
+    timeout_s: float = 600.0  # of a trajectory, without the time in which the policy samples
+    max_turns: int = 64  # of a trajectory; one more ends it, as "turns"
+    max_failed_share: float = 0.1  # of a generation's trajectories; more failures end the run
+
+    async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+        """Play one trajectory: await turns of the policy, give it tokens to read, set `trajectory.end` if need be."""
+        raise NotImplementedError
+
+
+class TurnRequest(NamedTuple):
+    """A turn to sample: a function of the weights, the tokens, the run's seed and step, and `key`."""
+
+    token_ids: tuple[int, ...]
+    key: tuple[int, int, int]  # prompt, sample, number of the turn: branch << 16 | turns of the branch before
+    limit: int
+
+
+Answer = Turn | Failure
+SampleTurns = Callable[[Sequence[TurnRequest]], Sequence[Answer]]
+
+
+class TurnEngine(RolloutEngine, Protocol):
+    """A rollout engine that samples single turns with the weights last published to it."""
+
+    def turns(
+        self, requests: Sequence[TurnRequest], *,
+        seed: tuple[int, ...], greedy: bool = False, draws: Draws | None = None,
+    ) -> list[Answer]:  # fmt: skip
+        """Return the answer to each request; no collective."""
+
+    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+        """Bring lost servers back and call `again` while any rank has `lost` turns; collective over all ranks."""
+
+
+@dataclass(eq=False)
+class Policy:
+    """The policy, as one trajectory's environment sees it."""
+
+    trajectory: Trajectory
+    max_turns: int
+    vocab_size: int
+    ask: Callable[[TurnRequest], Awaitable[Answer]]
+    failure: Failure | None = None  # of a turn
+    _began: float = field(default_factory=time.monotonic)
+    _waited: float = 0.0  # in turns that have ended
+    _waiting: int = 0  # turns that are sampled now
+    _since: float = 0.0  # begin of that wait
+
+    async def turn(self, branch: Branch | None = None, *, limit: int = 0) -> Turn:
+        """Sample the next turn of a branch (the newest), append it and return it.
+
+        limit: most tokens; 0 for as many as there is room for. Raises LimitReached if tokens or turns are used up.
+        """
+        branch = branch or self.trajectory.branch
+        number = sum(isinstance(part, Turn) for part in branch.parts)
+        trajectory = self.trajectory
+        if trajectory.end is None and branch.room < 1:
+            trajectory.end = "length"
+        if trajectory.end is None and len(trajectory.turns) >= self.max_turns:
+            trajectory.end = "turns"
+        if trajectory.end is not None:
+            raise LimitReached(trajectory.end)
+        context = branch.token_ids
+        if max(context) >= self.vocab_size:
+            raise ValueError(f"token id {max(context)} is outside the model's vocabulary of {self.vocab_size}")
+        key = (trajectory.prompt_index, trajectory.sample_index, branch.number << 16 | number)
+        request = TurnRequest(context, key, min(limit or branch.room, branch.room))
+        self._since = self._since if self._waiting else time.monotonic()
+        self._waiting += 1
+        try:
+            answer = await self.ask(request)
+        finally:
+            self._waiting -= 1
+            self._waited += 0.0 if self._waiting else time.monotonic() - self._since
+        if not isinstance(answer, Turn):
+            self.failure = answer
+            raise LimitReached("error")
+        branch.parts.append(answer)
+        if not answer.stopped and branch.room < 1:
+            trajectory.end = "length"
+        return answer
+
+    def own_seconds(self) -> float:
+        """Return the seconds of the environment's own work so far, without waits for turns."""
+        now = time.monotonic()
+        return now - self._began - self._waited - (now - self._since if self._waiting else 0.0)
+
+
+class Played(NamedTuple):
+    """A trajectory that has ended."""
+
+    trajectory: Trajectory
+    failure: Failure | None
+    what: str  # the failure in words
+    seconds: float  # of the environment's own work
+
+
+@dataclass(eq=False)
+class _Play:
+    """Trajectories on one event loop, and the turns that they wait for."""
+
+    environment: Any
+    vocab_size: int
+    outcomes: list[Played | None]
+    asked: queue.SimpleQueue[tuple[TurnRequest, Future[Answer]] | None] = field(default_factory=queue.SimpleQueue)
+    thinking: int = 0  # trajectories that do not wait for a turn
+    tick: float = field(default_factory=time.monotonic)  # when the loop was last seen alive
+    abandoned: bool = False
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    thread: int = 0  # which runs the loop
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> None:
+        """Play on this thread until all have ended, and their tasks, too."""
+        self.thread = threading.get_ident()
+        try:
+            self.loop.run_until_complete(self._all(trajectories))
+            self.tick = time.monotonic()
+            if left := asyncio.all_tasks(self.loop):
+                self.loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
+        finally:
+            self.asked.put(None)
+            self.loop.close()
+
+    async def _all(self, trajectories: Sequence[Trajectory]) -> None:
+        tasks = [
+            asyncio.create_task(self._one(place, one), name=str(place))
+            for place, one in enumerate(trajectories)
+            if self.outcomes[place] is None
+        ]
+        self.thinking = len(tasks)
+        while tasks and not self.abandoned and not all(task.done() for task in tasks):
+            self.tick = time.monotonic()
+            await asyncio.wait(tasks, timeout=TICK_S)
+        for task in tasks:
+            task.cancel()
+
+    async def _one(self, place: int, trajectory: Trajectory) -> None:
+        environment = self.environment
+        policy = Policy(trajectory, environment.max_turns, self.vocab_size, self._ask)
+        run = asyncio.create_task(environment.run(policy, trajectory.prompt, trajectory), name=str(place))
+        try:
+            while not run.done() and (left := environment.timeout_s - policy.own_seconds()) > 0:
+                await asyncio.wait({run}, timeout=max(left, 0.01))
+            late = not run.done()
+        finally:
+            run.cancel()
+        await asyncio.wait({run}, timeout=GRACE_S if late else None)
+        self.thinking -= 1
+        if not self.abandoned:
+            self.outcomes[place] = self._outcome(policy, run, late=late)
+
+    def _outcome(self, policy: Policy, run: asyncio.Task[None], *, late: bool) -> Played:
+        trajectory, error = policy.trajectory, None
+        if run.done() and not run.cancelled():
+            error = run.exception()
+        failure, what = policy.failure, "the rollout engine gave no answer to a turn"
+        limits = isinstance(error, LimitReached) or (
+            isinstance(error, BaseExceptionGroup) and error.split(LimitReached)[1] is None  # of a task group
+        )
+        if failure is None and late:
+            failure, what = "timeout", f"took more than timeout_s={self.environment.timeout_s:g} s of its own"
+        elif failure is None and error is not None and not limits:
+            place = place_in_users_code(error) or type(self.environment).__name__
+            failure, what = "error", f"raised {type(error).__name__}: {str(error)[:300]} ({place})"
+        elif failure is None and trajectory.end not in (None, *ENDS):
+            failure, what = "error", f"set trajectory.end={trajectory.end!r}; legal: {', '.join(ENDS)}"
+        elif failure is None and not trajectory.turns:
+            failure, what = "error", "ended without a turn of the policy"
+        trajectory.end = "error" if failure else trajectory.ended()
+        return Played(trajectory, failure, what if failure else "", policy.own_seconds())
+
+    async def _ask(self, request: TurnRequest) -> Answer:
+        answer: Future[Answer] = Future()
+        self.thinking -= 1
+        self.asked.put((request, answer))
+        try:
+            return await asyncio.wrap_future(answer)
+        finally:
+            self.thinking += 1
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs the environments of a rank's trajectories; no collective."""
+
+    environment: Any  # an `Environment`, or a class of the same attributes
+    name: str  # the setting that chose it
+    vocab_size: int
+
+    def run(self, trajectories: Sequence[Trajectory], sample: SampleTurns) -> list[Played]:
+        """Return the outcome of each trajectory; `sample` is called on this thread.
+
+        An environment that blocks the loop longer than its deadline fails; the others then run again on another loop,
+        from their start. Raises RunError if that does not help.
+        """
+        outcomes: list[Played | None] = [None] * len(trajectories)
+        for _ in range(MOST_BLOCKED + 1):
+            fresh = [replace(one, branches=[], end=None) for one in trajectories]
+            play = _Play(self.environment, self.vocab_size, outcomes)
+            blocked = self._drive(play, fresh, sample)
+            if blocked is None:
+                return [one for one in outcomes if one is not None]
+            place, where = blocked
+            what = f"blocked the event loop for more than timeout_s={self.environment.timeout_s:g} s{where}; use await"
+            log.error("%s: %s", self.name, what)
+            if place is None or outcomes[place] is not None:
+                break
+            fresh[place].end = "error"
+            failed = replace(trajectories[place], branches=[], end="error")
+            outcomes = [*outcomes]  # the blocked thread keeps the old list
+            outcomes[place] = Played(failed, "timeout", what, self.environment.timeout_s)
+        raise RunError(f"{self.name}: environments {what}")
+
+    def _drive(
+        self, play: _Play, trajectories: Sequence[Trajectory], sample: SampleTurns
+    ) -> tuple[int | None, str] | None:
+        """Sample turns until all trajectories have ended; return (trajectory, where) if one blocks the loop."""
+        thread = Running(lambda: play(trajectories), name="environments")
+        try:
+            while (requests := self._gather(play)) is not None:
+                answers = sample([request for request, _ in requests]) if requests else ()
+                for (_, future), answer in zip(requests, answers, strict=True):
+                    future.set_result(answer)
+                ended = sum(one is not None for one in play.outcomes)
+                progress.report(ended, len(play.outcomes), unit="trajectories")
+                if time.monotonic() - play.tick > self.environment.timeout_s + GRACE_S:
+                    return None if ended == len(play.outcomes) else _blocked(play)
+            thread.wait(GRACE_S)
+            if thread.error is not None:
+                raise thread.error
+            return None
+        finally:
+            play.abandoned = True
+
+    def _gather(self, play: _Play) -> list[tuple[TurnRequest, Future[Answer]]] | None:
+        """Return turns that are asked for, by key, maybe none yet; None once all trajectories have ended."""
+        requests, deadline = list[tuple[TurnRequest, Future[Answer]]](), 0.0
+        while not requests or (play.thinking > 0 and time.monotonic() < deadline):
+            try:
+                asked = play.asked.get(timeout=TICK_S if not requests else GATHER_S / 10)
+            except queue.Empty:
+                if not requests:
+                    return []
+                continue
+            if asked is None:
+                return None
+            deadline = deadline or time.monotonic() + GATHER_S
+            if asked[1].set_running_or_notify_cancel():  # else its trajectory has ended meanwhile
+                requests.append(asked)
+        while not play.asked.empty():
+            more = play.asked.get()
+            if more is None:
+                play.asked.put(None)  # the end, for the next call
+                break
+            if more[1].set_running_or_notify_cancel():
+                requests.append(more)
+        return sorted(requests, key=lambda asked: asked[0].key)
+
+
+def _blocked(play: _Play) -> tuple[int | None, str]:
+    """Return which trajectory holds the event loop, if that is known, and at which line."""
+    task = asyncio.current_task(play.loop)
+    name = "" if task is None else task.get_name()
+    frame = sys._current_frames().get(play.thread)
+    lines = [] if frame is None else traceback.extract_stack(frame)
+    own = next((line for line in reversed(lines) if "/asyncio/" not in line.filename), None)
+    where = "" if own is None else f" at {own.filename}:{own.lineno} in {own.name}"
+    return (int(name) if name.isdigit() else None), where

@@ -1,0 +1,199 @@
+"""Trajectories of agents: the tokens that the policy sampled, those that it read, and the rows they become.
+
+No token id is ever made from text that the policy wrote. A trajectory is one sample of a prompt. It has a branch for
+each context that the policy read: one, unless the environment shortens the history, asks another agent, or forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from mega_rl.types import ENDS, End, Prompt, Rollout
+
+
+class Turn(NamedTuple):
+    """Tokens that the policy sampled in one go."""
+
+    token_ids: tuple[int, ...]  # with the stop token that ended it
+    logprobs: tuple[float, ...]  # at the sampling temperature
+    versions: tuple[int, ...]  # of the weights that sampled each token; empty: those of the step
+    stopped: bool  # a stop token ended it
+
+
+Part = Turn | tuple[int, ...]  # a turn, or tokens that the policy only read: a tool's answer, text of the template
+
+
+class LimitReached(BaseException):
+    """The tokens or turns of a trajectory are used up. It ends the environment's `run`, like a cancellation."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end)
+        self.end = end
+
+
+@dataclass(eq=False)
+class Branch:
+    """A context of the policy, one row of a rollout: an opening, then turns and tokens that it read."""
+
+    opening: tuple[int, ...]  # tokens before the first part: those of the prompt, in the first branch
+    most: int  # tokens of the whole row
+    number: int = 0  # within its trajectory
+    parts: list[Part] = field(default_factory=list)
+    shared: int = 0  # leading parts that another branch trains
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return all tokens so far."""
+        return (*self.opening, *(token for part in self.parts for token in _ids(part)))
+
+    @property
+    def room(self) -> int:
+        """Return the tokens that may still come."""
+        return self.most - len(self.opening) - sum(len(_ids(part)) for part in self.parts)
+
+
+def _ids(part: Part) -> tuple[int, ...]:
+    return part.token_ids if isinstance(part, Turn) else part
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One sample of a prompt."""
+
+    prompt: Prompt
+    prompt_index: int  # position in the step's prompts
+    sample_index: int  # number of the sample of its prompt
+    limit: int  # most tokens of a branch after the prompt, those that were read included
+    branches: list[Branch] = field(default_factory=list)
+    # How it ended. None: done if a stop token ended the last turn, else cut off by length.
+    end: End | None = None
+
+    def __post_init__(self) -> None:
+        if not self.branches:
+            self.open(self.prompt.token_ids)
+
+    @property
+    def branch(self) -> Branch:
+        """Return the newest branch."""
+        return self.branches[-1]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Return the turns of all branches, shared ones once."""
+        return [part for one in self.branches for part in one.parts[one.shared :] if isinstance(part, Turn)]
+
+    def open(self, opening: Sequence[int]) -> Branch:
+        """Open a branch with other tokens before its first turn, none of which train."""
+        most = len(self.prompt.token_ids) + self.limit
+        self.branches.append(Branch(tuple(opening), most, number=len(self.branches)))
+        return self.branch
+
+    def fork(self, branch: Branch, parts: int) -> Branch:
+        """Open a branch that begins as another one, with its first `parts` parts, which train only there."""
+        fork = self.open(branch.opening)
+        fork.parts, fork.shared = branch.parts[:parts], parts
+        return fork
+
+    def give(self, token_ids: Sequence[int], branch: Branch | None = None) -> None:
+        """Append tokens that the policy reads to a branch (the newest); they do not train.
+
+        Raises LimitReached if they leave no room for a turn after them.
+        """
+        branch = branch or self.branch
+        if len(token_ids) >= branch.room:
+            self.end = "length"
+            raise LimitReached(self.end)
+        given = tuple(token_ids)
+        if not all(type(token) is int and token >= 0 for token in given):
+            raise TypeError("give() takes token ids, integers from 0 on")
+        branch.parts.append(given)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, stopped: bool) -> None:
+        """Append a turn that something else sampled to the newest branch."""
+        assert len(token_ids) == len(logprobs) <= self.branch.room, f"{len(token_ids)} tokens do not fit"
+        self.branch.parts.append(Turn(tuple(token_ids), tuple(logprobs), (), stopped))
+
+    def ended(self) -> End:
+        """Return how it ended."""
+        turns = self.turns
+        return self.end or ("error" if not turns else "done" if turns[-1].stopped else "length")
+
+
+class _BranchRow(NamedTuple):
+    trajectory: Trajectory
+    branch: int  # number of the row within its trajectory
+    prompt: int  # tokens before the first part
+    token_ids: tuple[int, ...]
+    own: tuple[bool, ...]  # after the prompt, as the next two: the token trains
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]  # of the tokens that train
+
+
+def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
+    """Return a branch as a row, up to its last turn that trains."""
+    own: list[bool] = []
+    logprobs, versions, end = list[float](), list[int](), 0
+    for place, part in enumerate(branch.parts):
+        trains = isinstance(part, Turn) and place >= branch.shared
+        own += [trains] * len(_ids(part))
+        if isinstance(part, Turn) and trains:
+            logprobs += part.logprobs
+            versions += part.versions
+            end = len(own)
+        else:
+            logprobs += [0.0] * len(_ids(part))
+    ids = branch.token_ids[: len(branch.opening) + end]
+    return _BranchRow(
+        trajectory, number, len(branch.opening), ids, tuple(own[:end]), tuple(logprobs[:end]), tuple(versions)
+    )
+
+
+def _rows(trajectory: Trajectory) -> list[_BranchRow]:
+    """Return the rows of a trajectory; a failed one has its prompt only."""
+    if trajectory.ended() == "error":
+        prompt = trajectory.prompt.token_ids
+        return [_BranchRow(trajectory, 0, len(prompt), prompt, (), (), ())]
+    trained = [one for one in trajectory.branches if any(isinstance(part, Turn) for part in one.parts[one.shared :])]
+    return [_row(trajectory, branch, number) for number, branch in enumerate(trained)]
+
+
+def rows_of(trajectories: Sequence[Trajectory], *, version: int, with_failed: bool, with_branches: bool) -> Rollout:
+    """Return the branches of trajectories as rows, right-padded, in their order.
+
+    Tokens after a branch's last turn are left out. version: weights of turns that do not say theirs. with_failed,
+    with_branches: the rollout has these columns, which all ranks have or none.
+    """
+    rows = [row for trajectory in trajectories for row in _rows(trajectory)]
+    prompts, lengths = (
+        torch.tensor(counts, dtype=torch.int64)
+        for counts in ([row.prompt for row in rows], [len(row.token_ids) for row in rows])
+    )
+    width = int(lengths.max()) if len(rows) else 0
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
+        mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
+        logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
+
+    def column(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    ends = column([ENDS.index(row.trajectory.ended()) for row in rows])
+    return Rollout.from_rows(
+        tokens,
+        prompt_lengths=prompts,
+        lengths=lengths,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        end=ends.to(torch.int8),
+        prompt_index=column([row.trajectory.prompt_index for row in rows]),
+        sample_index=column([row.trajectory.sample_index for row in rows]),
+        weight_version=column([min(row.versions, default=version) for row in rows]),
+        failed=ends == ENDS.index("error") if with_failed else None,
+        branch=column([row.branch for row in rows]) if with_branches else None,
+    )
