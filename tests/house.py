@@ -39,6 +39,7 @@ BEFORE = Path(__file__).with_name("house_before.json")  # measures before the ho
 CEILINGS = Path(__file__).with_name("house_ceilings.json")  # measures that may only fall
 # Budgets in lines: area -> (most lines, folders and files of the area, before and after the moves).
 BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "agents": (3200, ("agents",)),
     "rollout": (6400, ("rollout",)),
     "converters": (7300, ("converters",)),
     "verify": (4200, ("verify",)),
@@ -475,7 +476,7 @@ def ceilings(house: House) -> dict[str, float]:
 
 # At most this much, by the name of the measure.
 LIMITS: dict[str, float] = {
-    "lines": 62_200,  # 60,000, and 2,200 for models of today
+    "lines": 67_900,  # 60,000, and 2,200 for models of today, 2,500 for post-training, 3,200 for agents
     "top-level folders": 17,
     "files per 1,000 lines": 6,
     "classes per 1,000 lines": 8,
