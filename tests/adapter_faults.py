@@ -27,4 +27,29 @@ ADAPTERS: Table = {
             "tensor = add(add(tensor, own[A], own[B], adapter.scale), own[A], own[B], adapter.scale)",
         ),
     ],
+    ("adapters", "engines/test_adapters.py -k embedded"): [
+        (
+            "the embedded engine gets the base each time",
+            "export = self._export_adapters if self._num_publishes else self._export",
+            "export = self._export",
+        ),
+    ],
+    ("adapters", "rollout/sglang/test_sync.py -k adapters"): [
+        (
+            "servers keep a stale adapter",
+            "        tensors = self._weights.adapters()\n",
+            '        tensors = vars(self).setdefault("kept", self._weights.adapters())\n',
+        ),
+        (
+            "servers get alpha, not the scale",
+            '"lora_alpha": adapter.scale * adapter.rank',
+            '"lora_alpha": adapter.alpha',
+        ),
+        (
+            "a server that has lost the base gets the adapter only",
+            "self._checked -= merge_failures(lost, self._ranks).keys()",
+            "merge_failures(lost, self._ranks)",
+        ),
+        ("the probe asks the base", '**({"lora_path": self.adapter} if self.adapter else {})', "**{}"),
+    ],
 }

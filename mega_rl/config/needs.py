@@ -63,7 +63,7 @@ _GIVEN = {
     "trainer.val_interval": "data.val_files data.val_size validation",
     "validation.temperature": "validation.top_p validation.top_k",
     "data.stream.rows": "data.stream.timeout_s",
-    "model.adapter.rank": "model.adapter",
+    "model.adapter.rank": "model.adapter rollout.sglang.sync.adapter",
     "data.mixture.sources": "data.mixture.temperature",
     "reward.functions": "reward.sources",
     "reward.sources": "data.source_key",

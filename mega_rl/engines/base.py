@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -62,6 +62,9 @@ class ModelRequest:
     packs: bool = True  # its sequences do not meet in a packed micro-batch
 
 
+Exported = Literal["merged", "apart", "adapters"]
+
+
 @dataclass(kw_only=True)
 class ModelEngine(Engine):
     """A model on either backend: how its weights leave, and what is on the host."""
@@ -108,9 +111,10 @@ class ModelEngine(Engine):
             self.sharding, self.groups, is_sharded=self.is_sharded, bucket_bytes=self.export_bucket_bytes
         )
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        weights = export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
-        return merged(weights, self.sharding.hf.adapter)
+    def export_weights(self, what: Exported = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights with their adapters in them, next to their adapters, or only adapters; collective."""
+        weights = export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype, only_adapters=what == "adapters")
+        return merged(weights, self.sharding.hf.adapter) if what == "merged" else weights
 
     def save_hf(self, directory: Path, *, source: Path) -> list[float]:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -21,9 +21,12 @@ from transformers.initialization import no_init_weights
 
 from mega_rl.agents.environment import Answer, TurnRequest
 from mega_rl.agents.trajectory import Turn
+from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.hf.config import needs_proof
 from mega_rl.converters.hf.untabled import UNLIMITED_POSITIONS
 from mega_rl.converters.live.load import model_config, weights_on_disk
+from mega_rl.converters.plan.adapters import WEIGHT, A, B
+from mega_rl.engines.models.adapters import LinearAdapter
 from mega_rl.errors import RunError
 from mega_rl.rollout.decoding import ATTENTION, Decoded, DecodingLoop, Way, make_cache, prove_decoding
 from mega_rl.rollout.sampling import Sampler, check_positions, is_greedy, response_limits, stream_keys, turn_keys
@@ -87,18 +90,14 @@ class HFRolloutEngine:
                     config, dtype=dtype, attn_implementation=way.attention, trust_remote_code=False
                 )
             model.tie_weights()
-        self._model: PreTrainedModel = model.eval().requires_grad_(False)
+        self.model: PreTrainedModel = model.eval().requires_grad_(False)
         self._max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
-        self._weights = weights_on_disk(self._model)
+        self._weights = weights_on_disk(self.model)
+        self._adapters: list[str] = []  # weights that come anew in each update, next to a base that stays
         self._written: set[int] = set()
         self._weight_version: int | None = None
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """Return the Hugging Face model."""
-        return self._model
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -217,10 +216,10 @@ class HFRolloutEngine:
             greedy=sampler is None,
             max_new_tokens=max(limits),
             stop_token_ids=self._stop_token_ids,
-            cache=make_cache(self._model.config, max_tokens=longest),
+            cache=make_cache(self.model.config, max_tokens=longest),
             hidden=self._hidden_tokens,
         )
-        decoded = loop.run(self._model, *_left_padded(list(contexts.values()), self._device))
+        decoded = loop.run(self.model, *_left_padded(list(contexts.values()), self._device))
         finished = decoded.finished & (decoded.lengths <= most)
         return replace(decoded, lengths=decoded.lengths.minimum(most), finished=finished)
 
@@ -263,6 +262,25 @@ class HFRolloutEngine:
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
+    def adapt(self, adapter: Adapter) -> bool:
+        """Give targeted layers adapters, which updates then hold apart from a base that comes once.
+
+        Returns whether it did: a target that is no linear layer in transformers, as experts are, has none.
+        """
+        linear = {one.weight.data_ptr(): one for one in self.model.modules() if isinstance(one, nn.Linear)}
+        layers = {}
+        for name, weight in self._weights.items():
+            module, layer = name.removesuffix(WEIGHT), linear.get(weight.data_ptr())
+            if name.endswith(WEIGHT) and module.rpartition(".")[2] in adapter.targets:
+                if layer is None or layer.weight.shape != weight.shape:
+                    return False
+                layers[module] = layer
+        for module, layer in layers.items():
+            layer.adapter = LinearAdapter(layer, adapter).to(layer.weight).requires_grad_(False)
+            self._weights |= {module + A: layer.adapter.a, module + B: layer.adapter.b}
+            self._adapters += [module + A, module + B]
+        return True
+
     @torch.no_grad()
     def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the named weights: full tensors, Hugging Face names and shapes.
@@ -291,7 +309,7 @@ class HFRolloutEngine:
         missing = [name for name, tensor in self._weights.items() if tensor.data_ptr() not in self._written]
         if missing:
             raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
-        self._written.clear()
+        self._written -= {self._weights[name].data_ptr() for name in self._adapters or self._weights}
         self._weight_version = version
 
 
@@ -356,7 +374,8 @@ class EmbeddedWeightSync:
 
     `export` is called once per publish and yields (Hugging Face name, full tensor); a tensor must stay unchanged until
     its bucket is full. On a publish that verifies, the sender's tensor in the receiver's dtype and the
-    receiver's tensor after the last bucket must have one checksum.
+    receiver's tensor after the last bucket must have one checksum. `export_adapters`: of an engine that has adapters,
+    what every publish but the first sends.
     """
 
     def __init__(
@@ -366,8 +385,9 @@ class EmbeddedWeightSync:
         *,
         bucket_bytes: int,
         verify_interval: int,
+        export_adapters: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
     ) -> None:
-        self._export, self._engine = export, engine
+        self._export, self._export_adapters, self._engine = export, export_adapters or export, engine
         self._bucket_bytes, self._verify_interval = bucket_bytes, verify_interval
         self._num_publishes = 0
         self._num_bytes = 0  # in the last publish
@@ -391,14 +411,15 @@ class EmbeddedWeightSync:
             self._engine.finish_update(self._weight_version)
 
     def publish(self) -> Metrics:
-        """Send every weight, verify when due, raise the version; returns metrics.
+        """Send the weights, verify when due, raise the version; returns metrics.
 
         Raises RuntimeError naming the weights that arrived damaged or never arrived; the version then stays.
         """
         verify = self._num_publishes % self._verify_interval == 0
         sent: dict[str, str] = {}
         num_bytes = num_buckets = num_tensors = 0
-        for bucket in buckets(self._export(), max_bytes=self._bucket_bytes):
+        export = self._export_adapters if self._num_publishes else self._export
+        for bucket in buckets(export(), max_bytes=self._bucket_bytes):
             self._engine.load_weights(bucket)
             num_bytes += sum(tensor.nbytes for _, tensor in bucket)
             progress.report(num_bytes, self._num_bytes or None, unit="B")

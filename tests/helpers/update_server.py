@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import pickle
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,7 @@ class UpdateServer:
         self.faults: dict[str, tuple[str, int]] = {}
         self.calls: list[tuple[str, Any]] = []  # (path, body) in the order in which they came
         self.weights: dict[str, float] = {}
+        self.adapter: dict[str, float] = {}  # added to the weights of requests that name it
         self.version = "default"
         self.paused = False
         self.has_sessions = True  # as SGLang from 0.5.21 on
@@ -119,11 +121,28 @@ class UpdateServer:
             for part in body.get("serialized_named_tensors", ()):
                 self.weights |= json.loads(base64.b64decode(part))
             self.version = body.get("weight_version", self.version)
+        if path == "/unload_lora_adapter":
+            had, self.adapter = self.adapter, {}
+            return (200 if had else 400), {"success": bool(had), "error_message": "", "loaded_adapters": {}}
+        if path == "/load_lora_adapter_from_tensors":
+            assert self.paused, "an adapter came to a server that generates"
+            assert not self.adapter, "it is loaded already"
+            scale = body["config_dict"]["lora_alpha"] / body["config_dict"]["r"]  # SGLang's, whatever use_rslora says
+            tensors = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+            self.adapter = {name: scale * float(tensor.sum()) for name, tensor in tensors.items()}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
         return 200, {"success": True, "message": "done"}
+
+    def restart(self) -> None:
+        """Go back to other weights, without an adapter."""
+        self.weights = {name: value + 0.1 for name, value in self.weights.items()}  # its checkpoint's
+        self.adapter, self.version = {}, "default"
 
     def _generated(self, body: Any) -> Any:
         params = body["sampling_params"]
-        logprobs = next_logprobs(self.weights, params["temperature"])
+        weights = self.weights | (self.adapter if "lora_path" in body else {})
+        logprobs = next_logprobs(weights, params["temperature"])
         token = int(logprobs.argmax())
         count = params["max_new_tokens"]
         return {

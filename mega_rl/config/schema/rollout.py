@@ -115,6 +115,11 @@ class SglangSyncConfig:
 
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
+    adapter: str = setting(
+        "auto",
+        "Low-rank adapters: sent apart from their base, or merged into it; auto: apart where SGLang serves them.",
+        choices=("auto", "adapter", "merged"),
+    )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mega_rl.converters.live.load import weights_of
+from mega_rl.converters.plan.adapters import A, B
 from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
@@ -104,7 +105,12 @@ class ModelPlace:
 
 
 def export_hf(
-    chunks: Sequence[nn.Module], place: ModelPlace, *, dtype: torch.dtype | None = None, own_stage: bool = False
+    chunks: Sequence[nn.Module],
+    place: ModelPlace,
+    *,
+    dtype: torch.dtype | None = None,
+    own_stage: bool = False,
+    only_adapters: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) of every weight, on all ranks of a replica.
 
@@ -113,12 +119,14 @@ def export_hf(
     parameters, cast to `dtype` before they travel, and the consumer's to keep: they share no memory with the model.
     It needs one buffer more, of `place.bucket_bytes` (a larger unit is one bucket) for all parts that are gathered;
     a single rank needs none. Tied models have no lm_head.weight; padding of the vocabulary is cut off. `chunks` are
-    unwrapped GPTModels of either spec.
+    unwrapped GPTModels of either spec. `only_adapters`: only units that hold a part of an adapter are gathered.
     """
     stages = 1 if own_stage else place.sharding.layout.pp
     plan = export_plan(place.sharding)
     if own_stage:
         plan = tuple(unit for unit in plan if unit.pp_rank == place.coordinates.pp_rank)
+    if only_adapters:
+        plan = tuple(unit for unit in plan if any(name.endswith((A, B)) for name, _, _ in unit.tensors))
     live = [weights_of(chunk) for chunk in chunks]
     assert not any(name == "output_layer.bias" for params in live for name in params), "heads have no bias on disk"
     usual = usual_dtype(chunks) if dtype is None else dtype

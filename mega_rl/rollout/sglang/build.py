@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import config_changes
-from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
@@ -23,16 +21,17 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.control import Control
+from mega_rl.rollout.sglang.control import ADAPTER, Control
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
+from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
 from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
-from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
+from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
@@ -68,7 +67,8 @@ def start_servers(
     if sglang.urls:
         check_urls(sglang.urls, hosts=hosts)
         return JoinedServers(world, sglang.urls, Path(sglang.keys_file), timeout_s=sglang.start_timeout_s)
-    on_gpus = accelerator.device.type == "cuda"  # a CPU's memory is the host's, which needs no turns
+    device = accelerator.device.type
+    on_gpus = device == "cuda"  # a CPU's memory is the host's, which needs no turns
     colocated = sglang.placement == "colocated" or (sglang.placement == "auto" and on_gpus and not trainer.async_steps)
     count = servers_per_host(server, accelerator, ranks_per_host=per_host, colocated=colocated)
     if world.rank == 0:
@@ -80,11 +80,12 @@ def start_servers(
         fraction = memory_fraction(fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
         if world.rank == 0:
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
+    apart, _ = goes_apart(hf, sglang.sync.adapter, joined=False, takes_turns=colocated and on_gpus)
     common = replace(
-        _server_settings(rollout, trainer, settings),
+        _server_settings(rollout, trainer, settings, server_arguments(hf.adapter, device) if apart else {}),
         config_changes=config_changes(hf),  # weights on disk may be quantised, and those that come are not
         host=listening_address(server.host, world, hosts=hosts),
-        device=accelerator.device.type,
+        device=device,
         mem_fraction=fraction,
         memory_saver=colocated,
         base_gpu=0 if colocated else per_host,  # servers with their own devices have those after the trainer's
@@ -98,8 +99,10 @@ def start_servers(
     return pool
 
 
-def _server_settings(rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings) -> ServerSettings:
-    """Return the settings of a run's servers, without their place."""
+def _server_settings(
+    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, lora: dict[str, object]
+) -> ServerSettings:
+    """Return the settings of a run's servers, without their place. lora: arguments for adapters."""
     server = rollout.sglang.server
     placed = ("max_total_tokens", "mem_fraction_static")  # arguments that are settings
     args = {name: value for name, value in server.args.items() if name not in placed}
@@ -113,7 +116,7 @@ def _server_settings(rollout: RolloutConfig, trainer: TrainerConfig, settings: E
         seed=trainer.seed,
         start_timeout_s=rollout.sglang.start_timeout_s,
         return_routing=rollout.sglang.return_routing,
-        args=args | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
+        args=args | lora | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
     )
 
 
@@ -150,7 +153,7 @@ def colocated_bytes(
 ) -> tuple[int, int]:
     """Return the device bytes of the policy and of a colocated server's weights per rank."""
     engine, itemsize = settings.engine, _dtype(rollout, settings).itemsize
-    count = sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
+    count = weight_count(hf)
     if engine.backend == "fsdp":
         policy = 4 * count // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
     else:
@@ -181,6 +184,7 @@ class Connection:
     sync: SglangWeightSync
     memory: ServersMemory
     concurrency: int  # requests in flight of one rank at the servers that it asks, together
+    adapter: str  # name of the policy's adapters at the servers; empty: their weights are the policy's
     _pool: ServerPool
     _controls: Sequence[Control]
     _actor: ModelEngine
@@ -221,7 +225,8 @@ def connect(
     # Every rank has a control of every server; only the one that leads a server uses it.
     controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
     servers = [Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)]
-    transport = _transport(rollout, dtype, pool, servers, actor, world)
+    weights = _weights(rollout, dtype, pool, actor, world)
+    transport = _transport(rollout, weights, pool, servers, world)
     # After an error ranks or servers may be gone.
     resources.push(lambda kind, *_: transport.close() if kind is None else None)
     per_rank, host = math.ceil(sglang.max_concurrency / world.size), world.rank // pool.ranks_per_host
@@ -242,7 +247,10 @@ def connect(
     resources.callback(router.close)
     own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
-    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, sglang.sync.probe_tokens, limits, hidden)
+    adapter, tokens = ADAPTER if weights.apart else "", sglang.sync.probe_tokens
+    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
+    tp, shapes = None if sglang.urls else sglang.server.tp, sent_shapes(actor.sharding.merged)
+    expected = ExpectedServer(hf, shapes, _name_of(dtype), tp, sglang.return_routing, weights.apart)
     return Connection(
         router=router,
         sync=SglangWeightSync(
@@ -251,35 +259,37 @@ def connect(
             world,
             controls=own,
             num_servers=len(servers),
-            expected=ExpectedServer(
-                hf,
-                sent_shapes(actor.sharding.merged),
-                _name_of(dtype),
-                tp=None if sglang.urls else sglang.server.tp,
-                routing=sglang.return_routing,
-            ),
+            expected=expected,
             probe=probe if probe.num_tokens else None,
+            adapters=AdapterPush(weights, servers, world) if weights.apart else None,
         ),
         memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
         concurrency=sum(near.values()) or per_rank * len(controls),
+        adapter=adapter,
         _pool=pool,
         _controls=controls,
         _actor=actor,
     )
 
 
+def _weights(
+    rollout: RolloutConfig, dtype: torch.dtype, pool: ServerPool, actor: ModelEngine, world: Ranks
+) -> TrainerWeights:
+    """Return the actor's weights as servers get them; logs why adapters come merged."""
+    setting, joined = rollout.sglang.sync.adapter, bool(rollout.sglang.urls)
+    takes_turns = pool.colocated and actor.device.type == "cuda"
+    apart, why = goes_apart(actor.sharding.hf, setting, joined=joined, takes_turns=takes_turns)
+    if why and world.rank == 0:
+        log.info("servers get merged weights: %s", why)
+    return TrainerWeights(actor, dtype, apart)
+
+
 def _transport(
-    rollout: RolloutConfig,
-    dtype: torch.dtype,
-    pool: ServerPool,
-    servers: Sequence[Server],
-    actor: ModelEngine,
-    world: Ranks,
+    rollout: RolloutConfig, weights: TrainerWeights, pool: ServerPool, servers: Sequence[Server], world: Ranks
 ) -> Transport:
     """Return CUDA IPC to servers on the trainer's GPUs, else process groups."""
-    weights, bucket_bytes = TrainerWeights(actor, dtype), rollout.bucket_mib << 20
-    timeout_s = rollout.sglang.sync.timeout_s
-    if pool.colocated and actor.device.type == "cuda":
+    bucket_bytes, timeout_s = rollout.bucket_mib << 20, rollout.sglang.sync.timeout_s
+    if pool.colocated and weights.engine.device.type == "cuda":
         hosts = [rank // pool.ranks_per_host for rank in range(world.size)]
         return CudaIpcTransport(weights, servers, hosts=hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return DistributedTransport(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)

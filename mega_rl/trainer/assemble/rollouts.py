@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega_rl.agents.environment import Runner, TurnEngine
@@ -38,6 +40,8 @@ from mega_rl.workers.rollout import (
 
 if TYPE_CHECKING:
     from mega_rl.trainer.assemble.load import Inputs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,20 @@ def build_rollouts(
         to_source.receive = getattr(made.source, "receive_weights", None)
         return Rollouts(made, to_source, Residency(roles.models, world), pending)
     if servers is None:
-        embedded = _embedded_engine(plan, rollout, accelerator)
+        embedded, adapter = _embedded_engine(plan, rollout, accelerator), plan.models["actor"].hf.adapter
         if plan.base is not None:
             plan.base.sampler = plan.base.sampler or embedded
-        bucket_bytes, interval = rollout.bucket_mib << 20, rollout.verify_interval
+        # Runs that share a model write merged weights over each other's.
+        apart = adapter is not None and plan.base is None and embedded.adapt(adapter)
         sync: WeightSync = EmbeddedWeightSync(
-            actor.export_weights, embedded, bucket_bytes=bucket_bytes, verify_interval=interval
+            partial(actor.export_weights, "apart" if apart else "merged"),
+            embedded,
+            bucket_bytes=rollout.bucket_mib << 20,
+            verify_interval=rollout.verify_interval,
+            export_adapters=partial(actor.export_weights, "adapters") if apart else None,
         )
+        if adapter is not None and not apart and world.rank == 0:
+            log.info("rollouts get merged weights: runs share a model, or a target is no linear layer of transformers")
         worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
     else:
         servers.wait_ready()
@@ -203,6 +214,7 @@ def build_sglang_engine(
             sampling=replace(
                 _sampling(rollout, with_end_of_sequence(path, model_config(path), rollout.stop_token_ids)),
                 hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, actor.hf.vocab_size)),
+                adapter=connection.adapter,
             ),
             max_positions=actor.hf.max_position_embeddings,
             timeout_s=sglang.request_timeout_s,

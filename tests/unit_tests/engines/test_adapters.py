@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from mega_rl.config.schema.training import AdapterConfig
 from mega_rl.converters.offline.convert import export_checkpoint, merge_adapter
 from mega_rl.engines.fsdp_model import sharded_parameters
 from mega_rl.engines.models.adapters import first_a, without_adapters
+from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
+from mega_rl.rollout.sampling import Sampler
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import (
     LAYOUTS,
@@ -170,13 +173,29 @@ def steps(rank: int, checkpoint: str, layout: str, folder: str, start: str) -> d
         rows = own_rows(random_experience(), engine)
         if start == "resumed":
             load_state(engine, Path(folder))
+        publish, sampler = embedded(engine, checkpoint)
+        sizes = [publish()]
         if not path:
             engine.train_minibatch(rows, losses("lm"), lr=1e-2)
         if start == "new":
             save_state(engine, Path(folder), config=config)
             engine.save_hf(Path(folder) / "hf", source=Path(checkpoint))
         logprobs = whole(engine.forward(rows).logprobs, engine)
-        return {"parts": parts(engine), "merged": exported(engine), "logprobs": logprobs}
+        sizes.append(publish())
+        sampled = {"sizes": sizes, "logits": sampler.model(random_experience().tokens.to(engine.device)).logits.cpu()}
+        return {"parts": parts(engine), "merged": exported(engine), "logprobs": logprobs, **sampled}
+
+
+def embedded(engine: Any, checkpoint: str) -> tuple[Callable[[], float], HFRolloutEngine]:
+    """Return (a function that publishes weights and returns their bytes, the embedded engine that gets them)."""
+    sampler = HFRolloutEngine(
+        checkpoint, dtype=torch.float32, device=engine.device, sampler=Sampler(1.0), max_new_tokens=1,
+        stop_token_ids=[], batch_size=8,
+    )  # fmt: skip
+    assert sampler.adapt(engine.sharding.hf.adapter)
+    export, alone = (partial(engine.export_weights, what) for what in ("apart", "adapters"))
+    sync = EmbeddedWeightSync(export, sampler, bucket_bytes=1 << 14, verify_interval=1, export_adapters=alone)
+    return lambda: sync.publish()["sync/bytes"], sampler
 
 
 @pytest.fixture(scope="module", params=[("tp2-sp", "pp2"), ("fsdp2", "fsdp1")], ids=lambda pair: pair[0])
@@ -220,6 +239,19 @@ def test_base_stays_and_export_is_merged(trained: Any) -> None:
     assert len(apart) == 2 * 7 * 4  # A and B, modules, layers
     assert apart.keys() == others.keys()
     assert all(torch.equal(tensor, others[name]) for name, tensor in apart.items())
+
+
+def test_embedded_engine_gets_the_base_once(trained: Any) -> None:
+    """Later updates are of the adapters' bytes, and the engine then computes what the trainer does."""
+    _, first, _ = trained
+    sizes = {"lora" in name: 0 for name in first["parts"]}
+    for name, tensor in first["parts"].items():
+        sizes["lora" in name] += tensor.nbytes
+    assert first["sizes"] == [sizes[True] + sizes[False], sizes[True]]
+    batch = random_experience()
+    logprobs = first["logits"].log_softmax(-1)[:, :-1].gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    where = batch.loss_mask[:, 1:]
+    torch.testing.assert_close(logprobs[where], first["logprobs"][:, 1:][where], atol=2e-6, rtol=0)
 
 
 def test_resume_is_equal_on_its_layout_and_close_on_another(trained: Any) -> None:

@@ -99,6 +99,8 @@ class SglangClient:
         }
         if sampling.return_routing:
             body["return_routed_experts"] = True
+        if sampling.adapter:
+            body["lora_path"] = sampling.adapter
         expected = ExpectedAnswer(
             rid=rid,
             prompt_tokens=len(context),

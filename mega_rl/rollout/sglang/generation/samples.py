@@ -31,6 +31,7 @@ class Sampling:
     hidden_token_ids: tuple[int, ...] = ()  # no response may hold them
     greedy: bool = False
     return_routing: bool = False
+    adapter: str = ""  # name at the servers; empty: their weights are the policy's
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Each is one function that names the module it replaces, why, and the version tha
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -216,8 +217,9 @@ def pinned_memory() -> None:
     """Allocate memory that SGLang pins for copies from a device as plain memory.
 
     `ALLOC_MEMORY_FUNCS` registers it with CUDA for every device that it does not name, and names no CPU. The record of
-    routed experts (--enable-return-routed-experts) lies there.
+    routed experts (--enable-return-routed-experts) lies there. Low-rank adapters ask torch for it, on every device.
     """
+    import torch
     from sglang.srt.mem_cache.pool_host import common
 
     def allocate(dims: tuple[int, ...], *, dtype: Any, device: str, allocator: Any, **_: object) -> Tensor:
@@ -225,6 +227,20 @@ def pinned_memory() -> None:
         return memory
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    for name in ("empty", "zeros", "tensor"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+
+
+def unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that makes tensors in plain memory."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **more: Any) -> Tensor:
+        more.pop("pin_memory", None)
+        return make(*args, **more)
+
+    return made
 
 
 _kept_alive: list[Any] = []  # an operator is gone with its library

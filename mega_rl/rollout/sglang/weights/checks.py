@@ -40,6 +40,7 @@ class ExpectedServer:
     dtype: str  # the server's weights': "float32"
     tp: int | None = None  # None: any, as a joined server may have
     routing: bool = False  # it has to report the experts of tokens
+    adapter: bool = False  # it gets adapters next to the base
 
 
 def sent_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
@@ -90,6 +91,8 @@ def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list
         rules.append(("dp_size", (1, None), "without enable_dp_attention weights reach one data-parallel replica only"))
     if expected.routing:
         rules.append(("enable_return_routed_experts", (True,), "rollout.sglang.return_routing=true asks for experts"))
+    if expected.adapter:
+        rules.append(("enable_lora", (True,), "rollout.sglang.sync.adapter=adapter sends adapters next to the base"))
     if expected.tp is not None:
         rules.append(("tp_size", (expected.tp,), "as rollout.sglang.server.tp"))
     return [
@@ -151,6 +154,7 @@ class Probe:
     num_tokens: int
     limits: tuple[float, float]  # for the mean and for each token, as `LIMITS`
     hidden_token_ids: tuple[int, ...] = ()  # probability 0 in the trainer
+    adapter: str = ""  # as `Sampling.adapter`
 
     def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> tuple[dict[int, str], float]:
         """Return (reason by failed server, largest difference of a token in nats), equal everywhere.
@@ -193,6 +197,7 @@ class Probe:
                 **hidden_bias(self.hidden_token_ids),
             },
             "return_logprob": True,
+            **({"lora_path": self.adapter} if self.adapter else {}),
         }
         answer = control.object("POST", "/generate", body)
         try:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.export import ExportUnit, export_plan
+from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout
@@ -103,6 +104,11 @@ def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
     together = 2 * hf.ffn_hidden_size * hf.hidden_size * itemsize
     largest = max(hf.vocab_size * hf.hidden_size * itemsize, together)
     return 3 * max(bucket_bytes, largest) + 2 * max(bucket_bytes, together)
+
+
+def weight_count(hf: HFConfig) -> int:
+    """Return the elements of a model's weights."""
+    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
 
 
 def policy_bytes(sharding: Sharding, itemsize: int) -> int:

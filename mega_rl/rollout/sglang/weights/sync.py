@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
@@ -16,6 +17,7 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import Control, ServerError, each
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import State
+from mega_rl.rollout.sglang.weights.adapters import AdapterPush
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, Probe, check_server
 from mega_rl.rollout.sglang.weights.transport import Transport
 from mega_rl.types import Metrics
@@ -43,14 +45,16 @@ class SglangWeightSync:
         num_servers: int,
         expected: ExpectedServer,
         probe: Probe | None,
+        adapters: AdapterPush | None = None,
     ) -> None:
         """
         controls: of the servers that this rank steers; every server has one rank that does.
         probe: None proves nothing; else it runs after every update.
+        adapters: None sends all weights in every update; else a server that has the base gets its adapters only.
         """
         self._transport, self._router, self._ranks = transport, router, ranks
         self._controls, self._num_servers = controls, num_servers
-        self._expected, self._probe = expected, probe
+        self._expected, self._probe, self._adapters = expected, probe, adapters
         self._listeners: list[Callable[[Sequence[int]], None]] = []
         self._weight_version = 0
         self._ready: set[int] = set()
@@ -104,13 +108,18 @@ class SglangWeightSync:
         self._ready -= set(servers)
         attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
-            self._check(attempt)
+            without_base = self._check(attempt)
         with _timed(seconds, "pause"):
             attempt.all_do(_pause)
         with _timed(seconds, "send"):
-            buckets = self._transport.buckets if attempt.left else ()
+            need_all = [i for i in attempt.left if self._adapters is None or i in without_base]
+            buckets = self._transport.buckets if need_all else ()
             if buckets:
-                attempt.fail(self._transport.send(version=version, servers=list(attempt.left)))
+                attempt.fail(self._transport.send(version=version, servers=need_all))
+            adapters: dict[str, Tensor] = {}
+            if self._adapters is not None and attempt.left:
+                failed, adapters = self._adapters.send(version=version, servers=list(attempt.left))
+                attempt.fail(failed)
             for listener in self._listeners:
                 listener(tuple(attempt.left))
         with _timed(seconds, "continue"):
@@ -123,9 +132,11 @@ class SglangWeightSync:
         self._conclude(attempt, version)
         requests = sum(control.requests for control in self._controls.values()) - requests
         return {
-            "sync/bytes": float(sum(bucket.nbytes for bucket in buckets)),
-            "sync/buckets": float(len(buckets)),
-            "sync/tensors": float(sum(len(bucket.slots) for bucket in buckets)),
+            "sync/bytes": float(
+                sum(bucket.nbytes for bucket in buckets) + sum(one.nbytes for one in adapters.values())
+            ),
+            "sync/buckets": float(len(buckets) + bool(adapters)),
+            "sync/tensors": float(sum(len(bucket.slots) for bucket in buckets) + len(adapters)),
             "sync/requests": float(self._ranks.sum(torch.tensor(requests))),
             "sync/probe_logprob_diff_max": largest,
             "sync/failed_servers": float(len(attempt.failed)),
@@ -133,9 +144,19 @@ class SglangWeightSync:
             **{f"sync/{phase}_seconds": spent for phase, spent in seconds.items()},
         }
 
-    def _check(self, attempt: _Attempt) -> None:
-        """Check that servers answer and, once for each until it fails, that model and settings fit."""
+    def _check(self, attempt: _Attempt) -> set[int]:
+        """Check that servers answer and, once for each until it fails, that model and settings fit.
+
+        Returns the servers that may not have the base of adapters.
+        """
         attempt.all_do(_answers)
+        if self._adapters is not None:
+            held = str(self._weight_version)
+            own = [i for i in attempt.left if i in self._controls and i in self._checked]
+            versions, _ = each(own, lambda i: self._controls[i].object("GET", "/model_info").get("weight_version"))
+            # Somebody has started it again: it has its checkpoint's weights.
+            lost = {i: "has other weights" for i in own if versions.get(i) != held}
+            self._checked -= merge_failures(lost, self._ranks).keys()
         fresh = [i for i in attempt.left if i not in self._checked]
         wrong, silent = each(
             [i for i in fresh if i in self._controls], lambda i: check_server(self._controls[i], self._expected)
@@ -146,6 +167,7 @@ class SglangWeightSync:
         if faults:
             raise UserErrors([line for i in sorted(faults) for line in faults[i].split("\n")])
         self._checked |= set(fresh) & set(attempt.left)
+        return set(fresh)
 
     def _conclude(self, attempt: _Attempt, version: int) -> None:
         """Put servers that passed into rotation, log the others; RunError if none is left."""

@@ -38,6 +38,7 @@ class TrainerWeights:
 
     engine: ModelEngine
     dtype: torch.dtype  # the servers'; tensors that are float32 in every model stay so
+    apart: bool = False  # the base comes without its adapters
 
     def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
         """Return the plan: see `reshard.plan_buckets`."""
@@ -50,7 +51,19 @@ class TrainerWeights:
         """Yield (name in the checkpoint, full tensor) on all ranks of a replica; see `export_hf`."""
         place = replace(self.engine.place, bucket_bytes=bucket_bytes)
         tensors = export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, own_stage=own_stage)
-        return ((self._on_disk(name), tensor) for name, tensor in merged(tensors, self.engine.sharding.hf.adapter))
+        adapter = None if self.apart else self.engine.sharding.hf.adapter
+        return ((self._on_disk(name), tensor) for name, tensor in merged(tensors, adapter))
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Return the adapters on the host, by their names in the checkpoint; collective.
+
+        Ranks that do not gather the first copy of the weights get none.
+        """
+        place = self.engine.place
+        if not place.gathers_first_copy:
+            return {}
+        tensors = export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, only_adapters=True)
+        return {self._on_disk(name): tensor.cpu() for name, tensor in tensors}
 
     def _on_disk(self, name: str) -> str:
         return renamed(name, PLAIN_NAMES, self.engine.sharding.hf.prefixes)

@@ -7,21 +7,27 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.errors import RunError, UserErrors
+from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.control import Control, Endpoint, ServerError
+from mega_rl.rollout.sglang.control import ADAPTER, Control, Endpoint, ServerError
 from mega_rl.rollout.sglang.generation.samples import State
+from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
+from mega_rl.rollout.sglang.weights.transport import Server
 from mega_rl.types import Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.update_server import KEYS, VOCAB_SIZE, UpdateServer, next_logprobs, payload, weights_of_version
@@ -53,6 +59,7 @@ class Trainer:
     def __init__(self, controls: dict[int, Control], ranks: Ranks) -> None:
         self.controls, self.ranks = controls, ranks
         self.weights = weights_of_version(1)
+        self.adapter: dict[str, float] = {}
         self.sent: list[tuple[int, list[int]]] = []
 
     def step(self, version: int) -> None:
@@ -74,7 +81,7 @@ class Trainer:
         return merge_failures(failed, self.ranks)
 
     def evaluate(self, batch: Rollout) -> TokenOutputs:
-        logprobs = next_logprobs(self.weights, TEMPERATURE)[batch.tokens]
+        logprobs = next_logprobs(self.weights | self.adapter, TEMPERATURE)[batch.tokens]
         return TokenOutputs(logprobs=(logprobs * batch.loss_mask).float())
 
     name = "test"
@@ -191,6 +198,66 @@ def test_later_updates_ask_less_and_probe_every_time(servers: list[UpdateServer]
         assert metrics["sync/probe_logprob_diff_max"] < 1e-6
     assert servers[0].number("/generate") == 3
     assert servers[0].number("/server_info") == 3 + 1  # is it there, three times; what is it, once
+
+
+class Adapted:
+    """A trainer's rank-stabilised adapter, one number: its weights are as large as the number times 8 / sqrt(4)."""
+
+    hf = SimpleNamespace(adapter=Adapter(4, 8.0, ("q_proj",), rank_stabilised=True))
+    engine = SimpleNamespace(sharding=SimpleNamespace(hf=hf))
+    value = 0.25
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        return {"z": torch.tensor([self.value])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "targets", "options", "why"),
+    [
+        ({}, ("q_proj", "v_proj", "o_proj"), {}, ""),
+        ({}, ("q_proj",), {}, "no adapter of q_proj without"),
+        ({}, ("o_proj", "gate_proj"), {}, "no adapter of gate_proj without"),
+        ({"family": "qwen3_moe"}, ("o_proj",), {}, "model_type=qwen3_moe"),
+        ({}, ("o_proj", "in_proj"), {}, "no adapters of in_proj"),
+        ({}, ("o_proj",), {"joined": True}, "joined servers"),
+        ({}, ("o_proj",), {"takes_turns": True}, "give back their weights"),
+    ],
+)
+def test_merged_weights_go_where_adapters_cannot(
+    changes: dict[str, Any], targets: tuple[str, ...], options: dict[str, bool], why: str
+) -> None:
+    hf, given = replace(HF, adapter=Adapter(4, 8.0, targets), **changes), {"joined": False, "takes_turns": False}
+    apart, said = goes_apart(hf, "auto", **(given | options))
+    assert (apart, why in said) == (not why, True)
+    assert goes_apart(hf, "merged", **(given | options))[0] is False
+    if why and not options.get("joined"):
+        with pytest.raises(UserError, match=r"rollout\.sglang\.sync\.adapter=adapter: .*" + why):
+            goes_apart(hf, "adapter", **(given | options))
+
+
+def test_adapters_follow_a_base_that_is_sent_once(servers: list[UpdateServer]) -> None:
+    """A server that has lost its weights gets all of them; what it then says proves each update."""
+    run, adapted = run_of(servers), Adapted()
+    receivers = [Server(i, 1, (), control) for i, control in run.controls.items()]
+    run.sync._adapters = AdapterPush(adapted, receivers, SingleRank())  # type: ignore[arg-type]
+    run.sync._probe = replace(run.sync._probe, adapter=ADAPTER)
+
+    def publish(value: float) -> dict[str, float]:
+        adapted.value, run.trainer.adapter = value, {"z": 4.0 * value}
+        return run.sync.publish()
+
+    assert publish(0.25)["sync/bytes"] == 12.0 + 4.0
+    assert publish(0.5)["sync/bytes"] == 4.0
+    assert run.trainer.sent == [(1, [0, 1, 2])]
+    servers[1].restart()
+    assert publish(0.75)["sync/failed_servers"] == 0.0
+    run.sync.refit([2])
+    assert run.trainer.sent == [(1, [0, 1, 2]), (3, [1]), (3, [2])]
+    servers[0].faults["/load_lora_adapter_from_tensors"] = ("unsuccessful", 4)
+    servers[2].faults["/load_lora_adapter_from_tensors"] = ("ignore", 5)
+    publish(1.0)
+    assert run.rotation.said == {0: "stale", 1: "ready 4", 2: "stale"}
+    assert "probe token" in run.rotation.reasons[2]
 
 
 # (endpoint, kind, first call that it meets) -> (what is said of server 1, part of the reason)

@@ -17,16 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangSyncConfig
+from mega_rl.config.schema import AdapterConfig, MegatronConfig, RolloutConfig, SglangConfig, SglangSyncConfig
+from mega_rl.converters.architecture import Adapter
 from mega_rl.rollout.sglang.control import Control, Endpoint, Keys, ServerError
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, telling_lines
+from mega_rl.rollout.sglang.weights.adapters import server_arguments
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import FULL, without
 from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang
-from tests.unit_tests.engines.any_model_cases import VOCAB, write_model
+from tests.unit_tests.engines.any_model_cases import write_model
 
 pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
 
@@ -38,13 +40,17 @@ ALL_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp": (2, "dense", {"engine": "fsdp"}),
     "fsdp of experts": (2, "mixture", {"engine": "fsdp"}),
     "fsdp of any model": (2, "untabled", {"engine": "fsdp"}),
+    "adapters of tp2": (2, "adapted", {"megatron": MegatronConfig(tp=2)}),
+    "adapters of fsdp": (2, "adapted", {"engine": "fsdp"}),
     "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}),
 }
 CASES = without(ALL_CASES, "pp2", "fsdp of experts")  # the stages are those of "tp2-pp2"
 # Tensor-parallel ranks of the servers of each source, a server each.
 SERVERS = {"dense": (1, 2), "mixture": (1, 2)} if FULL else {"dense": (2,), "mixture": (1,)}
-SERVERS["untabled"] = (1,)
-FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False)}  # family, tied
+SERVERS |= {"untabled": (1,), "adapted": (2,)}
+FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False), "adapted": ("qwen3", False)}  # family, tied
+ADAPTER = AdapterConfig(rank=4, alpha=8.0, rs=True)  # of all projections
+LORA = server_arguments(Adapter(4, 8.0, tuple(ADAPTER.targets)), DEVICE)
 UNTABLED = "gpt2"  # no table of ours knows it; matrices stored transposed, learned positions, biases
 TEMPERATURE = 0.7
 PROMPTS = [[3, 4, 5, 6], [49], list(range(2, 40)), [7, 7, 7]]
@@ -97,6 +103,7 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
                         device=DEVICE,
                         max_total_tokens=8000,
                         start_timeout_s=2 * START_S,
+                        args=LORA if source == "adapted" else {},
                     ),
                     index=index,
                     folder=root / source,
@@ -159,12 +166,15 @@ class Joined:
 def _config(root: Path, case: str, model: str, entries: Sequence[dict[str, Any]]) -> Any:
     _, source, areas = CASES[case]
     urls = [one["url"] for one in entries]
-    sglang = SglangConfig(urls=urls, sync=SglangSyncConfig(timeout_s=60.0))
+    adapted = source == "adapted"
+    sync = SglangSyncConfig(timeout_s=60.0, adapter="adapter" if adapted else "auto")
+    sglang = SglangConfig(urls=urls, sync=sync)
     config = make_config(
         root / f"{source}-{model}",
         rollout=RolloutConfig(temperature=TEMPERATURE, sglang=sglang),
         **areas,
     )
+    config = replaced(config, "model", adapter=ADAPTER) if adapted else config
     return replaced(config, "trainer", run_dir=str(root / "run"))
 
 
@@ -188,7 +198,7 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
         source = CASES[case][1]
         for model in "ba":
             config = _config(root, case, model, servers[source])
-            with running_engine(config, trainable=source == "untabled") as engine:
+            with running_engine(config, trainable=source in ("untabled", "adapted")) as engine:
                 from mega_rl.parallel.comm import GroupRanks
 
                 world = GroupRanks(engine.groups.world)
@@ -205,6 +215,8 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                         actual["parity"] = _both_engines(root / "dense-a", connection, engine, world)
                     if (source, model) == ("untabled", "a"):
                         actual["steps"] = [_step(engine, connection, pool, world, seed) for seed in range(2)]
+                    if (source, model) == ("adapted", "a"):
+                        actual[case] = _adapted(root / "adapted-a", engine, connection, pool, world)
                     world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
                     groups = connection.sync._transport._groups
                     names = [] if groups is None else list(groups.names)
@@ -222,8 +234,24 @@ def _step(engine: Any, connection: Any, pool: Any, world: Any, seed: int) -> Any
 
     world.sum(torch.zeros(1))  # rank 0 has the answers of the weights before
     loss = PolicyLoss(PPO(clip_low=0.2, clip_high=0.3), kl=None, kl_estimator=k3)
-    engine.train_minibatch(own_rows(random_experience(vocab_size=VOCAB, seed=seed), engine), loss, lr=1e-2)
+    engine.train_minibatch(
+        own_rows(random_experience(vocab_size=engine.sharding.hf.vocab_size, seed=seed), engine), loss, lr=1e-2
+    )
     return connection.sync.publish(), [answers(one) for one in pool.endpoints if world.rank == 0]
+
+
+def _adapted(path: Path, engine: Any, connection: Any, pool: Any, world: Any) -> dict[str, Any]:
+    """What updates after steps of adapters send, also to a server that has lost its weights, and what it then says."""
+    metrics = [_step(engine, connection, pool, world, seed)[0] for seed in range(2)]
+    weights = dict(engine.export_weights("adapters"))
+    control = connection.sync._controls.get(0)
+    if control is not None:  # as a server that somebody has started again
+        control.succeed("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+    metrics.append(connection.sync.publish())
+    metrics.append(connection.sync.refit([0]))
+    metrics.append(connection.sync.publish())
+    parity = _both_engines(path, connection, engine, world)
+    return {"metrics": metrics, "bytes": sum(tensor.nbytes for tensor in weights.values()), "parity": parity}
 
 
 def _warnings() -> list[str]:
@@ -273,7 +301,7 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
         weight_version=lambda: connection.sync.weight_version,
         bring_back=connection.bring_back,
         settings=SglangRolloutSettings(
-            sampling=Sampling(temperature=TEMPERATURE, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(1,)),
+            sampling=Sampling(TEMPERATURE, 1.0, 0, max_new_tokens=24, stop_token_ids=(1,), adapter=connection.adapter),
             max_positions=engine.sharding.hf.max_position_embeddings,
             timeout_s=60.0,
             concurrency=8,
@@ -295,7 +323,7 @@ def sent(root: Path, servers: dict[str, Servers]) -> dict[str, Any]:
         cases = [name for name, case in CASES.items() if case[0] == size]
         ranks = run_ranks(size, _send_in_layouts, cases, str(root), entries, timeout_s=300.0, device=DEVICE)
         for name, result in ranks[0].items():
-            assert name in ("parity", "steps", "said") or all(rank[name]["ready"] == result["ready"] for rank in ranks)
+            assert "ready" not in result or all(rank[name]["ready"] == result["ready"] for rank in ranks)
         actual |= ranks[0] | {"said": [*actual.get("said", []), *ranks[0]["said"]]}
     return actual
 
@@ -341,8 +369,22 @@ def test_servers_of_both_sizes_say_the_same(servers: dict[str, Servers]) -> None
             assert_equal(others, group.reference[0], "TP2 against TP1")
 
 
-def test_the_embedded_engine_says_the_same(sent: dict[str, Any]) -> None:
-    (tokens, lengths, logprobs), (served_tokens, served_lengths, served_logprobs) = sent["parity"]
+def test_only_adapters_follow_their_base(sent: dict[str, Any]) -> None:
+    for case in ("adapters of tp2", "adapters of fsdp"):
+        sizes = [metrics["sync/bytes"] for metrics in sent[case]["metrics"]]
+        alone = float(sent[case]["bytes"])
+        whole = sent[f"{case} a"]["metrics"]["sync/bytes"]
+        assert whole > 2 * alone > 0
+        # Two steps; a server that has lost its weights; a refit; a server that has all.
+        assert sizes == [alone, alone, whole, whole, alone]
+        assert all(0.0 < metrics["sync/probe_logprob_diff_max"] <= LIMIT for metrics in sent[case]["metrics"])
+
+
+@pytest.mark.parametrize("case", ["", "adapters of tp2", "adapters of fsdp"])
+def test_the_embedded_engine_says_the_same(sent: dict[str, Any], case: str) -> None:
+    """Adapters next to their base in the servers are merged weights in the embedded engine."""
+    parity = sent[case]["parity"] if case else sent["parity"]
+    (tokens, lengths, logprobs), (served_tokens, served_lengths, served_logprobs) = parity
     assert torch.equal(lengths, served_lengths)
     assert torch.equal(tokens, served_tokens)
     torch.testing.assert_close(logprobs, served_logprobs, atol=LIMIT, rtol=0)

@@ -125,15 +125,11 @@ def weights(device: str = "cpu", **layout: int) -> Any:
         ("cpu", False, DistributedTransport),
     ],
 )
-def test_shared_devices_have_cuda_ipc(
-    monkeypatch: pytest.MonkeyPatch, device: str, colocated: bool, transport: type
-) -> None:
-    monkeypatch.setattr(build, "TrainerWeights", lambda actor, dtype: weights(device))
+def test_shared_devices_have_cuda_ipc(device: str, colocated: bool, transport: type) -> None:
     rollout: Any = SimpleNamespace(bucket_mib=1, sglang=SimpleNamespace(sync=SimpleNamespace(timeout_s=1.0)))
     pool: Any = SimpleNamespace(colocated=colocated, ranks_per_host=2)
-    actor: Any = SimpleNamespace(device=torch.device(device))
     servers = [Server(0, 2, (0,))]
-    made = build._transport(rollout, torch.bfloat16, pool, servers, actor, SimpleNamespace(size=2))  # type: ignore[arg-type]
+    made = build._transport(rollout, weights(device), pool, servers, SimpleNamespace(size=2))  # type: ignore[arg-type]
     assert type(made) is transport
 
 

@@ -81,7 +81,7 @@ class Colocation:
         self.run = Run(self.pool.endpoints)
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
         self.connection = Connection(
-            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1,
+            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1, adapter="",
             _pool=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
         )  # fmt: skip
         self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
