@@ -94,8 +94,10 @@ class HFRolloutEngine:
         self._max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
-        self._weights = weights_on_disk(self.model)
-        self._adapters: list[str] = []  # weights that come anew in each update, next to a base that stays
+        is_shared = shares is not None and self.model is shares.model
+        self._weights = dict(shares._weights) if shares is not None and is_shared else weights_on_disk(self.model)
+        # Weights that come anew in each update, next to a base that stays.
+        self._adapters: list[str] = list(shares._adapters) if shares is not None and is_shared else []
         self._written: set[int] = set()
         self._weight_version: int | None = None
 
@@ -267,6 +269,8 @@ class HFRolloutEngine:
 
         Returns whether it did: a target that is no linear layer in transformers, as experts are, has none.
         """
+        if self._adapters:  # those of an engine that shares the model
+            return True
         linear = {one.weight.data_ptr(): one for one in self.model.modules() if isinstance(one, nn.Linear)}
         layers = {}
         for name, weight in self._weights.items():
@@ -406,7 +410,7 @@ class EmbeddedWeightSync:
     def resend(self) -> None:
         """Send the weights of the current version again, where another sync has overwritten them."""
         if self._num_publishes:
-            for bucket in buckets(self._export(), max_bytes=self._bucket_bytes):
+            for bucket in buckets(self._export_adapters(), max_bytes=self._bucket_bytes):
                 self._engine.load_weights(bucket)
             self._engine.finish_update(self._weight_version)
 

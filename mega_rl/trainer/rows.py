@@ -85,12 +85,12 @@ def select(rollout: Rollout, rows: Tensor, *, width: int | None = None) -> Rollo
 
 def answered(rollout: Rollout) -> Tensor:
     """Return [B] bool: rows whose sample has not failed."""
-    return torch.ones_like(rollout.loss_mask[:, 0]) if rollout.failed is None else ~rollout.failed
+    return torch.ones_like(rollout.lengths, dtype=torch.bool) if rollout.failed is None else ~rollout.failed
 
 
 def first_rows(rollout: Rollout) -> Tensor:
     """Return [B] bool: the first row of each trajectory."""
-    return torch.ones_like(rollout.loss_mask[:, 0]) if rollout.branch is None else rollout.branch == 0
+    return torch.ones_like(rollout.lengths, dtype=torch.bool) if rollout.branch is None else rollout.branch == 0
 
 
 def scored_rows(rollout: Rollout, rewards: Rewards) -> Tensor:

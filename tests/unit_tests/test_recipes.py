@@ -60,7 +60,7 @@ def test_recipe_holds_for_its_model_and_world(name: str, world_size: int) -> Non
     recipe = RECIPES / f"{name}.yaml"
     for path in filter(None, [load(recipe, []).model.path, load(recipe, []).model.ref_path]):
         write_checkpoint(Path(path), published_config(path))
-    config = preflight(recipe, world_size=world_size)
+    (config,) = preflight([recipe], world_size=world_size)
     assert config.model.path in recipe.read_text()
 
 

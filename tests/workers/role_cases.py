@@ -25,7 +25,7 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
     actual = {}
     for name, (recipe, overrides) in runs.items():
         layout = ["engine.megatron.tp=2"] if engine == "megatron" else []
-        config = preflight(Path(recipe), [f"engine.backend={engine}", *layout, *overrides])
+        (config,) = preflight([Path(recipe)], [f"engine.backend={engine}", *layout, *overrides])
         with session(config, accelerator) as groups:
             roles = build_roles(plan_run(config, accelerator), accelerator, groups, steps=2, colocated=False)
             facts = {fact.role: (fact.model, fact.family, fact.parameters) for fact in role_facts(config, roles)}

@@ -62,6 +62,7 @@ class Family:
     # Engines and formats that it works with.
     megatron: str = ""  # the first release of Megatron-Core that has its layers; empty: every one that is supported
     absent_in_sglang: bool = False  # SGLang 0.5.21 has no class for it
+    adapters_in_sglang: bool = False  # SGLang 0.5.21's adapters of it were seen to compute what the trainer does
     untied_in_sglang: bool = False  # SGLang 0.5.21 never reads tie_word_embeddings: the head would have no weights
     # Keys that SGLang 0.5.21 reads and transformers does not: without them it computes another model.
     needed_by_sglang: tuple[str, ...] = ()

@@ -71,6 +71,7 @@ QWEN3 = Family(
     DENSE,
     title="Qwen3",
     differs="norms of each head of q and k; with `use_sliding_window` a window in the upper layers",
+    adapters_in_sglang=True,
     defaults={"num_key_value_heads": 32, "head_dim": 128, **QWEN_WINDOW},
     fixed={"attention_bias": NO_LINEAR_BIAS},
     qk_norm=True,

@@ -105,8 +105,7 @@ def build_rollouts(
         embedded, adapter = _embedded_engine(plan, rollout, accelerator), plan.models["actor"].hf.adapter
         if plan.base is not None:
             plan.base.sampler = plan.base.sampler or embedded
-        # Runs that share a model write merged weights over each other's.
-        apart = adapter is not None and plan.base is None and embedded.adapt(adapter)
+        apart = adapter is not None and embedded.adapt(adapter)
         sync: WeightSync = EmbeddedWeightSync(
             partial(actor.export_weights, "apart" if apart else "merged"),
             embedded,
@@ -115,7 +114,7 @@ def build_rollouts(
             export_adapters=partial(actor.export_weights, "adapters") if apart else None,
         )
         if adapter is not None and not apart and world.rank == 0:
-            log.info("rollouts get merged weights: runs share a model, or a target is no linear layer of transformers")
+            log.info("rollouts get merged weights: a target is not a linear layer in transformers")
         worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
     else:
         servers.wait_ready()

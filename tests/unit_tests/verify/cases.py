@@ -110,7 +110,7 @@ def engine_faults() -> dict[str, Any]:
     from mega_rl.verify import measure
     from mega_rl.verify.twin import as_saved
 
-    load, skeleton, build_adam = build.load_rows, build.skeleton, build.build_adam
+    load, skeleton, set_optim = build.load_rows, build.skeleton, FSDPEngine.set_optim
     apply_gradients, token_outputs = FSDPEngine._apply_gradients, FSDPEngine._token_outputs
 
     def one_weight(model: Any, *args: Any, **kwargs: Any) -> int:
@@ -135,11 +135,8 @@ def engine_faults() -> dict[str, Any]:
         model.get_input_embeddings().padding_idx = 3
         return whole, model
 
-    def other_moment(parameters: Any, optim: Any) -> Any:
-        optimizer = build_adam(parameters, optim)
-        for group in optimizer.param_groups:
-            group["betas"] = (0.8, group["betas"][1])
-        return optimizer
+    def other_moment(self: Any, optim: Any) -> None:
+        set_optim(self, replace(optim, beta1=0.8))
 
     def wide_positions(self: Any, micro: Any, there: Any, **more: Any) -> Any:
         return token_outputs(self, micro, replace(there, position_ids=2 * there.position_ids), **more)
@@ -155,7 +152,7 @@ def engine_faults() -> dict[str, Any]:
         "one gradient": patch.object(FSDPEngine, "_apply_gradients", one_gradient),
         "averaged gradients": patch.object(build, "load_rows", averaged),
         "padding row": patch.object(build, "skeleton", padding_row),
-        "optimizer": patch.object(build, "build_adam", other_moment),
+        "optimizer": patch.object(FSDPEngine, "set_optim", other_moment),
         "positions": patch.object(FSDPEngine, "_token_outputs", wide_positions),
     }
 

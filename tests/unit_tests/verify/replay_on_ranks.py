@@ -39,7 +39,8 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
         config = with_settings(Config(), settings)
         reward = reward_of(config)
         assert reward is not None or not masks
-        with running(config, accelerator, reward=some_left_out(reward) if masks and reward else reward) as (trainer, _):
+        rewards = [some_left_out(reward) if masks and reward else reward]
+        with running([config], accelerator, rewards=rewards) as ((trainer,), _):
             batches: Any = trainer.batches
             batches.source = ShiftedRollouts(batches.source, Recorder(Path("unused"), batches, is_writer=False))
             trainer.fit()

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mega_rl.converters.architecture import Adapter, HFConfig
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.adapters import adapter_config
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import ADAPTER, ServerError, each
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
 
-_FAMILIES = ("llama", "qwen2", "qwen3")  # whose adapters SGLang was seen to compute as the trainer does
+_PROVED = {name for name, family in FAMILIES.items() if family.adapters_in_sglang}
 # SGLang fuses these, and fails where one comes without its leader; it fills in zeros for k_proj only.
 _LEADERS = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}
 _TARGETS = frozenset({*_LEADERS, "o_proj", "down_proj"})
@@ -35,7 +36,7 @@ def goes_apart(hf: HFConfig, setting: str, *, joined: bool, takes_turns: bool) -
         "rollout.sglang.sync.adapter=merged": setting == "merged",
         "servers on the trainer's devices give back their weights, and get all of them anew": takes_turns,
         "joined servers may have no --enable-lora": joined and setting == "auto",
-        f"model_type={hf.family}: proved for {', '.join(_FAMILIES)}": hf.family not in _FAMILIES,
+        f"model_type={hf.family}: adapters in SGLang are not proved": hf.family not in _PROVED,
         f"SGLang has no adapters of {', '.join(sorted(targets - _TARGETS))}": bool(targets - _TARGETS),
         f"SGLang has no adapter of {', '.join(alone)} without its neighbour's": bool(alone),
     }

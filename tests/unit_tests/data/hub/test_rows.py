@@ -41,7 +41,7 @@ def first_prompt(file: str | Path) -> str:
 
 def problem(text: str) -> str:
     with pytest.raises(UserError) as caught:
-        preflight(None, [MODEL, f"data.train_files=['{text}']"])
+        preflight([None], [MODEL, f"data.train_files=['{text}']"])
     (line,) = str(caught.value).splitlines()
     return line
 
@@ -50,7 +50,7 @@ def test_a_run_reads_rows_by_name_and_records_their_commit(gsm: Hub, monkeypatch
     """Next to a local file."""
     gsm.cuts["train.parquet"] = [100]
     monkeypatch.setenv("HF_TOKEN", "hf_good")
-    config = preflight(None, [MODEL, "data.train_files=[openai/gsm8k:main, d.jsonl]"])
+    (config,) = preflight([None], [MODEL, "data.train_files=[openai/gsm8k:main, d.jsonl]"])
     commit = gsm.repos["datasets", "openai/gsm8k"].revisions["main"]
     assert first_prompt(config.data.train_files[0]) == "main/train 0"
     assert config.data.train_files[1] == "d.jsonl"
@@ -58,7 +58,7 @@ def test_a_run_reads_rows_by_name_and_records_their_commit(gsm: Hub, monkeypatch
     assert {r.authorization for r in gsm.requests if "/openai/" in r.path} == {"Bearer hf_good"}
     Path("again.yaml").write_text(resolved_yaml(config))
     gsm.requests.clear()
-    assert preflight(Path("again.yaml")) == config
+    assert preflight([Path("again.yaml")]) == [config]
     assert gsm.requests == []
 
 

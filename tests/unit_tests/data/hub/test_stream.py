@@ -38,11 +38,11 @@ def sums(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DatasetNa
 
 
 def test_a_stream_is_pinned_and_not_downloaded(hub: Hub, sums: DatasetName, tmp_path: Path) -> None:
-    config = preflight(None, [MODEL, STREAM, "data.train_files=[org/sums, d.jsonl]"])
+    (config,) = preflight([None], [MODEL, STREAM, "data.train_files=[org/sums, d.jsonl]"])
     assert config.data.train_files == [str(sums), "d.jsonl"]
     assert f"train_files: ['{sums}', d.jsonl]" in resolved_yaml(config)
     Path("again.yaml").write_text(resolved_yaml(config))
-    assert preflight(Path("again.yaml")) == config
+    assert preflight([Path("again.yaml")]) == [config]
     assert not list((tmp_path / "home").rglob("*.parquet"))
 
 
@@ -61,7 +61,7 @@ def test_rows_are_those_of_the_files_from_any_row_on(sums: DatasetName, tmp_path
 
 def test_sources_of_a_mixture_are_streamed_too(sums: DatasetName) -> None:
     mixture = {"sums": {"files": ["org/sums"], "weight": 2.0}, "plain": {"files": ["d.jsonl"], "weight": 1.0}}
-    config = preflight(None, {"model.path": "org/model", "data.mixture.sources": mixture, "data.stream.rows": 8})
+    (config,) = preflight([None], {"model.path": "org/model", "data.mixture.sources": mixture, "data.stream.rows": 8})
     assert config.data.mixture.sources["sums"]["files"] == [str(sums)]
 
 
@@ -69,9 +69,9 @@ def test_what_the_hub_refuses_is_said_by_name(hub: Hub, sums: DatasetName) -> No
     with pytest.raises(
         UserError, match=r"data.train_files=org/sums::train\[:3\]: a part of a split cannot be streamed"
     ):
-        preflight(None, [MODEL, STREAM, "data.train_files=['org/sums::train[:3]']"])
+        preflight([None], [MODEL, STREAM, "data.train_files=['org/sums::train[:3]']"])
     with pytest.raises(UserError, match="org/nothing"):
-        preflight(None, [MODEL, STREAM, "data.train_files=[org/nothing]"])
+        preflight([None], [MODEL, STREAM, "data.train_files=[org/nothing]"])
     shards = hub_shards(sums)
     del hub.repos["datasets", "org/sums"].files["main/train-00001-of-00003.parquet"]
     with pytest.raises(UserError, match=rf"org/sums:main:train@{sums.revision} shard 2 of 3: the download failed: 404"):

@@ -226,7 +226,8 @@ class Adapted:
 def test_merged_weights_go_where_adapters_cannot(
     changes: dict[str, Any], targets: tuple[str, ...], options: dict[str, bool], why: str
 ) -> None:
-    hf, given = replace(HF, adapter=Adapter(4, 8.0, targets), **changes), {"joined": False, "takes_turns": False}
+    changes = {"family": "qwen3", "adapter": Adapter(4, 8.0, targets)} | changes
+    hf, given = replace(HF, **changes), {"joined": False, "takes_turns": False}
     apart, said = goes_apart(hf, "auto", **(given | options))
     assert (apart, why in said) == (not why, True)
     assert goes_apart(hf, "merged", **(given | options))[0] is False

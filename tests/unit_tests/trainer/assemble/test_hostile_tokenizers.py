@@ -61,7 +61,7 @@ def test_deep_nesting_is_refused(tmp_path: Path) -> None:
         ("\n{{ 'x' * 10000000000 }}", "line 2 of its chat template has the number 10000000000"),
         ("{% import 'os' as os %}", "Import"),
         ("{% include '/etc/passwd' %}", "Include"),
-        ("{% if %}", "no Jinja template"),
+        ("{% if %}", "not a Jinja template"),
     ],
 )
 def test_hostile_templates_are_refused(tmp_path: Path, content: dict[str, Any], template: str, words: str) -> None:
