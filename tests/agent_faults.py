@@ -92,6 +92,12 @@ AGENTS: Table = {
             "engine.settle(lambda: 0, lambda: play([]))",
         ),
     ],
+    ("agents", "agents/test_gateway.py"): [
+        ("an answer that comes back is tokenised", "self._ids(keys[: place + 1]) or one", "one"),
+        ("a key outlives its trajectory", "self.sessions.pop(key), not self.sessions", "self.sessions[key], False"),
+        ("two calls go on from one place in one row", "if len(branch.parts) > parts:", "if len(branch.parts) < parts:"),
+        ("another history is not counted", "self.trajectory.drifted += last > 0", "pass"),
+    ],
     ("agents", "agents/test_tools.py"): [
         ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),
         ("a late tool holds its answer", "call), self._timeout_s)", "call), 60 + self._timeout_s)"),
