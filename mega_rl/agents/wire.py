@@ -65,7 +65,7 @@ def _message(given: Mapping[str, Any], names: dict[str, str]) -> Message:
 
 def _given_call(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = given["function"]["arguments"]
-    known = parse_object(arguments) if isinstance(arguments, str) else dict(arguments)
+    known: dict[str, Any] = parse_object(arguments) if isinstance(arguments, str) else dict(arguments)
     return tool_call(str(given["id"]), str(given["function"]["name"]), known)
 
 
