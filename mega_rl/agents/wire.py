@@ -65,7 +65,7 @@ def _message(given: Mapping[str, Any], names: dict[str, str]) -> Message:
 
 def _given_call(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = given["function"]["arguments"]
-    known: dict[str, Any] = parse_object(arguments) if isinstance(arguments, str) else dict(arguments)
+    known = parse_object(arguments) if isinstance(arguments, str) else dict(arguments)
     return tool_call(str(given["id"]), str(given["function"]["name"]), known)
 
 
@@ -82,7 +82,7 @@ def from_anthropic(body: Mapping[str, Any]) -> dict[str, Any]:
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for one in body["messages"]:
         content = one["content"]
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
         results = [block for block in blocks if block["type"] == "tool_result"]
         calls = [
             tool_call(block["id"], block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"
