@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl.agents.environment import FAILURES, NAMED, Answer, Played, Runner, TurnEngine, TurnRequest
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
+from mega_rl.data.chat import ChatTemplate
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.parallel.comm import share
@@ -103,6 +104,7 @@ class RolloutContext:
     data_parallel: Ranks  # this rank's replica among the replicas
     replica: Ranks  # this rank among those of its replica
     weight_version: Callable[[], int]  # version of the actor's weights that was published last
+    template: ChatTemplate | None = None  # of data.chat; None: prompts are text
 
     def start(self, prompts: Sequence[Prompt], *, greedy: bool = False, draws: Draws | None = None) -> list[Trajectory]:
         """Return trajectories without a turn of this rank's prompts: n of each (greedy: one), or `draws.n`."""
