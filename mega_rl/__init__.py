@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mega_rl.agents.chat import ToolsEnvironment
     from mega_rl.agents.environment import Environment, Policy
     from mega_rl.agents.gateway import Gateway
     from mega_rl.agents.trajectory import Branch, LimitReached, Trajectory, Turn
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
+    "mega_rl.agents.chat": "ToolsEnvironment",
     "mega_rl.agents.environment": "Environment Policy",
     "mega_rl.agents.gateway": "Gateway",
     "mega_rl.agents.trajectory": "Branch LimitReached Trajectory Turn",

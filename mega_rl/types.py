@@ -74,13 +74,13 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Ten
 
 
 def row_numbers(mask: Tensor, branch: Tensor | None = None) -> Tensor:
-    """Return [B, S] int64: the number of the row's trajectory from 1 where `mask` is True, else 0."""
+    """Return [B, S] int64: the trajectory's number from 1 where `mask` is True, else 0."""
     places = torch.arange(1, len(mask) + 1, device=mask.device) if branch is None else (branch == 0).cumsum(0)
     return mask * places[:, None]
 
 
 def over_trajectory(x: Tensor, branch: Tensor | None) -> Tensor:
-    """Return [B] the sum of x [B] over the rows of each row's trajectory; branch: as in `Rollout`."""
+    """Return [B], x [B] summed over each row's trajectory; branch: as in `Rollout`."""
     if branch is None:
         return x
     number = (branch == 0).cumsum(0) - 1

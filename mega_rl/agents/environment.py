@@ -47,12 +47,12 @@ class Environment:
     max_failed_share: float = 0.1  # of a generation's trajectories; more failures end the run
 
     async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
-        """Play one trajectory: await turns of the policy, give it tokens to read, set `trajectory.end` if need be."""
+        """Play one trajectory: await turns, give tokens to read, set `trajectory.end` if need be."""
         raise NotImplementedError
 
 
 class TurnRequest(NamedTuple):
-    """A turn to sample: a function of the weights, the tokens, the run's seed and step, and `key`."""
+    """A turn to sample, a function of weights, tokens, the run's seed and step, and `key`."""
 
     token_ids: tuple[int, ...]
     key: tuple[int, int, int]  # prompt, sample, number of the turn: branch << 16 | turns of the branch before
@@ -73,7 +73,7 @@ class TurnEngine(RolloutEngine, Protocol):
         """Return the answer to each request; no collective."""
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
-        """Bring lost servers back and call `again` while any rank has `lost` turns; collective over all ranks."""
+        """Bring lost servers back and call `again` while any rank has `lost` turns; collective."""
 
 
 @dataclass(eq=False)
@@ -277,7 +277,7 @@ class Runner:
             play.abandoned = True
 
     def _gather(self, play: _Play) -> list[tuple[TurnRequest, Future[Answer]]] | None:
-        """Return turns that are asked for, by key, maybe none yet; None once all trajectories have ended."""
+        """Return the turns that are asked for, by key; None once all trajectories have ended."""
         requests, deadline = list[tuple[TurnRequest, Future[Answer]]](), 0.0
         while not requests or (play.thinking > 0 and time.monotonic() < deadline):
             try:

@@ -39,7 +39,7 @@ _rules: dict[str, dict[str, TurnRule]] = {}  # by the hash of template, variable
 
 
 class TurnTemplate:
-    """Ids of a conversation's opening and of the text between its turns, for one template and list of tools."""
+    """Ids around the turns of conversations, for one template and list of tools."""
 
     def __init__(self, template: ChatTemplate, stop_ids: Collection[int], tools: Sequence[Mapping[str, Any]] = ()):
         """stop_ids: ids that end a response in this run."""
@@ -90,7 +90,7 @@ class TurnTemplate:
         return ids
 
     def between(self, answers: Sequence[Message], last: int, *, keep: bool = False) -> Ids:
-        """Return the ids that follow a turn with the last id `last`, up to the place of the next turn.
+        """Return the ids between a turn that ends with the id `last` and the next turn.
 
         keep: earlier turns stay as they were sampled, even if the template would change them.
 
@@ -112,7 +112,7 @@ class TurnTemplate:
         return ids[1:]
 
     def _renderings(self, history: Sequence[Message | Ids], word: str) -> Iterator[str]:
-        """Yield the text of a history with words for its turns, then with words for their thoughts, too."""
+        """Yield a history's text with words for turns, then also with words for thoughts."""
         for thoughts in ("", "inline", *_THOUGHTS):
             numbers = iter(range(len(history)))
             messages = [
@@ -123,7 +123,7 @@ class TurnTemplate:
                 return  # no turns
 
     def _without_thoughts(self, turn: Ids, has_blanks: bool) -> Ids:
-        """Return a turn after its last end of thoughts, and after the blanks behind it unless the template has them."""
+        """Return a turn after its thoughts, and after blanks that the template does not write."""
         of_thoughts = self._ends_of_thoughts()
         ends = [place + 1 for place, token_id in enumerate(turn) if token_id in of_thoughts]
         if not ends:
@@ -187,7 +187,7 @@ class _Renderer:
         return tuple(int(token_id) for ids in encoded for token_id in ids)
 
     def closing(self, after: str, form: str) -> tuple[int, int]:
-        """Return (id, place) of the token that ends a turn, in the text after the turn's word; (-1, 0) of none.
+        """Return (id, place) of the token that ends a turn, or (-1, 0).
 
         The first stop token; after a plain turn only blanks and special tokens may stand before it. Without one, the
         first special token.
@@ -210,7 +210,7 @@ class _Renderer:
         return after
 
     def begins(self, text: str, is_whole: bool) -> bool:
-        """Return whether a text ends with what the template writes before a turn; a part of it, if not is_whole."""
+        """Return whether a text ends as the template begins a turn; in part, if not is_whole."""
         asked, ready = (self.render(_ASKED, ready=ready) for ready in (False, True))
         ready = ready.removeprefix(asked)
         first = self.special.search(ready)
@@ -263,7 +263,7 @@ def _proved(renderer: _Renderer, form: str, answers: list[Message]) -> TurnRule:
 
 
 def _rewritten(renderer: _Renderer, form: str, answers: list[Message]) -> str:
-    """Return how the template changes a turn of a form before answers; "" if it leaves it whole."""
+    """Return how the template changes a turn before answers; "" if it leaves it whole."""
     ready, problem, is_sampled = renderer.render(_ASKED), "", False
     turn, thought = f"{_WORD}turn0x", f"{_WORD}thought0x"
     for thoughts in ("", "inline", *_THOUGHTS):
@@ -287,7 +287,7 @@ def _rewritten(renderer: _Renderer, form: str, answers: list[Message]) -> str:
 
 
 def _turn(word: str, number: int, form: str, answers: Sequence[Message], thoughts: str = "") -> Message:
-    """Return an assistant's message with words for its content, or the arguments of its last call, and its thoughts."""
+    """Return an assistant's message with words for its content or arguments, and its thoughts."""
     text, thought = f"{word}turn{number}x", f"{word}thought{number}x"
     message: Message = {"role": "assistant", "content": text if form == "plain" else ""}
     if thoughts == "inline":

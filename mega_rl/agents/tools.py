@@ -1,4 +1,4 @@
-"""Tools of a policy: Python functions as JSON schemas, calls read from its text, answers within limits.
+"""Tools of a policy: functions as JSON schemas, calls in its text, answers within limits.
 
 Nothing that a policy writes raises: a call that cannot be made gets an answer that says why.
 """
@@ -138,7 +138,7 @@ class ToolFunction:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> ToolFunction:
-        """Return the tool of a function with type hints and a docstring with its arguments. Raises UserError."""
+        """Return the tool of a function with type hints and documented arguments. Raises UserError."""
         try:
             return cls(function, get_json_schema(function))
         except (DocstringParsingException, TypeHintParsingException) as error:
@@ -198,7 +198,7 @@ class Toolbox:
         most_calls: int = 8,
         most_characters: int = 20_000,
     ) -> None:
-        """style: a key of STYLES. timeout_s: for one call. most_calls: of one turn. most_characters: of an answer."""
+        """style: of STYLES. timeout_s: of a call. most_calls: of a turn. most_characters: of an answer."""
         if style not in STYLES:
             raise UserError(f"style={style!r} of tool calls is unknown; legal: {', '.join(STYLES)}")
         self._parse = STYLES[style]
@@ -254,7 +254,7 @@ def _as_json(result: object) -> str:
 
 
 async def _run(function: Callable[..., Any], call: Call) -> tuple[Any, BaseException | None]:
-    """Return (result, error) of a function; one that is not async runs on a thread that nothing waits for."""
+    """Return (result, error) of a function; without async it runs on a thread of its own."""
     if inspect.iscoroutinefunction(function):
         task = asyncio.ensure_future(function(**call.arguments))
         try:
@@ -282,7 +282,7 @@ def _result_of(task: asyncio.Future[Any]) -> Any:
 
 
 def python_tool(sandbox: Sandbox, *, timeout_s: float = 10.0) -> ToolFunction:
-    """Return a tool that runs a Python program in the sandbox and answers with what it prints."""
+    """Return a tool that runs a program in the sandbox and answers with its output."""
 
     def python(code: str) -> str:
         """Run a Python program and return what it prints.

@@ -1,4 +1,4 @@
-"""Trajectories of agents: the tokens that the policy sampled, those that it read, and the rows they become.
+"""Trajectories of agents: tokens that were sampled, tokens that were read, and their rows.
 
 No token id is ever made from text that the policy wrote. A trajectory is one sample of a prompt. It has a branch for
 each context that the policy read: one, unless the environment shortens the history, asks another agent, or forks.
@@ -28,7 +28,7 @@ Part = Turn | tuple[int, ...]  # a turn, or tokens that the policy only read: a 
 
 
 class LimitReached(BaseException):
-    """The tokens or turns of a trajectory are used up. It ends the environment's `run`, like a cancellation."""
+    """A trajectory's tokens or turns are used up; like a cancellation, this ends `run`."""
 
     def __init__(self, end: End) -> None:
         super().__init__(end)
@@ -37,7 +37,7 @@ class LimitReached(BaseException):
 
 @dataclass(eq=False)
 class Branch:
-    """A context of the policy, one row of a rollout: an opening, then turns and tokens that it read."""
+    """A row of a rollout: an opening, then turns and tokens that were read."""
 
     opening: tuple[int, ...]  # tokens before the first part: those of the prompt, in the first branch
     most: int  # tokens of the whole row
@@ -94,7 +94,7 @@ class Trajectory:
         return self.branch
 
     def fork(self, branch: Branch, parts: int) -> Branch:
-        """Open a branch that begins as another one, with its first `parts` parts, which train only there."""
+        """Open a branch with another one's first `parts` parts, which train only there."""
         fork = self.open(branch.opening)
         fork.parts, fork.shared = branch.parts[:parts], parts
         return fork

@@ -47,7 +47,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """List versions and devices, what works here, and what is used where something does not; or look at a run.
+    """List versions, devices, what works here and what stands in; or look at a run.
 
     With --run the exit code is 1 if the run's last end was a hang or a failure.
     """

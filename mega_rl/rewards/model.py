@@ -118,7 +118,7 @@ def token_rows(
 
 
 def own_tokens(rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return prompt and response as they were sampled, the stop token included; of a trajectory its last row."""
+    """Return prompt and response as sampled, with the stop token; a trajectory's last row."""
     tokens, lengths, trajectories = rollout.tokens.tolist(), rollout.lengths.tolist(), rows_of_trajectories(rollout)
     return [tokens[last][: lengths[last]] for last in (trajectories[row][-1] for row in rows)]
 

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _end_with_rank(requests: TextIO, answers: TextIO) -> None:
-    """Start a process, no child of this one, that kills the group once the rank's end of the pipe is closed."""
+    """Start an unrelated process that kills the group once the rank's pipe is closed."""
     if os.fork() == 0:
         if os.fork() == 0:
             answers.close()

@@ -59,7 +59,7 @@ class ResponseReader:
         return [(prompts[indices[row]], one) for row, one in zip(rows, self._read(rollout, rows), strict=True)]
 
     def written(self, rollout: Rollout, row: int) -> tuple[str, str]:
-        """Return the text of a row's trajectory as rewards read it, and the text with what others wrote."""
+        """Return the text of a row's trajectory for rewards, and with what others wrote."""
         (response,) = self._read(rollout, [row if rollout.branch is None else row - int(rollout.branch[row])])
         return response.text, response.transcript or response.text
 
@@ -77,7 +77,7 @@ class ResponseReader:
 
     @staticmethod
     def _joined(rows: Sequence[Response]) -> Response:
-        """Return the response of a trajectory from those of its rows: the turns of all in order."""
+        """Return the response of a trajectory: the turns of all rows in order."""
         if len(rows) == 1:
             return rows[0]
         turns = tuple(turn for row in rows for turn in row.turns or ((row.text,) if row.text else ()))

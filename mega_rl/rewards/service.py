@@ -1,4 +1,4 @@
-"""HTTP services that score texts or run programs: address and key, requests with retries. Imports no torch."""
+"""Address, key and retried requests of HTTP services for scores and programs. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedded rollouts: a Hugging Face model in the trainer's own process, and the sync of the policy's weights to it."""
+"""Embedded rollouts: a Hugging Face model in the trainer's process, and its weight sync."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class HFRolloutEngine:
         hidden_tokens: IdRanges = (),
         shares: HFRolloutEngine | None = None,
     ) -> None:
-        """shares: an engine of the same checkpoint and device; its model is used if the dtype is the same.
+        """shares: an engine of this checkpoint and device, whose model of the dtype is used.
 
         Raises UserError for a directory without a config.json that transformers knows.
         """

@@ -180,7 +180,7 @@ def stream_keys(seed: Sequence[int], *words: Tensor) -> Tensor:
 
 
 def turn_keys(seed: Sequence[int], prompts: Tensor, samples: Tensor, numbers: Tensor) -> Tensor:
-    """Return the key of each turn, all [R] int64; of number 0 it is that of the sample's only response."""
+    """Return the key of each turn, [R] int64; a first turn's is that of a response."""
     keys = stream_keys(seed, prompts, samples)
     return torch.where(numbers > 0, _absorb(keys, numbers), keys)
 

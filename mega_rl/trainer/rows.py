@@ -106,7 +106,7 @@ def token_versions(rollout: Rollout) -> Tensor:
 
 
 def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0) -> None:
-    """Check that a rank has each sample of its prompts once, after its prompt's tokens; of a trajectory its first row.
+    """Check that a rank has each sample once, and that its first row begins with its prompt.
 
     samples: number for each prompt, 0 for as many as the highest sample number says. Raises RunError on all ranks.
     """

@@ -82,7 +82,7 @@ def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> M
 
 
 def _own_rows(rollout: Rollout, columns: Sequence[Tensor], ranks: Ranks, *, first: int = 0) -> Tensor:
-    """Return [N, 2 + K] float64 of all ranks' answered samples: prompt + `first`, sample, columns; collective.
+    """Return [N, 2 + K] float64 of answered samples: prompt + `first`, sample, columns; collective.
 
     The columns of a trajectory are those of its first row.
     """

@@ -92,7 +92,7 @@ _ABOVE_ZERO = 1e-3  # log-probs of near-certain tokens may exceed 0 by the round
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Parts of a run that environments and rollout sources work with; only the ranks differ between ranks."""
+    """Parts of a run for environments and rollout sources; ranks differ in `Ranks` only."""
 
     tokenizer: PreTrainedTokenizerBase
     engine: (

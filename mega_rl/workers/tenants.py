@@ -1,4 +1,4 @@
-"""Tenants of one engine: runs with adapters and optimizer state of their own, at work in turn.
+"""Tenants of one engine: runs with own adapters and optimizer state, at work in turn.
 
 A tenant's weights are those that it gets when it trains alone, bit for bit: a step on a model with adapters reads the
 frozen base, and reads and writes the state that is exchanged here.

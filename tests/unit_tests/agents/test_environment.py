@@ -143,6 +143,7 @@ def test_each_of_many_hostile_trajectories_ends_once_with_its_kind(caplog: pytes
     expected |= {(4, None, "length"): 10, (9, None, "turns"): 10}
     expected |= {(number, None, "done"): 10 for number in (8, *range(10, 40))}
     assert kinds == expected
+    assert len(outcomes[9].trajectory.turns) == 5
     assert "ValueError: a tool broke" in outcomes[2].what
     assert "outside the model's vocabulary of 100" in outcomes[5].what
 

