@@ -46,6 +46,7 @@ from mega_rl.agents.wire import (
 )
 from mega_rl.data.chat import ChatTemplate, TemplateRefusal
 from mega_rl.data.columns import Message
+from mega_rl.environment import of_other_programs
 from mega_rl.errors import RunError, UserError
 from mega_rl.processes import STDOUT, Child
 from mega_rl.types import Prompt
@@ -88,8 +89,9 @@ class Gateway(Environment):
         words = shlex.split(self.program)
         if not words:
             raise UserError("program is empty; set it to a command, or define the method play")
-        hosts = ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY") or os.environ.get("no_proxy"))))
-        env = os.environ | {"NO_PROXY": hosts, "no_proxy": hosts, "OPENAI_BASE_URL": f"{url}/v1"}
+        env = of_other_programs()
+        hosts = ",".join(filter(None, ("127.0.0.1", env.get("NO_PROXY") or env.get("no_proxy"))))
+        env |= {"NO_PROXY": hosts, "no_proxy": hosts, "OPENAI_BASE_URL": f"{url}/v1"}
         env |= {"ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as written:

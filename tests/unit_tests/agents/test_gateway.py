@@ -149,8 +149,8 @@ def test_the_prompt_itself_is_the_first_branch() -> None:
 
     (played,) = play(script, "one", "two")
     (branch,) = played.trajectory.branches
-    told = [ASK, {"role": "assistant", "content": "one"}, {"role": "user", "content": "a"}]
-    assert branch.token_ids == (*shown(told), *ids_of("two"), STOP)
+    talk = [ASK, {"role": "assistant", "content": "one"}, {"role": "user", "content": "a"}]
+    assert branch.token_ids == (*shown(talk), *ids_of("two"), STOP)
 
 
 def test_another_history_opens_a_branch_and_keeps_the_ids_of_answers() -> None:
@@ -171,8 +171,8 @@ def test_another_history_opens_a_branch_and_keeps_the_ids_of_answers() -> None:
     assert (trajectory.drifted, len(branches), len(trajectory.turns)) == (2, 5, 6)
     begin = shown([{"role": "system", "content": "short"}, ASK])
     assert branches[1].opening == (*begin, *odd, *ids_of("\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"))
-    told = [ASK, {"role": "assistant", "content": "my own"}, {"role": "user", "content": "go"}]
-    assert branches[2].opening == shown(told)
+    talk = [ASK, {"role": "assistant", "content": "my own"}, {"role": "user", "content": "go"}]
+    assert branches[2].opening == shown(talk)
     assert [len(one.parts) for one in branches] == [3, 1, 1, 3, 1]
     assert (branches[3].shared, branches[3].parts[0]) == (1, branches[0].parts[0])
 
