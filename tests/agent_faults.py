@@ -92,6 +92,29 @@ AGENTS: Table = {
             "engine.settle(lambda: 0, lambda: play([]))",
         ),
     ],
+    ("agents", "agents/test_chat.py"): [
+        (
+            "a turn goes on behind another stop token",
+            "if not calls or (turn.token_ids[-1] != self._rule.stop and not self._reopens):",
+            "if not calls:",
+        ),
+        (
+            "a new branch lacks the last answers",
+            "trajectory.open(self._turns.opening(history))",
+            "trajectory.open(self._turns.opening(history[: -len(answers)]))",
+        ),
+        (
+            "a policy plays without having seen its tools",
+            "if self._turns.opening(messages) != prompt.token_ids:",
+            "if not self._turns.opening(messages):",
+        ),
+    ],
+    ("agents", "agents/test_gateway.py"): [
+        ("an answer that comes back is tokenised", "self._ids(keys[: place + 1]) or one", "one"),
+        ("a key outlives its trajectory", "self.sessions.pop(key), not self.sessions", "self.sessions[key], False"),
+        ("two calls go on from one place in one row", "if len(branch.parts) > parts:", "if len(branch.parts) < parts:"),
+        ("another history is not counted", "self.trajectory.drifted += last > 0", "pass"),
+    ],
     ("agents", "agents/test_tools.py"): [
         ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),
         ("a late tool holds its answer", "call), self._timeout_s)", "call), 60 + self._timeout_s)"),

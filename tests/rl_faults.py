@@ -175,8 +175,8 @@ RL: Table = {
         ),
         (
             "prompts of other rows are not compared",
-            "if end != len(ids) or rollout",
-            "if end != len(ids) and rollout",
+            "if own_ids != prompts[prompt].token_ids and is_foreign:",
+            "if len(own_ids) != len(prompts[prompt].token_ids) and is_foreign:",
         ),
         ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.plan.n)\n", ""),
     ],

@@ -71,6 +71,7 @@ class Trajectory:
     branches: list[Branch] = field(default_factory=list)
     # How it ended. None: done if a stop token ended the last turn, else cut off by length.
     end: End | None = None
+    drifted: int = 0  # branches that opened because a program sent another history than what was sampled
 
     def __post_init__(self) -> None:
         if not self.branches:
@@ -88,7 +89,7 @@ class Trajectory:
 
     def open(self, opening: Sequence[int]) -> Branch:
         """Open a branch with other tokens before its first turn, none of which train."""
-        most = len(self.prompt.token_ids) + self.limit
+        most = min(len(self.prompt.token_ids), len(opening)) + self.limit
         self.branches.append(Branch(tuple(opening), most, number=len(self.branches)))
         return self.branch
 

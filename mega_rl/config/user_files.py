@@ -116,7 +116,8 @@ def users_code(failure: str) -> Iterator[None]:
     except HungError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{failure}: {type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(f"{failure}: {kind}{error}") from error
 
 
 def place_in_users_code(error: BaseException) -> str | None:

@@ -131,8 +131,10 @@ def _row_fault(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, sampl
             if row == 0 or keys[row - 1] != (prompt, sample) or branches[row] != branches[row - 1] + 1:
                 return f"row {row} is not next to the row before it of sample {sample} of prompt {prompt}"
             continue
-        ids, end = prompts[prompt].token_ids, int(rollout.prompt_lengths[row])
-        if end != len(ids) or rollout.tokens[row, :end].tolist() != list(ids):
+        own_ids = tuple(rollout.tokens[row, : int(rollout.prompt_lengths[row])].tolist())
+        # An agent's program may open a conversation of its own, but not another prompt's.
+        is_foreign = rollout.branch is None or any(own_ids == one.token_ids for one in prompts)
+        if own_ids != prompts[prompt].token_ids and is_foreign:
             called = f"row {row} is called sample {sample} of prompt {prompt}, row {prompts[prompt].index} of the data"
             return f"{called}, but its prompt has other tokens: it answers another prompt than it would be scored for"
     return ""

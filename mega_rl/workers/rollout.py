@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl.agents.environment import FAILURES, NAMED, Answer, Played, Runner, TurnEngine, TurnRequest
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
+from mega_rl.data.chat import ChatTemplate
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.parallel.comm import share
@@ -103,6 +104,7 @@ class RolloutContext:
     data_parallel: Ranks  # this rank's replica among the replicas
     replica: Ranks  # this rank among those of its replica
     weight_version: Callable[[], int]  # version of the actor's weights that was published last
+    template: ChatTemplate | None = None  # of data.chat; None: prompts are text
 
     def start(self, prompts: Sequence[Prompt], *, greedy: bool = False, draws: Draws | None = None) -> list[Trajectory]:
         """Return trajectories without a turn of this rank's prompts: n of each (greedy: one), or `draws.n`."""
@@ -171,6 +173,7 @@ class EnvironmentRollouts:
         given = [sum(len(p) for p in b.parts if not isinstance(p, Turn)) for t in played for b in t.branches]
         own: dict[str, float] = {"count": len(played), "agent/turns_mean": sum(len(one.turns) for one in played)}
         own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(len(t.branches) for t in played)}
+        own |= {"agent/drifted_mean": sum(one.drifted for one in played)}
         own |= {"agent/environment_s_mean": sum(one.seconds for one in outcomes)}
         own |= {f"agent/end_{end}_fraction": sum(one.end == end for one in played) for end in ENDS}
         own |= {f"agent/failed_{kind}": sum(one.failure == kind for one in outcomes) for kind in FAILURES}
@@ -268,10 +271,10 @@ class CheckedRollouts:
         first, end = rollout.prompt_lengths[:, None], rollout.lengths[:, None]
         places, mask, logprobs = torch.arange(rollout.tokens.size(1)), rollout.loss_mask, rollout.rollout_logprobs
         failed = torch.zeros_like(mask[:, 0]) if rollout.failed is None else rollout.failed
-        # Other rows of a trajectory may open with more than the prompt.
+        # Rows of a trajectory with branches may open with more than the prompt.
         longest_prompt = torch.full_like(rollout.lengths, self.max_prompt_tokens)
         if rollout.branch is not None:
-            longest_prompt += longest * (rollout.branch > 0)
+            longest_prompt += longest
         is_long = rollout.lengths > longest_prompt.new_tensor(self.max_prompt_tokens + longest)
         tokens = torch.where(places < end, rollout.tokens, 0)
         faults = {

@@ -19,8 +19,8 @@ from mega_rl.algorithms.preferences import TrainingKind
 from mega_rl.config.rules.rollout import files_of
 from mega_rl.config.schema import ChatConfig, DataConfig, RolloutConfig, TrainerConfig
 from mega_rl.config.user_files import users_code
-from mega_rl.data.build import PromptReader, build_order, build_stream_order
-from mega_rl.data.chat import check_template
+from mega_rl.data.build import PromptReader, build_order, build_stream_order, chat_template
+from mega_rl.data.chat import ChatTemplate, check_template
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.data.prompts import fingerprint, load_prompts, split
@@ -46,6 +46,7 @@ class Tokens:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     skip_special_tokens: bool
+    template: ChatTemplate | None = None  # of conversations
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens as rewards read it."""
@@ -69,7 +70,7 @@ def read_tokens(
         tokenizer, templated = load_tokenizer(folder), chat.template != "false"
         extra = rollout.stop_token_ids
         stop_ids = check_stop_tokens(folder, tokenizer, extra=extra, chat_template=templated, is_writer=is_writer)
-    return Tokens(tokenizer, stop_ids, skip_special_tokens)
+    return Tokens(tokenizer, stop_ids, skip_special_tokens, chat_template(tokenizer, chat))
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

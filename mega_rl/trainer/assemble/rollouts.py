@@ -154,6 +154,7 @@ def _make_source(
         data_parallel=actor.data_parallel,
         replica=actor.replica,
         weight_version=lambda: sync.weight_version,
+        template=tokens.template,
     )
     with users_code(f"{name} cannot be made"):
         made: Any = own.make(context)
