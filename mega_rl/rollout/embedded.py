@@ -94,10 +94,10 @@ class HFRolloutEngine:
         self._max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
-        is_shared = shares is not None and self.model is shares.model
-        self._weights = dict(shares._weights) if shares is not None and is_shared else weights_on_disk(self.model)
-        # Weights that come anew in each update, next to a base that stays.
-        self._adapters: list[str] = list(shares._adapters) if shares is not None and is_shared else []
+        self._weights: dict[str, Tensor] = weights_on_disk(self.model)
+        self._adapters = list[str]()  # weights that come anew in each update, next to a base that stays
+        if shares is not None and self.model is shares.model:
+            self._weights, self._adapters = dict(shares._weights), list(shares._adapters)
         self._written: set[int] = set()
         self._weight_version: int | None = None
 

@@ -270,7 +270,7 @@ class CheckedRollouts:
     def _broken_rule(self, rollout: Rollout, longest: int) -> str:
         first, end = rollout.prompt_lengths[:, None], rollout.lengths[:, None]
         places, mask, logprobs = torch.arange(rollout.tokens.size(1)), rollout.loss_mask, rollout.rollout_logprobs
-        failed = torch.zeros_like(mask[:, 0]) if rollout.failed is None else rollout.failed
+        failed = torch.zeros_like(rollout.lengths, dtype=torch.bool) if rollout.failed is None else rollout.failed
         # Rows of a trajectory with branches may open with more than the prompt.
         longest_prompt = torch.full_like(rollout.lengths, self.max_prompt_tokens)
         if rollout.branch is not None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from mega_rl.agents.chat import ToolsEnvironment
 from mega_rl.agents.environment import Answer, Played, Runner, TurnRequest
@@ -206,25 +202,3 @@ def test_what_cannot_work_is_refused_before_work_starts() -> None:
         ToolsEnvironment(chatml)
     with pytest.raises(UserError, match=r"data\.chat\.template=true"):
         Calculator(replace(chatml, template=None))
-
-
-def test_the_calculator_example_has_tokens_for_its_conversations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    example = Path(__file__).parents[3] / "examples" / "calculator"
-    monkeypatch.syspath_prepend(example)
-    monkeypatch.delitem(sys.modules, "environment", raising=False)
-    runpy.run_path(str(example / "prepare.py"))["main"](tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "fresh_model")
-    context = replace(context_of(tokenizer), sampling=Sampling(1.0, 1.0, 0, 48, (tokenizer.eos_token_id,)))
-    environment = runpy.run_path(str(example / "environment.py"))["Calculator"](context)
-    assert not environment._reopens
-    shown = [json.loads(line) for line in (tmp_path / "data" / "demonstrations.jsonl").read_text().splitlines()[:50]]
-    for one in shown:
-        ids = tokenizer.apply_chat_template(one["messages"], tools=one["tools"], return_dict=False)
-        assert tokenizer.unk_token_id not in ids
-        for message in one["messages"][1:2]:
-            called = message.get("tool_calls", [])
-            text = "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in called)
-            assert [call.problem for call in environment._box.calls(text)] == [""] * len(called)
-            assert text in tokenizer.decode(ids)

@@ -110,7 +110,7 @@ def engine_faults() -> dict[str, Any]:
     from mega_rl.verify import measure
     from mega_rl.verify.twin import as_saved
 
-    load, skeleton, set_optim = build.load_rows, build.skeleton, FSDPEngine.set_optim
+    load, skeleton, set_optim = build.load_rows, build.skeleton, build.set_optim
     apply_gradients, token_outputs = FSDPEngine._apply_gradients, FSDPEngine._token_outputs
 
     def one_weight(model: Any, *args: Any, **kwargs: Any) -> int:
@@ -135,8 +135,8 @@ def engine_faults() -> dict[str, Any]:
         model.get_input_embeddings().padding_idx = 3
         return whole, model
 
-    def other_moment(self: Any, optim: Any) -> None:
-        set_optim(self, replace(optim, beta1=0.8))
+    def other_moment(optimizer: Any, optim: Any) -> None:
+        set_optim(optimizer, replace(optim, beta1=0.8))
 
     def wide_positions(self: Any, micro: Any, there: Any, **more: Any) -> Any:
         return token_outputs(self, micro, replace(there, position_ids=2 * there.position_ids), **more)
@@ -152,7 +152,7 @@ def engine_faults() -> dict[str, Any]:
         "one gradient": patch.object(FSDPEngine, "_apply_gradients", one_gradient),
         "averaged gradients": patch.object(build, "load_rows", averaged),
         "padding row": patch.object(build, "skeleton", padding_row),
-        "optimizer": patch.object(FSDPEngine, "set_optim", other_moment),
+        "optimizer": patch.object(build, "set_optim", other_moment),
         "positions": patch.object(FSDPEngine, "_token_outputs", wide_positions),
     }
 
