@@ -25,13 +25,13 @@ class ToolsEnvironment(Environment):
     """Base of a user's environment with tools: a class that sets `tools` and `style`."""
 
     context: Any  # a `RolloutContext`
-    call_timeout_s: float = field(default=30.0, kw_only=True)  # of one call
-    most_calls: int = field(default=8, kw_only=True)  # of one turn
-    most_characters: int = field(default=20_000, kw_only=True)  # of one answer
+    call_timeout_s: float = field(default=30.0, kw_only=True)  # seconds that one call may take
+    most_calls: int = field(default=8, kw_only=True)  # calls that one turn may make
+    most_characters: int = field(default=20_000, kw_only=True)  # longest answer of a tool
     # Keep turns as they were sampled where the template changes them; else it opens a branch for each turn.
     keep_turns: bool = field(default=False, kw_only=True)
     tools: ClassVar[Sequence[Callable[..., Any] | ToolFunction]] = ()
-    style: ClassVar[str] = "hermes"  # of calls, a key of `agents.tools.STYLES`
+    style: ClassVar[str] = "hermes"  # how the model writes calls, a key of `agents.tools.STYLES`
 
     def __post_init__(self) -> None:
         """Prove the chat template. Raises UserError: it takes no tools, or nothing is exact after its turns."""

@@ -42,9 +42,9 @@ FAILURES: tuple[Failure, ...] = ("error", "timeout", "turn")
 class Environment:
     """Base of a user's environment; its fields and those of the user's dataclass are settings."""
 
-    timeout_s: float = 600.0  # of a trajectory, without the time in which the policy samples
-    max_turns: int = 64  # of a trajectory; one more ends it, as "turns"
-    max_failed_share: float = 0.1  # of a generation's trajectories; more failures end the run
+    timeout_s: float = 600.0  # seconds that a trajectory may take, without those in which the policy samples
+    max_turns: int = 64  # turns that a trajectory may have; one more ends it, as "turns"
+    max_failed_share: float = 0.1  # share of a generation's trajectories that may fail; more failures end the run
 
     async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
         """Play one trajectory: await turns, give tokens to read, set `trajectory.end` if need be."""
@@ -84,7 +84,7 @@ class Policy:
     max_turns: int
     vocab_size: int
     ask: Callable[[TurnRequest], Awaitable[Answer]]
-    failure: Failure | None = None  # of a turn
+    failure: Failure | None = None  # why a turn has no answer
     _began: float = field(default_factory=time.monotonic)
     _waited: float = 0.0  # in turns that have ended
     _waiting: int = 0  # turns that are sampled now
@@ -136,7 +136,7 @@ class Played(NamedTuple):
     trajectory: Trajectory
     failure: Failure | None
     what: str  # the failure in words
-    seconds: float  # of the environment's own work
+    seconds: float  # the environment's own work took
 
 
 @dataclass(eq=False)

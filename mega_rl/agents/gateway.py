@@ -1,7 +1,7 @@
 """A gateway: an agent program that calls OpenAI's or Anthropic's API plays a trajectory, unchanged.
 
 A server on loopback runs as long as trajectories do; the key of each is its program's API key. Calls become turns: a
-request that extends what was sampled goes on in its branch, another history opens one. An answer that the program sends
+request that extends what was sampled continues its branch, another history opens one. An answer that the program sends
 back is known again and stands for the ids that were sampled.
 """
 
@@ -54,7 +54,7 @@ from mega_rl.untrusted import parse_object, shorten
 
 POLL_S = 0.02
 CLOSE_S = 5.0  # for the server's connections to end
-MOST_CALLS = 64  # of one key at the same time
+MOST_CALLS = 64  # calls that one key may have in flight
 _PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/messages")
 _IGNORED = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")  # those of the run hold
 # Parameters that no run can honour, with the values that ask for nothing.
@@ -75,8 +75,8 @@ class Gateway(Environment):
 
     context: Any  # a `RolloutContext`
     program: str = field(default="", kw_only=True)  # command: "python agent.py"
-    body_bytes: int = field(default=1 << 20, kw_only=True)  # of a request
-    style: ClassVar[str] = "hermes"  # of calls, a key of `agents.tools.STYLES`
+    body_bytes: int = field(default=1 << 20, kw_only=True)  # longest request
+    style: ClassVar[str] = "hermes"  # how the model writes calls, a key of `agents.tools.STYLES`
 
     def __post_init__(self) -> None:
         """Check the parts that calls need. Raises UserError."""
@@ -118,7 +118,7 @@ class Gateway(Environment):
             await self.play(server.url, key, prompt)
         finally:
             await server.drop(key)
-            if session.reached is not None:  # what the program made of the refusal is no failure
+            if session.reached is not None:  # what the program made of the refusal is not a failure
                 raise LimitReached(session.reached.end)
 
     @cached_property
@@ -235,7 +235,7 @@ class _Session:
         return self.trajectory.open(opening)
 
     def _ids(self, keys: list[str]) -> Ids | None:
-        """Return what was sampled for the last of the messages, best where the messages before it are the same."""
+        """Return the turn that was sampled for the last message, best after the same messages."""
         known = self._answered.get(tuple(keys))
         return self._sampled.get(keys[-1]) if known is None else known.token_ids
 

@@ -29,13 +29,13 @@ _BLANKS = "\n\n"  # between thoughts and answer
 class TurnRule(NamedTuple):
     """Findings about a template's text between a turn and messages of one role."""
 
-    form: str = "plain"  # of the turn in renderings, one of _FORMS
+    form: str = "plain"  # how renderings hold the turn, one of _FORMS
     stop: int = -1  # id with which a turn ends before such messages
     refused: str = ""  # why nothing can follow a turn
     rewritten: str = ""  # how the template changes the turns before such messages
 
 
-_rules: dict[str, dict[str, TurnRule]] = {}  # by the hash of template, variables and tokens
+_rules: dict[str, dict[str, TurnRule]] = {}  # the key is the hash of template, variables and tokens
 
 
 class TurnTemplate:

@@ -20,7 +20,7 @@ class Turn(NamedTuple):
 
     token_ids: tuple[int, ...]  # with the stop token that ended it
     logprobs: tuple[float, ...]  # at the sampling temperature
-    versions: tuple[int, ...]  # of the weights that sampled each token; empty: those of the step
+    versions: tuple[int, ...]  # the weights that sampled each token; empty: those of the step
     stopped: bool  # a stop token ended it
 
 
@@ -131,7 +131,7 @@ class _BranchRow(NamedTuple):
     token_ids: tuple[int, ...]
     own: tuple[bool, ...]  # after the prompt, as the next two: the token trains
     logprobs: tuple[float, ...]
-    versions: tuple[int, ...]  # of the tokens that train
+    versions: tuple[int, ...]  # the weights' versions of the tokens that train
 
 
 def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:

@@ -41,7 +41,7 @@ def tools_of(body: Mapping[str, Any]) -> dict[str, ToolFunction]:
 
 def messages_of(body: Mapping[str, Any]) -> list[Message]:
     """Return a request's messages, without what no template reads. Raises ValueError, KeyError and TypeError."""
-    names: dict[str, str] = {}  # of the tools, by the call's id
+    names: dict[str, str] = {}  # the tools' names by the call's id
     messages = [_message(one, names) for one in body["messages"]]
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError("the last message must be of a user or a tool; a turn continues no other")

@@ -267,7 +267,7 @@ class HFRolloutEngine:
     def adapt(self, adapter: Adapter) -> bool:
         """Give targeted layers adapters, which updates then hold apart from a base that comes once.
 
-        Returns whether it did: a target that is no linear layer in transformers, as experts are, has none.
+        Returns whether it did: a target that is not a linear layer in transformers, as experts, has none.
         """
         if self._adapters:  # those of an engine that shares the model
             return True

@@ -19,7 +19,7 @@ from mega_rl.parallel.comm import padded, share
 from mega_rl.protocols import Ranks
 from mega_rl.types import PER_TOKEN, Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, row_numbers
 
-_BRANCH_BITS = 16  # of the number of a row within its trajectory
+_BRANCH_BITS = 16  # room for a row's number within its trajectory
 
 # (rollout, row) -> the response as rewards read it, and the same with what others wrote between the policy's turns.
 ReadResponse = Callable[[Rollout, int], tuple[str, str]]

@@ -104,7 +104,7 @@ class RolloutContext:
     data_parallel: Ranks  # this rank's replica among the replicas
     replica: Ranks  # this rank among those of its replica
     weight_version: Callable[[], int]  # version of the actor's weights that was published last
-    template: ChatTemplate | None = None  # of data.chat; None: prompts are text
+    template: ChatTemplate | None = None  # the one of data.chat; None: prompts are text
 
     def start(self, prompts: Sequence[Prompt], *, greedy: bool = False, draws: Draws | None = None) -> list[Trajectory]:
         """Return trajectories without a turn of this rank's prompts: n of each (greedy: one), or `draws.n`."""

@@ -46,7 +46,7 @@ class Tokens:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     skip_special_tokens: bool
-    template: ChatTemplate | None = None  # of conversations
+    template: ChatTemplate | None = None  # for conversations; None: prompts are text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens as rewards read it."""

@@ -26,7 +26,7 @@ from mega_rl.types import Draws, Metrics, Prompt, Rollout, ends_of
 log = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3  # in an error message
-_NUMBER_BITS = 32  # of a turn's number, in the key of its request
+_NUMBER_BITS = 32  # room for a turn's number in the key of its request
 
 
 class RoutedLayers(NamedTuple):

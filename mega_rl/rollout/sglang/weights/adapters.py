@@ -1,4 +1,4 @@
-"""Low-rank adapters to SGLang servers: the base goes once, and later updates send the adapters alone."""
+"""Low-rank adapters to SGLang servers: the base goes once, and later updates send only the adapters."""
 
 from __future__ import annotations
 

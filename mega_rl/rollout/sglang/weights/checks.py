@@ -154,7 +154,7 @@ class Probe:
     num_tokens: int
     limits: tuple[float, float]  # for the mean and for each token, as `LIMITS`
     hidden_token_ids: tuple[int, ...] = ()  # probability 0 in the trainer
-    adapter: str = ""  # as `Sampling.adapter`
+    adapter: str = ""  # the name in `Sampling.adapter`
 
     def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> tuple[dict[int, str], float]:
         """Return (reason by failed server, largest difference of a token in nats), equal everywhere.
