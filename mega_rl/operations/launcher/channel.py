@@ -117,6 +117,8 @@ class Channel:
                 lost = "" if data else "its connection is closed"
             if time.monotonic() - self._heard > self._silent_s:
                 lost = f"nothing was heard of it for {self._silent_s:g} s"
+        except ConnectionResetError:  # it ended with bytes of ours unread
+            lost = "its connection is closed"
         except OSError as error:
             lost = f"its connection is broken ({error.strerror or error})"
         messages, self._unread = self._unread, []

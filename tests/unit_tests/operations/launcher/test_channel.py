@@ -85,6 +85,15 @@ def test_messages_come_in_order_and_before_the_loss() -> None:
         received(server)
 
 
+def test_end_with_unread_messages_is_a_closed_connection() -> None:
+    """The kernel then resets the connection instead of closing it."""
+    server, client = ends()
+    server.send({"type": "x"})
+    client.close()
+    with pytest.raises(ChannelLost, match="its connection is closed"):
+        received(server, 1)
+
+
 def test_silence_ends_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "BEAT_S", 0.02)
     server, client = ends(silent_s=0.5)
