@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def play(own: Any, count: int = 8, sample: Any = answer, limit: int = 40) -> lis
     prompt = Prompt(3, (4, 5, 6), "p", "")
     made = [Trajectory(prompt, number // 2, number % 2, limit) for number in range(count)]
     runner = Runner(own, "rollout.source='agent.py:Own'", vocab_size=100)
-    outcomes = runner.run(made, lambda asked: in_batches(asked, sample))
+    outcomes = runner.run(made, partial(in_batches, sample=sample))
     places = [(one.trajectory.prompt_index, one.trajectory.sample_index) for one in outcomes]
     assert places == [(number // 2, number % 2) for number in range(count)]  # each ends exactly once
     return outcomes
