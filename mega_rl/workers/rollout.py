@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import xxhash
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.agents.environment import FAILURES, NAMED, Answer, Played, Runner, TurnEngine, TurnRequest
+from mega_rl.agents.environment import FAILURES, NAMED, Played, Runner, TurnEngine, TurnSampling
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.errors import RunError
@@ -146,15 +147,14 @@ class EnvironmentRollouts:
         trajectories = context.start(prompts, greedy=greedy, draws=draws)
         ended: dict[int, Played] = {}
 
-        def sample(requests: Sequence[TurnRequest]) -> Sequence[Answer]:
-            placed = [one._replace(key=(first + one.key[0], *one.key[1:])) for one in requests]
-            return engine.turns(placed, seed=seed, greedy=greedy, draws=draws)
+        how = TurnSampling(seed, greedy, draws)
 
         def lost() -> list[int]:
             return [place for place, one in ended.items() if one.failure == "lost"]
 
         def play(places: Sequence[int]) -> None:
-            ended.update(zip(places, self.runner.run([trajectories[i] for i in places], sample), strict=True))
+            played = self.runner.run([trajectories[i] for i in places], partial(engine.turns, how=how), first=first)
+            ended.update(zip(places, played, strict=True))
 
         run_on_all(lambda: play(range(len(trajectories))), self.everyone)
         # What servers had begun when they died runs again from its start, with the same random numbers.

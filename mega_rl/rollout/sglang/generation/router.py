@@ -47,6 +47,7 @@ _MAX_BACKOFF_S = 5.0
 _PROGRESS_S = 0.2
 
 Result = TypeVar("Result")
+Answered = Callable[[Sample | RequestFailure | None], None]  # None: no server is left
 
 
 @dataclass(eq=False)
@@ -55,6 +56,8 @@ class _Job:
 
     request: SampleRequest
     partial: Sample
+    deadline: float  # loop time
+    answer: Answered | None = None  # takes its end; None: the generation's result does
     tries: int = 0
     bad_answers: int = 0
     disruptions: int = 0  # tries that a server is to blame for
@@ -72,11 +75,13 @@ class _Generation:
     """State of one generation, on the event loop."""
 
     replicas: Sequence[Replica]
-    jobs: Sequence[_Job]
     sampling: Sampling
     version: int
     mixed_versions: bool
-    deadline: float  # loop time
+    is_open: bool  # requests may still come
+    deadline_s: Callable[[int], float] = lambda _: math.inf  # an open one's: time for so many samples
+    jobs: dict[_Job, asyncio.Task[None]] = field(default_factory=dict)  # that have not ended
+    began: float = 0.0  # loop time of the first of them
     result: GenerationResult = field(default_factory=GenerationResult)
     fresh: deque[_Job] = field(default_factory=deque)  # wait for their first turn
     waiting: list[_Job] = field(default_factory=list)  # wait for another try
@@ -85,6 +90,8 @@ class _Generation:
     helpers: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes, checks, and the abort of all requests
     group: asyncio.TaskGroup | None = None  # helpers' group, while samples are out
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    ended: int = 0  # jobs
+    phase: progress.Phase | None = None
     reported: float = 0.0  # loop time
 
 
@@ -213,24 +220,66 @@ class ServerRouter:
         Raises:
             UserError: for a prompt that holds a token outside the vocabulary, or none.
         """
-        assert self._future is None or self._future.done(), "a generation is pending"
         assert len({request.key for request in requests}) == len(requests), "two requests have one key"
+        ends = self._loop.time() + deadline - time.monotonic()
         jobs = []
         for request in requests:
-            if not request.prompt or not all(0 <= token < self._vocab_size for token in request.prompt):
-                raise UserError(
-                    f"prompt {request.key[0]} is empty or holds a token outside the model's {self._vocab_size} tokens; "
-                    "check that the tokenizer is the model's own"
-                )
+            self._check(request)
             partial = (partials or {}).get(request.key, Sample())
             usable = self._mixed or all(number == version for number in partial.versions)
-            jobs.append(_Job(request, partial if usable else Sample()))
-        ends = self._loop.time() + deadline - time.monotonic()
-        self._generation, self._deadline = (
-            _Generation(self._replicas, jobs, sampling, version, self._mixed, ends),
-            deadline,
-        )
-        self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation), self._loop)
+            jobs.append(_Job(request, partial if usable else Sample(), ends))
+        self._deadline = deadline
+        self._begin(_Generation(self._replicas, sampling, version, self._mixed, is_open=False), jobs)
+
+    def open(self, sampling: Sampling, *, version: int, deadline_s: Callable[[int], float]) -> None:
+        """Begin a generation whose requests come one by one, by `ask`, until `finish`.
+
+        deadline_s: the seconds that a number of samples may take.
+        """
+        self._begin(_Generation(self._replicas, sampling, version, self._mixed, True, deadline_s), ())
+        _on_loop(self._loop, lambda: None)  # after its begin
+
+    def ask(self, request: SampleRequest, answer: Answered) -> None:
+        """Add a request to the open generation; `answer` gets its end, on the event loop's thread.
+
+        Raises UserError as `start`.
+        """
+        self._check(request)
+        generation = self._generation
+        assert generation is not None
+        assert generation.is_open
+
+        def add() -> None:
+            deadline = self._loop.time() + generation.deadline_s(len(generation.jobs) + 1)
+            self._add(generation, _Job(request, Sample(), deadline, answer))
+
+        self._loop.call_soon_threadsafe(add)
+
+    def finish(self) -> GenerationResult:
+        """End the open generation and the requests in flight, which get no answer; return its counts."""
+        assert self._future is not None, "no generation was opened"
+        generation, self._deadline = self._generation, time.monotonic()
+
+        def close() -> None:
+            if generation is not None:
+                generation.is_open = False
+                for task in (*generation.jobs.values(), *generation.helpers.values()):
+                    task.cancel()
+
+        self._loop.call_soon_threadsafe(close)
+        return self.result()
+
+    def _check(self, request: SampleRequest) -> None:
+        if not request.prompt or not all(0 <= token < self._vocab_size for token in request.prompt):
+            raise UserError(
+                f"prompt {request.key[0]} is empty or holds a token outside the model's {self._vocab_size} tokens; "
+                "check that the tokenizer is the model's own"
+            )
+
+    def _begin(self, generation: _Generation, jobs: Sequence[_Job]) -> None:
+        assert self._future is None or self._future.done(), "a generation is pending"
+        self._generation = generation
+        self._future = asyncio.run_coroutine_threadsafe(self._run(generation, jobs), self._loop)
 
     def result(self) -> GenerationResult:
         """Wait for the generation's result. Raises RunError for one that runs on after its deadline."""
@@ -255,41 +304,41 @@ class ServerRouter:
 
         self._loop.call_soon_threadsafe(interrupt)
 
-    async def _run(self, generation: _Generation) -> GenerationResult:
-        """Run until each sample has a response, a failure, or is unserved."""
-        began, result, phase = self._loop.time(), generation.result, progress.begin("samples")
-
-        def ended(job: _Job, outcome: Sample | RequestFailure | None) -> None:
-            _end(generation, job, outcome)
-            now = self._loop.time()
-            if now - generation.reported >= _PROGRESS_S:
-                generation.reported = now
-                done, rate = len(result.samples) + len(result.failures), result.tokens / max(now - began, 1e-9)
-                phase.report(done, len(generation.jobs), note=f"{rate:.0f} tok/s")
-
-        async def sample(job: _Job) -> None:
-            ended(job, await self._sample(generation, job))
-            self._dispatch(generation)
-            if len(result.samples) + len(result.failures) + len(result.unserved) == len(generation.jobs):
-                for helper in generation.helpers.values():
-                    helper.cancel()
-
+    async def _run(self, generation: _Generation, jobs: Sequence[_Job]) -> GenerationResult:
+        """Run until each sample has a response, a failure, or is unserved, and no more will come."""
+        phase = progress.begin("samples")
         try:
-            async with asyncio.timeout_at(generation.deadline), asyncio.TaskGroup() as generation.group:
+            async with asyncio.TaskGroup() as group:
+                generation.group, generation.phase = group, phase
                 _help(generation, "watch", partial(_watch, generation, self._stall_timeout_s, self._dispatch))
-                for job in generation.jobs:
-                    generation.group.create_task(sample(job))
-        except TimeoutError:
-            for job in generation.jobs:
-                if not _has_ended(result, job.request.key):
-                    ended(job, RequestFailure("deadline", f"the generation's deadline came first: {job.last}"))
+                for job in jobs:
+                    self._add(generation, job)
         finally:
             self._generation = generation.group = None
             for replica in self._replicas:
                 replica.in_flight = 0  # tries that were cut short among them
             phase.end()
-        result.seconds = self._loop.time() - began
-        return result
+        return generation.result
+
+    def _add(self, generation: _Generation, job: _Job) -> None:
+        """Begin a sample."""
+        assert generation.group is not None
+        if not generation.jobs:
+            generation.began = self._loop.time()
+        generation.jobs[job] = generation.group.create_task(self._see_to_end(generation, job))
+
+    async def _see_to_end(self, generation: _Generation, job: _Job) -> None:
+        outcome: Sample | RequestFailure | None
+        try:
+            async with asyncio.timeout_at(job.deadline):
+                outcome = await self._sample(generation, job)
+        except TimeoutError:
+            outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
+        _end(generation, job, outcome, self._loop.time())
+        self._dispatch(generation)
+        if not generation.jobs and not generation.is_open:
+            for helper in generation.helpers.values():
+                helper.cancel()
 
     async def _sample(self, generation: _Generation, job: _Job) -> Sample | RequestFailure | None:
         """Return a whole response, the last failure, or None where no server is left."""
@@ -297,15 +346,17 @@ class ServerRouter:
             job.turn = self._loop.create_future()
             (generation.waiting if job.tries else generation.fresh).append(job)
             self._dispatch(generation)
-            if (replica := await job.turn) is None:
-                return None
-            now = self._loop.time()
-            if now >= job.expires:
-                replica.in_flight -= 1
-                return RequestFailure("timeout", f"no answer in {self._request_timeout_s:g} s: {job.last}")
-            outcome = await self._try(generation, job, replica, now)
-            replica.in_flight -= 1
-            generation.flying.discard(job)
+            try:
+                if (replica := await job.turn) is None:
+                    return None
+                now = self._loop.time()
+                if now >= job.expires:
+                    return RequestFailure("timeout", f"no answer in {self._request_timeout_s:g} s: {job.last}")
+                outcome = await self._try(generation, job, replica, now)
+            finally:
+                if not job.turn.cancelled() and (given := job.turn.result()) is not None:
+                    given.in_flight -= 1
+                generation.flying.discard(job)
             if isinstance(outcome, RequestFailure):
                 if _failed(generation, job, replica, outcome, retries=self._retries):
                     return outcome
@@ -451,22 +502,30 @@ def _evict(generation: _Generation, replica: Replica, failure: RequestFailure) -
             job.attempt.cancel()
 
 
-def _has_ended(result: GenerationResult, key: Key) -> bool:
-    return any(key in ended for ended in (result.samples, result.failures, result.unserved))
-
-
-def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | None) -> None:
+def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | None, now: float) -> None:
     """Record the one end of a sample; None: unserved."""
     key, result = job.request.key, generation.result
-    assert not _has_ended(result, key), f"{key} ends twice"
-    if outcome is None:
+    del generation.jobs[job]
+    generation.ended += 1
+    if not generation.jobs:
+        result.seconds, generation.began = result.seconds + now - generation.began, now
+    if isinstance(outcome, Sample):
+        stopped = outcome.token_ids[-1] in generation.sampling.stop_token_ids
+        outcome = replace(outcome, finish="stop" if stopped else "length")
+    elif outcome is not None:
+        outcome.tries = job.tries
+    if job.answer is not None:
+        job.answer(outcome)
+    elif outcome is None:
         result.unserved[key] = job.partial
     elif isinstance(outcome, Sample):
-        stopped = outcome.token_ids[-1] in generation.sampling.stop_token_ids
-        result.samples[key] = replace(outcome, finish="stop" if stopped else "length")
+        result.samples[key] = outcome
     else:
-        outcome.tries = job.tries
         result.failures[key] = outcome
+    if generation.phase is not None and now - generation.reported >= _PROGRESS_S:
+        generation.reported = now
+        rate = result.tokens / max(result.seconds + now - generation.began, 1e-9)
+        generation.phase.report(generation.ended, generation.ended + len(generation.jobs), note=f"{rate:.0f} tok/s")
 
 
 def _backoff_s(job: _Job) -> float:
