@@ -91,6 +91,12 @@ AGENTS: Table = {
             "engine.settle(lambda: len(lost()), lambda: play(lost()))",
             "engine.settle(lambda: 0, lambda: play([]))",
         ),
+        (
+            "a trajectory without a score counts 0",
+            'fault = "" if failed else score_fault(',
+            'fault = "" if True else score_fault(',
+        ),
+        ("a score that is not finite trains", "<= torch.finfo(torch.float32).max", "<= 1e300"),
     ],
     ("agents", "rollout/sglang/test_engine.py"): [
         (
