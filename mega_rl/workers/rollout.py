@@ -184,7 +184,8 @@ class EnvironmentRollouts:
         played = [one.trajectory for one in outcomes]
         given = [sum(len(p) for p in b.parts if not isinstance(p, Turn)) for t in played for b in t.branches]
         own: dict[str, float] = {"count": len(played), "agent/turns_mean": sum(len(one.turns) for one in played)}
-        own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(len(t.branches) for t in played)}
+        used = [any(isinstance(part, Turn) for part in b.parts) for t in played for b in t.branches]
+        own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(used)}
         own |= {"agent/drifted_mean": sum(one.drifted for one in played)}
         own |= {"agent/environment_s_mean": sum(one.seconds for one in outcomes)}
         own |= {f"agent/end_{end}_fraction": sum(one.end == end for one in played) for end in ENDS}
