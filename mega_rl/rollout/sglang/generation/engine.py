@@ -143,7 +143,7 @@ class SglangRolloutEngine:
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
         """Answer each turn as its own request, with "lost" where no server is left."""
         router, sampling = self._router, self._sampling(how.greedy, how.draws)
-        router.open(sampling, version=self._version(), deadline_s=self.deadline_s)
+        router.start((), sampling, version=self._version(), deadline_s=self.deadline_s)
         try:
             while (taken := asked.take()) is not None:
                 for (ids, (prompt, sample, number), limit), future in taken:
@@ -155,7 +155,7 @@ class SglangRolloutEngine:
                     request = SampleRequest(key, ids, seed=seed, limit=limit)
                     router.ask(request, partial(_answer, future))
         finally:
-            self._since.add(router.finish())
+            self._since.add(router.result())
 
     def _sampling(self, greedy: bool, draws: Draws | None) -> Sampling:
         """Return the sampling of a generation, in training that of the settings."""

@@ -78,8 +78,9 @@ class _Generation:
     sampling: Sampling
     version: int
     mixed_versions: bool
-    is_open: bool  # requests may still come
-    deadline_s: Callable[[int], float] = lambda _: math.inf  # an open one's: time for so many samples
+    stall_s: float
+    deadline_s: Callable[[int], float] | None  # seconds for a number of samples; requests may come. None: all are here
+    begin: Callable[[_Job], None] = lambda _: None  # adds a sample
     jobs: dict[_Job, asyncio.Task[None]] = field(default_factory=dict)  # that have not ended
     began: float = 0.0  # loop time of the first of them
     result: GenerationResult = field(default_factory=GenerationResult)
@@ -91,7 +92,7 @@ class _Generation:
     group: asyncio.TaskGroup | None = None  # helpers' group, while samples are out
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     ended: int = 0  # jobs
-    phase: progress.Phase | None = None
+    phase: progress.Phase = field(default_factory=lambda: progress.begin("samples"))
     reported: float = 0.0  # loop time
 
 
@@ -185,7 +186,7 @@ class ServerRouter:
             if generation is not None:
                 if state is State.DOWN:
                     _evict(generation, replica, RequestFailure("server_down", f"{replica.client.name}: {reason}"))
-                self._dispatch(generation)
+                _dispatch(generation)
 
         _on_loop(self._loop, mark)
 
@@ -205,8 +206,9 @@ class ServerRouter:
         sampling: Sampling,
         *,
         version: int,
-        deadline: float,
+        deadline: float = math.inf,
         partials: Mapping[Key, Sample] | None = None,
+        deadline_s: Callable[[int], float] | None = None,
     ) -> None:
         """Begin a generation; one at a time.
 
@@ -216,74 +218,52 @@ class ServerRouter:
             deadline: time.monotonic() at which samples without an answer become failures of kind "deadline".
             partials: responses so far, as in `GenerationResult.unserved`; those of other versions begin anew, unless
                 allow_mixed_versions.
+            deadline_s: seconds that a number of samples may take; requests may then come by `ask`, until `result`.
 
         Raises:
             UserError: for a prompt that holds a token outside the vocabulary, or none.
         """
+        assert self._future is None or self._future.done(), "a generation is pending"
         assert len({request.key for request in requests}) == len(requests), "two requests have one key"
-        ends = self._loop.time() + deadline - time.monotonic()
-        jobs = []
+        jobs, ends = list[_Job](), self._loop.time() + deadline - time.monotonic()
         for request in requests:
-            self._check(request)
+            _check(request, self._vocab_size)
             partial = (partials or {}).get(request.key, Sample())
             usable = self._mixed or all(number == version for number in partial.versions)
             jobs.append(_Job(request, partial if usable else Sample(), ends))
-        self._deadline = deadline
-        self._begin(_Generation(self._replicas, sampling, version, self._mixed, is_open=False), jobs)
-
-    def open(self, sampling: Sampling, *, version: int, deadline_s: Callable[[int], float]) -> None:
-        """Begin a generation whose requests come one by one, by `ask`, until `finish`.
-
-        deadline_s: the seconds that a number of samples may take.
-        """
-        self._begin(_Generation(self._replicas, sampling, version, self._mixed, True, deadline_s), ())
-        _on_loop(self._loop, lambda: None)  # after its begin
+        self._generation, self._deadline = (
+            _Generation(self._replicas, sampling, version, self._mixed, self._stall_timeout_s, deadline_s),
+            deadline,
+        )
+        self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
+        _on_loop(self._loop, lambda: None)  # it has begun
 
     def ask(self, request: SampleRequest, answer: Answered) -> None:
-        """Add a request to the open generation; `answer` gets its end, on the event loop's thread.
+        """Add a request to an open generation; the event loop calls `answer` at its end.
 
         Raises UserError as `start`.
         """
-        self._check(request)
+        _check(request, self._vocab_size)
         generation = self._generation
         assert generation is not None
-        assert generation.is_open
+        deadline_s = generation.deadline_s
+        assert deadline_s is not None
 
         def add() -> None:
-            deadline = self._loop.time() + generation.deadline_s(len(generation.jobs) + 1)
-            self._add(generation, _Job(request, Sample(), deadline, answer))
+            deadline = self._loop.time() + deadline_s(len(generation.jobs) + 1)
+            generation.begin(_Job(request, Sample(), deadline, answer))
 
         self._loop.call_soon_threadsafe(add)
 
-    def finish(self) -> GenerationResult:
-        """End the open generation and the requests in flight, which get no answer; return its counts."""
-        assert self._future is not None, "no generation was opened"
-        generation, self._deadline = self._generation, time.monotonic()
-
-        def close() -> None:
-            if generation is not None:
-                generation.is_open = False
-                for task in (*generation.jobs.values(), *generation.helpers.values()):
-                    task.cancel()
-
-        self._loop.call_soon_threadsafe(close)
-        return self.result()
-
-    def _check(self, request: SampleRequest) -> None:
-        if not request.prompt or not all(0 <= token < self._vocab_size for token in request.prompt):
-            raise UserError(
-                f"prompt {request.key[0]} is empty or holds a token outside the model's {self._vocab_size} tokens; "
-                "check that the tokenizer is the model's own"
-            )
-
-    def _begin(self, generation: _Generation, jobs: Sequence[_Job]) -> None:
-        assert self._future is None or self._future.done(), "a generation is pending"
-        self._generation = generation
-        self._future = asyncio.run_coroutine_threadsafe(self._run(generation, jobs), self._loop)
-
     def result(self) -> GenerationResult:
-        """Wait for the generation's result. Raises RunError for one that runs on after its deadline."""
+        """Wait for the generation's result. Raises RunError for one that runs on after its deadline.
+
+        An open generation ends with this call; its requests in flight get no answer.
+        """
         assert self._future is not None, "no generation was started"
+        if (generation := self._generation) is not None and generation.deadline_s is not None:
+            self._deadline = time.monotonic()
+            self._loop.call_soon_threadsafe(_close, generation)
         try:
             return self._future.result(timeout=max(0.0, self._deadline - time.monotonic()) + _SLACK_S)
         except concurrent.futures.TimeoutError:
@@ -299,53 +279,51 @@ class ServerRouter:
         def interrupt() -> None:
             if generation is not None:
                 generation.result.interrupted = True
-                self._dispatch(generation)
+                _dispatch(generation)
                 _help(generation, "abort", partial(_abort, generation, self._grace_s))
 
         self._loop.call_soon_threadsafe(interrupt)
 
     async def _run(self, generation: _Generation, jobs: Sequence[_Job]) -> GenerationResult:
         """Run until each sample has a response, a failure, or is unserved, and no more will come."""
-        phase = progress.begin("samples")
+
+        async def see_to_end(job: _Job) -> None:
+            outcome: Sample | RequestFailure | None
+            try:
+                async with asyncio.timeout_at(job.deadline):
+                    outcome = await self._sample(generation, job)
+            except TimeoutError:
+                outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
+            _end(generation, job, outcome, self._loop.time())
+            _dispatch(generation)
+            if not generation.jobs and generation.deadline_s is None:
+                _close(generation)
+
+        def begin(job: _Job) -> None:
+            if not generation.jobs:
+                generation.began = self._loop.time()
+            generation.jobs[job] = group.create_task(see_to_end(job))
+
+        generation.begin = begin
         try:
             async with asyncio.TaskGroup() as group:
-                generation.group, generation.phase = group, phase
-                _help(generation, "watch", partial(_watch, generation, self._stall_timeout_s, self._dispatch))
+                generation.group = group
+                _help(generation, "watch", partial(_watch, generation))
                 for job in jobs:
-                    self._add(generation, job)
+                    begin(job)
         finally:
             self._generation = generation.group = None
             for replica in self._replicas:
                 replica.in_flight = 0  # tries that were cut short among them
-            phase.end()
+            generation.phase.end()
         return generation.result
-
-    def _add(self, generation: _Generation, job: _Job) -> None:
-        """Begin a sample."""
-        assert generation.group is not None
-        if not generation.jobs:
-            generation.began = self._loop.time()
-        generation.jobs[job] = generation.group.create_task(self._see_to_end(generation, job))
-
-    async def _see_to_end(self, generation: _Generation, job: _Job) -> None:
-        outcome: Sample | RequestFailure | None
-        try:
-            async with asyncio.timeout_at(job.deadline):
-                outcome = await self._sample(generation, job)
-        except TimeoutError:
-            outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
-        _end(generation, job, outcome, self._loop.time())
-        self._dispatch(generation)
-        if not generation.jobs and not generation.is_open:
-            for helper in generation.helpers.values():
-                helper.cancel()
 
     async def _sample(self, generation: _Generation, job: _Job) -> Sample | RequestFailure | None:
         """Return a whole response, the last failure, or None where no server is left."""
         while not job.partial.is_whole(job.request, generation.sampling):
             job.turn = self._loop.create_future()
             (generation.waiting if job.tries else generation.fresh).append(job)
-            self._dispatch(generation)
+            _dispatch(generation)
             try:
                 if (replica := await job.turn) is None:
                     return None
@@ -360,7 +338,7 @@ class ServerRouter:
             if isinstance(outcome, RequestFailure):
                 if _failed(generation, job, replica, outcome, retries=self._retries):
                     return outcome
-                self._loop.call_later(_backoff_s(job), self._dispatch, generation)  # also a busy server's pause ends
+                self._loop.call_later(_backoff_s(job), _dispatch, generation)  # also a busy server's pause ends
             elif outcome is not None and outcome.finish != "partial":
                 replica.answered(self._loop.time())
         return job.partial
@@ -416,32 +394,33 @@ class ServerRouter:
             return RequestFailure("aborted", f"{replica.client.name}, sample {key}: given up after {new} tokens")
         return outcome
 
-    def _dispatch(self, generation: _Generation) -> None:
-        """Give samples their turns, first retries; end the wait where no server is left."""
-        now, usable = self._loop.time(), _serving(generation, State.READY)
-        suspects = _serving(generation, State.SUSPECT)
-        for replica in suspects:
-            rid = f"{generation.nonce}-probe-{replica.client.endpoint.index}"
-            probe = partial(replica.probe, rid, version=generation.version, mixed_versions=self._mixed)
-            then = partial(self._dispatch, generation)
-            _help(generation, rid, partial(probe, timeout_s=self._stall_timeout_s), then)
-        if generation.result.interrupted or not (usable or suspects or generation.flying):
-            for job in (*generation.fresh, *generation.waiting):
-                _give(job, None)
-            generation.fresh.clear()
-            generation.waiting.clear()
-        for job in [job for job in generation.waiting if usable and job.not_before <= now]:
-            home = least_loaded([replica for replica in usable if replica is not job.asked] or usable, now)
-            if home is not None:
-                generation.waiting.remove(job)
-                _give(job, home, now)
-        while usable and generation.fresh and (home := least_loaded(usable, now)) is not None:
-            prompt = generation.fresh[0].request.key[0]
-            last = generation.homes.get(prompt, home)
-            if last in usable and (last.near or not home.near) and last.has_room(now):
-                home = last if last.in_flight <= home.in_flight + _AFFINITY_SLACK else home
-            generation.homes[prompt] = home
-            _give(generation.fresh.popleft(), home, now)
+
+def _dispatch(generation: _Generation) -> None:
+    """Give samples their turns, first retries; end the wait where no server is left."""
+    now, usable = asyncio.get_running_loop().time(), _serving(generation, State.READY)
+    suspects = _serving(generation, State.SUSPECT)
+    for replica in suspects:
+        rid = f"{generation.nonce}-probe-{replica.client.endpoint.index}"
+        probe = partial(replica.probe, rid, version=generation.version, mixed_versions=generation.mixed_versions)
+        then = partial(_dispatch, generation)
+        _help(generation, rid, partial(probe, timeout_s=generation.stall_s), then)
+    if generation.result.interrupted or not (usable or suspects or generation.flying):
+        for job in (*generation.fresh, *generation.waiting):
+            _give(job, None)
+        generation.fresh.clear()
+        generation.waiting.clear()
+    for job in [job for job in generation.waiting if usable and job.not_before <= now]:
+        home = least_loaded([replica for replica in usable if replica is not job.asked] or usable, now)
+        if home is not None:
+            generation.waiting.remove(job)
+            _give(job, home, now)
+    while usable and generation.fresh and (home := least_loaded(usable, now)) is not None:
+        prompt = generation.fresh[0].request.key[0]
+        last = generation.homes.get(prompt, home)
+        if last in usable and (last.near or not home.near) and last.has_room(now):
+            home = last if last.in_flight <= home.in_flight + _AFFINITY_SLACK else home
+        generation.homes[prompt] = home
+        _give(generation.fresh.popleft(), home, now)
 
 
 def _serving(generation: _Generation, *states: State) -> list[Replica]:
@@ -469,14 +448,14 @@ def _failed(generation: _Generation, job: _Job, replica: Replica, failure: Reque
     return last and not generation.result.interrupted and not job.partial.is_whole(job.request, generation.sampling)
 
 
-async def _watch(generation: _Generation, stall_s: float, dispatch: Callable[[_Generation], None]) -> None:
+async def _watch(generation: _Generation) -> None:
     """Check servers that have requests in flight and gave no sign of life for a while."""
-    loop = asyncio.get_running_loop()
+    loop, stall_s = asyncio.get_running_loop(), generation.stall_s
 
     async def check(replica: Replica) -> None:
         if (failure := await replica.check(timeout_s=stall_s)) is not None:
             _evict(generation, replica, failure)
-            dispatch(generation)
+            _dispatch(generation)
 
     while True:
         await asyncio.sleep(stall_s / 4)
@@ -522,10 +501,25 @@ def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | 
         result.samples[key] = outcome
     else:
         result.failures[key] = outcome
-    if generation.phase is not None and now - generation.reported >= _PROGRESS_S:
+    if now - generation.reported >= _PROGRESS_S:
         generation.reported = now
         rate = result.tokens / max(result.seconds + now - generation.began, 1e-9)
         generation.phase.report(generation.ended, generation.ended + len(generation.jobs), note=f"{rate:.0f} tok/s")
+
+
+def _close(generation: _Generation) -> None:
+    """End the generation and what it waits for."""
+    for task in (*generation.jobs.values(), *generation.helpers.values()):
+        task.cancel()
+
+
+def _check(request: SampleRequest, vocab_size: int) -> None:
+    """Raise UserError for a prompt that kills a server."""
+    if not request.prompt or not all(0 <= token < vocab_size for token in request.prompt):
+        raise UserError(
+            f"prompt {request.key[0]} is empty or holds a token outside the model's {vocab_size} tokens; "
+            "check that the tokenizer is the model's own"
+        )
 
 
 def _backoff_s(job: _Job) -> float:
