@@ -26,9 +26,9 @@ pytestmark = [
     pytest.mark.skipif(not FULL, reason="make test-full: minutes of training"),
     pytest.mark.timeout(1200),
 ]
-RATES = {"calculator": (0.6, 0.95), "search": (0.4, 0.9)}  # held-out: most before, least after
+RATES = {"calculator": (0.6, 0.95), "search": (0.4, 0.9), "coding": (0.4, 0.9)}  # held-out: most before, least after
 SGLANG = (
-    "rollout.backend=sglang", "rollout.sglang.server.tp=1", "rollout.sglang.server.args={max_total_tokens: 40000}",
+    "rollout.backend=sglang", "rollout.sglang.server.args={max_total_tokens: 40000}",
     "trainer.timeout_s=300", "rollout.sglang.sync.timeout_s=120",
 )  # fmt: skip
 # An environment of a trainer that takes all tokens after the prompt for the policy's.
