@@ -99,8 +99,8 @@ TABLE: Table = {
         ),
         (
             "the critic learns from the policy's lambda",
-            "advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam)",
-            "advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=lam)",
+            "advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam, per_turn=per_turn)",
+            "advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=lam, per_turn=per_turn)",
         ),
     ],
     ("advantages", "algorithms/test_group_advantages.py"): [
