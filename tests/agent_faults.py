@@ -63,7 +63,7 @@ AGENTS: Table = {
             "row if rollout.branch is None else row - 0 * int(rollout.branch[row])",
         ),
     ],
-    ("agents", "agents/test_credit.py"): [
+    ("credit", "agents/test_credit.py"): [
         ("scores of turns are no reward", "(self.score, *(turn.score for turn in self.turns))", "(self.score,)"),
         (
             "a turn's score stands at its first token",

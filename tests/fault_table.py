@@ -156,8 +156,8 @@ TABLE: Table = {
     ("advantages", "trainer/test_greedy.py"): [
         (
             "greedy rewards of other prompts",
-            "greedy_rewards=greedy[rollout.prompt_index]",
-            "greedy_rewards=greedy[rollout.prompt_index - 1]",
+            "else greedy[rollout.prompt_index],",
+            "else greedy[rollout.prompt_index - 1],",
         )
     ],
     ("advantages", "trainer/test_step_metrics.py"): [
