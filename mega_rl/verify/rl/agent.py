@@ -13,6 +13,8 @@ from mega_rl.verify.rl.rewards import agent_scores
 class Agent(mega_rl.Environment):
     """Two turns in a row; of every three samples one has a fork behind the first, and one another context."""
 
+    context: mega_rl.RolloutContext
+
     async def run(self, policy: mega_rl.Policy, prompt: mega_rl.Prompt, trajectory: mega_rl.Trajectory) -> None:
         """Play and score a trajectory of at most 10 tokens in a row."""
         first = await policy.turn(limit=3)

@@ -127,13 +127,13 @@ def test_returns_over_turns(per: str, kind: str) -> None:
     logprobs = batch.old_logprobs.clone().requires_grad_()
     loss = -((logprobs - batch.old_logprobs).exp() * batch.advantages * batch.loss_weights).sum()
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert by_token(batch, gradient) == pytest.approx({t: -a / 19 for t, a in advantages.items()}, abs=1e-7)
+    assert by_token(batch, gradient) == pytest.approx({t: -a / 18 for t, a in advantages.items()}, abs=1e-7)
     values = batch.values.clone().requires_grad_()
     critic = clipped_value_loss(
         values, old_values=batch.values, returns=batch.returns, token_weights=batch.token_weights, value_clip=0.0
     )
     (gradient,) = torch.autograd.grad(critic.loss, values)
-    assert by_token(batch, gradient) == pytest.approx({t: -a / 19 for t, a in advantages.items()}, abs=1e-7)
+    assert by_token(batch, gradient) == pytest.approx({t: -a / 18 for t, a in advantages.items()}, abs=1e-7)
 
 
 @settings(max_examples=60, deadline=None)
