@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import xxhash
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.agents.environment import FAILURES, NAMED, Answer, Played, Runner, TurnEngine, TurnRequest
+from mega_rl.agents.environment import FAILURES, NAMED, Played, Runner, TurnEngine, TurnSampling
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of, score_fault
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.errors import RunError
@@ -149,15 +150,13 @@ class EnvironmentRollouts:
         trajectories = context.start(prompts, greedy=greedy, draws=draws)
         ended: dict[int, Played] = {}
 
-        def sample(requests: Sequence[TurnRequest]) -> Sequence[Answer]:
-            placed = [one._replace(key=(first + one.key[0], *one.key[1:])) for one in requests]
-            return engine.turns(placed, seed=seed, greedy=greedy, draws=draws)
+        how = TurnSampling(seed, greedy, draws)
 
         def lost() -> list[int]:
             return [place for place, one in ended.items() if one.failure == "lost"]
 
         def play(places: Sequence[int]) -> None:
-            played = self.runner.run([trajectories[i] for i in places], sample)
+            played = self.runner.run([trajectories[i] for i in places], partial(engine.turns, how=how), first=first)
             ended.update(zip(places, map(self._with_score, played), strict=True))
 
         run_on_all(lambda: play(range(len(trajectories))), self.everyone)
@@ -185,7 +184,8 @@ class EnvironmentRollouts:
         played = [one.trajectory for one in outcomes]
         given = [sum(len(p) for p in b.parts if not isinstance(p, Turn)) for t in played for b in t.branches]
         own: dict[str, float] = {"count": len(played), "agent/turns_mean": sum(len(one.turns) for one in played)}
-        own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(len(t.branches) for t in played)}
+        used = [any(isinstance(part, Turn) for part in b.parts) for t in played for b in t.branches]
+        own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(used)}
         own |= {"agent/drifted_mean": sum(one.drifted for one in played)}
         own |= {"agent/environment_s_mean": sum(one.seconds for one in outcomes)}
         own |= {f"agent/end_{end}_fraction": sum(one.end == end for one in played) for end in ENDS}

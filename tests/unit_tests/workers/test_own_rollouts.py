@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.agents.environment import Answer, Environment, Policy, Runner, TurnRequest
+from mega_rl.agents.environment import (
+    Answer,
+    Environment,
+    Policy,
+    Runner,
+    TurnQueue,
+    TurnRequest,
+    TurnSampling,
+    in_batches,
+)
 from mega_rl.agents.trajectory import Trajectory, Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
@@ -28,8 +38,11 @@ class Answers:
     def __init__(self, *, loses: bool = False) -> None:
         self.loses, self.calls = loses, list[dict[str, Any]]()
 
-    def turns(self, requests: Sequence[TurnRequest], **how: Any) -> list[Answer]:
-        self.calls.append({"requests": list(requests), **how})
+    def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
+        in_batches(asked, partial(self._answers, how=how))
+
+    def _answers(self, requests: Sequence[TurnRequest], how: TurnSampling) -> list[Answer]:
+        self.calls.append({"requests": list(requests), **how._asdict()})
         answers = [Turn(ids, (-0.5,) * len(ids), (), len(ids) == 2) for ids in ((9, 1)[: r.limit] for r in requests)]
         return ["lost" if self.loses and one.key[1] else got for one, got in zip(requests, answers, strict=True)]
 
