@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.verify.replay import prepare, result_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer.assemble.own_sources_on_ranks import SOURCES, run_all
+from tests.unit_tests.verify.replay_on_ranks import replay_plans
 
 REPLAY = {"rollout.backend": "none", "rollout.verify_interval": 10, "rollout.mismatch.mean_limit": 100.0}
 LIMITS = {"rollout.source.timeout_s": 0.5, "rollout.source.max_failed_share": 0.9}
@@ -122,6 +124,32 @@ def test_forks_are_rows_of_one_trajectory(runs: dict[str, Any]) -> None:
     assert len(tokens) > step["rollout/sequences"]  # a fork without a turn of its own is no row
     assert step["rollout/response_tokens"] == int(mask.sum()) == step["actor/trained_tokens"]
     assert step["rollout/logprob_diff_max"] < 1e-4
+
+
+def test_a_record_holds_turns_and_is_replayed_bit_for_bit(folder: Path, runs: dict[str, Any]) -> None:
+    """With forks: each turn trains in one row, and the rows that read it have its tokens and number."""
+    assert "error" not in runs["forks"], runs["forks"]["error"]
+    record, (plan,) = prepare(folder / "own-1-forks" / "records" / "step_000001", "1", folder / "replay", timeout_s=120)
+    tensors = record.tensors
+    places: dict[tuple[int, int, int], list[tuple[list[int], bool]]] = {}
+    keys = zip(tensors["prompt_index"].tolist(), tensors["sample_index"].tolist(), strict=True)
+    for row, (prompt, sample) in enumerate(keys):
+        tokens, turn, mask = (tensors[name][row] for name in ("tokens", "turn", "loss_mask"))
+        assert (turn[mask] > 0).all()
+        for number in sorted({*turn.tolist()} - {0}):
+            own = turn == number
+            assert mask[own].all() or not mask[own].any()
+            places.setdefault((prompt, sample, number), []).append((tokens[own].tolist(), bool(mask[own].all())))
+        texts = "".join(text for number, text in record.rows[row]["conversation"] if number)
+        assert texts == "".join(record.rows[row]["token_texts"][place] for place in turn.nonzero()[0])
+    assert all([trains for _, trains in rows].count(True) == 1 for rows in places.values())
+    assert all(ids == rows[0][0] for rows in places.values() for ids, _ in rows)
+    assert any(len(rows) == 2 for rows in places.values())
+    Path(plan.target).mkdir(parents=True)
+    run_ranks(1, replay_plans, [plan], timeout_s=180)
+    differences = {one.tensor: one.largest for one in result_of(record, plan)}
+    assert {"old_logprobs", "ref_logprobs", "advantages", "token_weights", "loss_weights"} <= differences.keys()
+    assert set(differences.values()) == {0.0}, differences
 
 
 def test_hostile_environments_cost_their_samples(runs: dict[str, Any]) -> None:
