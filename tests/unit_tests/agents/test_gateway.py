@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import httpx
 import pytest
 
 from mega_rl.agents import gateway
-from mega_rl.agents.environment import Answer, Environment, Played, Runner, TurnRequest
+from mega_rl.agents.environment import Answer, Environment, Played, Runner, TurnRequest, in_batches
 from mega_rl.agents.gateway import Gateway
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
 from mega_rl.data.chat import ChatTemplate
@@ -80,7 +81,8 @@ def play(script: Script | None, *answers: Any, seconds: float = 0.0, count: int 
     environment: Environment = Own(context, script, **own)
     prompt = Prompt(3, shown([ASK]), "p", "", messages=(("user", "say hello"),))
     made = [Trajectory(prompt, number, 0, limit) for number in range(count)]
-    outcomes = Runner(environment, "rollout.source='agent.py:Own'", vocab_size=len(CHATML)).run(made, sample)
+    runner = Runner(environment, "rollout.source='agent.py:Own'", vocab_size=len(CHATML))
+    outcomes = runner.run(made, partial(in_batches, sample=sample))
     assert not gateway._servers
     assert not any(thread.name == "environments" for thread in threading.enumerate())
     return outcomes
