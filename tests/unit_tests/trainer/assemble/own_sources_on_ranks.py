@@ -33,9 +33,10 @@ class Turns(mega_rl.Environment):
     context: mega_rl.RolloutContext
     turns: int = 2
     forks: bool = False
+    first: int = 0  # most tokens of the first turn
 
     async def run(self, policy, prompt, trajectory):
-        await policy.turn()
+        await policy.turn(limit=self.first)
         for turn in range(1, self.turns):
             await asyncio.sleep(0.002 * (trajectory.prompt_index % 3))
             if self.forks and turn == 1 and trajectory.sample_index % 2:

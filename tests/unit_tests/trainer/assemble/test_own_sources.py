@@ -18,6 +18,7 @@ from tests.unit_tests.trainer.assemble.own_sources_on_ranks import SOURCES, run_
 from tests.unit_tests.verify.replay_on_ranks import replay_plans
 
 REPLAY = {"rollout.backend": "none", "rollout.verify_interval": 10, "rollout.mismatch.mean_limit": 100.0}
+FORKS = {"rollout.source.forks": True, "rollout.source.first": 3}
 LIMITS = {"rollout.source.timeout_s": 0.5, "rollout.source.max_failed_share": 0.9}
 REPLAY |= {"rollout.mismatch.share_limit": 1.0, "rollout.mismatch.max_limit": 100.0}
 
@@ -44,7 +45,7 @@ def runs(folder: Path) -> dict[str, Any]:
         ("one turn", {**turns, "rollout.source.turns": 1, **rows, "trainer.val_interval": 0}),
         ("one turn, validated", {**turns, "rollout.source.turns": 1, **sampled}),
         ("three turns", {**turns, "rollout.source.turns": 3}),
-        ("forks", {**turns, "rollout.source.forks": True, "trainer.steps": 1, "metrics.records.interval": 1}),
+        ("forks", {**turns, **FORKS, "trainer.steps": 1, "metrics.records.interval": 1}),
         ("scored", {"rollout.source": f"{folder}/own.py:Scored", "reward.source": "environment"}),
         ("hostile", {"rollout.source": f"{folder}/own.py:Hostile", **LIMITS, "trainer.steps": 1}),
         ("replay", replay),
@@ -155,7 +156,7 @@ def test_a_record_holds_turns_and_is_replayed_bit_for_bit(folder: Path, runs: di
         assert texts == "".join(record.rows[row]["token_texts"][place] for place in turn.nonzero()[0])
     assert all([trains for _, trains in rows].count(True) == 1 for rows in places.values())
     assert all(ids == rows[0][0] for rows in places.values() for ids, _ in rows)
-    assert any(len(rows) == 2 for rows in places.values())
+    assert [len(rows) for rows in places.values()].count(2) >= 8
     Path(plan.target).mkdir(parents=True)
     run_ranks(1, replay_plans, [plan], timeout_s=180)
     differences = {one.tensor: one.largest for one in result_of(record, plan)}
@@ -192,7 +193,7 @@ def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) ->
     """Each rank samples its share of the prompts, and a source that depends on the rank is refused on all."""
     three = {"rollout.source": f"{folder}/own.py:Turns", "rollout.source.turns": 3}
     ranks = {"data.source": f"{folder}/own.py:of_ranks", "data.train_files": []}
-    forks = {**three, "rollout.source.turns": 2, "rollout.source.forks": True, "trainer.steps": 1}
+    forks = {**three, "rollout.source.turns": 2, **FORKS, "trainer.steps": 1}
     wanted = [("three turns", three), ("forks", forks), ("ranks", ranks)]
     for layout in ("tp2", "dp2", "pp2") if FULL else ("dp2",):
         outcomes = run_ranks(2, run_all, str(folder), layout, copy.deepcopy(wanted), timeout_s=180)
