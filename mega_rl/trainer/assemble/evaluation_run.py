@@ -107,7 +107,7 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
     answered = [True] * len(rollout.lengths) if rollout.failed is None else (~rollout.failed).tolist()
     has_score = scored_rows(rollout, rewards).tolist()
     tokens = over_trajectory(rollout.loss_mask.sum(dim=1), rollout.branch)
-    written = over_trajectory(rollout.lengths - rollout.prompt_lengths, rollout.branch)
+    rows = over_trajectory(rollout.lengths - rollout.prompt_lengths * first_rows(rollout), rollout.branch)
     for row in first_rows(rollout).nonzero().flatten().tolist():
         number = int(rollout.prompt_index[row])
         prompt = scored.prompts[number]
@@ -127,7 +127,7 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
             "right": scored.right[row] if scored.right else None,
             "finish": FINISHES[ENDS[int(rollout.end[row])]] if answered[row] else "failed",
             "response_tokens": int(tokens[row]),
-            "given_tokens": int(written[row] - tokens[row]),
+            "given_tokens": int(rows[row] - tokens[row]),  # read after the prompt
         }
 
 
