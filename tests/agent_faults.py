@@ -92,6 +92,34 @@ AGENTS: Table = {
             "answered = mask.any(dim=1)",
         ),
     ],
+    ("agents", "agents/test_trajectory.py -k names_its_turn"): [
+        (
+            "a turn that another row trains is written as read",
+            "for place, turn in enumerate(trajectory.turns, 1)}",
+            "for place, turn in enumerate(trajectory.turns, 1) if len(trajectory.branches) == 1}",
+        ),
+    ],
+    ("agents", "trainer/assemble/test_own_sources.py"): [
+        (
+            "a replay forgets which rows are of one trajectory",
+            '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
+            '*("routing", "token_versions", "failed", "turn", "turn_scores"),',
+        ),
+    ],
+    ("agents", "tracking/report/test_page.py -k folded"): [
+        (
+            "a report shows the words of tools as the policy's",
+            'turns = record.tensors.get("turn", record.tensors["loss_mask"])',
+            'turns = record.tensors["loss_mask"]',
+        ),
+    ],
+    ("agents", "cli/test_eval.py -k environment"): [
+        (
+            "an evaluation leaves the environment out",
+            "make, make_rows = ROLLOUT.maker(config), DATA.maker(config) if trains else None",
+            "make, make_rows = (ROLLOUT.maker(config), DATA.maker(config)) if trains else (None, None)",
+        ),
+    ],
     ("agents", "agents/test_environment.py"): [
         (
             "a stalled environment stalls all",

@@ -78,6 +78,8 @@ class Trajectory:
     # The environment's. With reward.source=environment the reward is this plus the scores of the turns.
     score: float | None = None
     drifted: int = 0  # branches that opened because a program sent another history than what was sampled
+    tool_calls: int = 0
+    tool_s: float = 0.0  # seconds that tools took
 
     def __post_init__(self) -> None:
         if not self.branches:
@@ -158,6 +160,7 @@ class _BranchRow(NamedTuple):
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]  # the weights' versions of the tokens that train
     scores: tuple[tuple[int, float], ...] = ()  # (position of a turn's last token, its score)
+    turns: tuple[int, ...] = ()  # for each token after the prompt the number of its turn, from 1; 0: it was read
 
 
 def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
@@ -185,7 +188,13 @@ def _rows(trajectory: Trajectory) -> list[_BranchRow]:
         prompt = trajectory.prompt.token_ids
         return [_BranchRow(trajectory, 0, len(prompt), prompt, (), (), ())]
     trained = [one for one in trajectory.branches if any(isinstance(part, Turn) for part in one.parts[one.shared :])]
-    return [_row(trajectory, branch, number) for number, branch in enumerate(trained)]
+    turns = {id(turn): place for place, turn in enumerate(trajectory.turns, 1)}
+    return [
+        _row(trajectory, branch, number)._replace(
+            turns=tuple(turns.get(id(part), 0) for part in branch.parts for _ in _ids(part))
+        )
+        for number, branch in enumerate(trained)
+    ]
 
 
 def rows_of(
@@ -205,10 +214,12 @@ def rows_of(
     width = int(lengths.max()) if len(rows) else 0
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
+    turn = torch.zeros_like(tokens, dtype=torch.int16)
     for number, row in enumerate(rows):
         tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
         mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
         logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
+        turn[number, row.prompt : len(row.token_ids)] = torch.tensor(row.turns[: len(row.own)], dtype=torch.int16)
 
     def column(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
@@ -233,4 +244,5 @@ def rows_of(
         branch=column([row.branch for row in rows]) if with_branches else None,
         scores=scores.where(ends != ENDS.index("error"), 0.0) if with_scores else None,
         turn_scores=of_turns if with_scores else None,
+        turn=turn,
     )

@@ -187,6 +187,8 @@ class EnvironmentRollouts:
         used = [any(isinstance(part, Turn) for part in b.parts) for t in played for b in t.branches]
         own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(used)}
         own |= {"agent/drifted_mean": sum(one.drifted for one in played)}
+        own |= {"agent/tool_calls_mean": sum(one.tool_calls for one in played)}
+        own |= {"agent/tool_s_mean": sum(one.tool_s for one in played)}
         own |= {"agent/environment_s_mean": sum(one.seconds for one in outcomes)}
         own |= {f"agent/end_{end}_fraction": sum(one.end == end for one in played) for end in ENDS}
         own |= {f"agent/failed_{kind}": sum(one.failure == kind for one in outcomes) for kind in FAILURES}

@@ -50,6 +50,7 @@ TENSORS: Mapping[str, str] = {
     "weight_version": "[N] oldest version of the weights that sampled the row",
     "tokens": "[N, S] prompt, response, padding of 0",
     "loss_mask": "[N, S] tokens that the policy sampled",
+    "turn": "[N, S] turn of the sample that the token is of, from 1; 0: read; off loss_mask it trains in another row",
     "token_versions": "[N, S] version of the weights that sampled the token",
     "routing": "[N, S, L, K] experts that each of L mixtures gave the token",
     "rollout_logprobs": "[N, S] of the engine that sampled",
