@@ -66,8 +66,8 @@ AGENTS: Table = {
     ("agents", "agents/test_environment.py"): [
         (
             "a stalled environment stalls all",
-            "until = until if taken else time.monotonic() + gather_s",
-            "until = until if taken else time.monotonic() + 9 + gather_s",
+            "end, gathers = end if gathers else time.monotonic() + gather_s, True",
+            "end, gathers = end if gathers else time.monotonic() + 9, True",
         ),
         (
             "a trajectory pays for the time of the policy",
