@@ -228,6 +228,7 @@ def _fill(cache: Cache, found: Sequence[tuple[int, _Kept | None]], width: int) -
     """Write what is held of each row, (tokens, cache), to the last of the first `width` columns of an empty cache."""
     some = next(kept for _, kept in found if kept is not None)
     for place, layer in enumerate(cache.layers):
+        assert isinstance(layer, GrowingLayer)
         sides = [one.new_zeros(len(found), len(one), width, one.shape[2]) for one in some.layers[place]]
         for row, (count, kept) in enumerate(found):
             if kept is not None:

@@ -109,11 +109,9 @@ def test_a_next_turn_reads_only_new_tokens(checkpoint: Checkpoint, batches: list
     trajectories = play(make_engine(checkpoint, stop_token_ids=STOPS), Agent())
     every = sum(len(request.token_ids) for request, _ in sampled(trajectories))
     prompts = sum(LENGTHS)  # once for all samples of a prompt
-    later = sum(1 + (2 + one.prompt_index % 2 - 1) for one in trajectories) * 2  # the stop, and what was given
-    forks = 3 * len(trajectories)
-    opened = 2 * sum(one.prompt_index % 2 for one in trajectories)
-    assert batches[0].read_tokens == prompts + later + forks + opened
-    assert batches[0].read_tokens < every / 3
+    later = sum(2 + one.prompt_index % 2 for one in trajectories) * 2  # the stop, and what was given
+    branches = sum(2 + 2 * (one.prompt_index % 2) for one in trajectories)  # equal ones that enter together: once
+    assert prompts < batches[0].read_tokens <= prompts + later + branches < every / 3
 
 
 def test_weights_of_another_version_have_caches_of_their_own(checkpoint: Checkpoint, tmp_path: Any) -> None:
