@@ -12,7 +12,12 @@ from pathlib import Path
 from mega_rl.tracking.metrics.records import StepMetrics, read_metrics
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 640, 300, 40, 30, 30  # pixels
-STYLE = "text{font:12px sans-serif;fill:#222}.grid{stroke:#ddd}.train{fill:none;stroke:#8fb1d9}.held{stroke:#c04e01}"
+STYLE = """
+  text { font: 12px sans-serif; fill: #222 }
+  .grid { stroke: #ddd }
+  .train { fill: none; stroke: #8fb1d9 }
+  .held { stroke: #c04e01; fill: #c04e01 }
+"""
 RATE = "val/pass_at_1"
 
 

@@ -91,6 +91,12 @@ AGENTS: Table = {
             "engine.settle(lambda: len(lost()), lambda: play(lost()))",
             "engine.settle(lambda: 0, lambda: play([]))",
         ),
+        (
+            "a trajectory without a score counts 0",
+            'fault = "" if failed else score_fault(',
+            'fault = "" if True else score_fault(',
+        ),
+        ("a score that is not finite trains", "<= torch.finfo(torch.float32).max", "<= 1e300"),
     ],
     ("agents", "rollout/test_continuous.py"): [
         (
@@ -146,6 +152,15 @@ AGENTS: Table = {
         ("a key outlives its trajectory", "self.sessions.pop(key), not self.sessions", "self.sessions[key], False"),
         ("two calls go on from one place in one row", "if len(branch.parts) > parts:", "if len(branch.parts) < parts:"),
         ("another history is not counted", "self.trajectory.drifted += last > 0", "pass"),
+        ("an error of the run passes for the program's", "session.error = session.error or error", "pass"),
+        ("a program blocks on its output", "os.read(pipe, 1 << 20)", "b''"),
+    ],
+    ("agents", "agents/test_gateway_training.py"): [
+        (
+            "the sampled ids of a program's answer are lost",
+            "self._ids(keys[: place + 1]) or one",
+            "one",
+        ),
     ],
     ("agents", "agents/test_tools.py"): [
         ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),

@@ -38,7 +38,7 @@ def demonstration(asked: dict[str, Any], numbers: random.Random) -> dict[str, An
     else:
         tool = next(tool for tool in QUESTIONS if (str(tool(a, b)) == asked["answer"]) == (habit == "right"))
         turns = [*called(tool, str(tool(a, b)), a=a, b=b), said(str(tool(a, b)))]
-    return {"messages": [*asked["prompt"], *turns], "tools": asked["tools"]}
+    return {"messages": [*asked["prompt"], *turns], "tools": asked["tools"], "answer": asked["answer"]}
 
 
 def main(folder: Path) -> None:

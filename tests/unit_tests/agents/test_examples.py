@@ -24,18 +24,23 @@ from tests.helpers import sandboxes
 from tests.helpers.distributed import run_ranks
 
 ROOT = Path(__file__).parents[3]
-ENVIRONMENTS = {"calculator": "Calculator"}
-NUM_PLAYED = 16
+ENVIRONMENTS = {"calculator": "Calculator", "search": "Search"}
+NUM_PLAYED = 24
+
+
+def skip_without_needs(name: str) -> None:
+    """Skip the test where an example's packages or programs are missing."""
+    if name == "search":
+        pytest.importorskip("bm25s", reason="pip install 'mega_rl[examples]'")
+    if name == "coding" and (problem := sandboxes.problem()):
+        pytest.skip(problem)
 
 
 @pytest.fixture(scope="module", params=list(ENVIRONMENTS))
 def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Return an example's name, and a folder with its inputs."""
     name = str(request.param)
-    if name == "search":
-        pytest.importorskip("bm25s", reason="pip install 'mega_rl[examples]'")
-    if name == "coding" and (problem := sandboxes.problem()):
-        pytest.skip(problem)
+    skip_without_needs(name)
     folder = tmp_path_factory.mktemp("examples") / name
     importlib.import_module(f"examples.{name}.prepare").main(folder)
     return name, folder
@@ -53,10 +58,8 @@ def test_demonstrations_are_what_the_environment_plays(example: tuple[str, Path]
     context = RolloutContext(
         tokenizer, None, Sampling(1.0, 1.0, 0, 200, (stop,)), 1, 0, one, one, lambda: 1, ChatTemplate(tokenizer)
     )
-    answers = {row["prompt"][0]["content"]: row["answer"] for row in read(folder / "data" / "train.jsonl")}
-    shown = [one for one in read(folder / "data" / "demonstrations.jsonl") if one["messages"][0]["content"] in answers]
     scripts, trajectories, wholes = [], [], []
-    for place, demonstration in enumerate(shown[:NUM_PLAYED]):
+    for place, demonstration in enumerate(read(folder / "data" / "demonstrations.jsonl")[:NUM_PLAYED]):
         asked, *rest = demonstration["messages"]
         opening, whole = (
             tuple(tokenizer.apply_chat_template(part, tools=demonstration["tools"], return_dict=False, **how))
@@ -68,7 +71,7 @@ def test_demonstrations_are_what_the_environment_plays(example: tuple[str, Path]
         scripts.append([whole[start : whole.index(stop, start) + 1] for start in starts])
         assert len(turns) == len(scripts[-1])
         assert tokenizer.unk_token_id not in whole
-        prompt = Prompt(place, opening, "", answers[asked["content"]], (("user", asked["content"]),))
+        prompt = Prompt(place, opening, "", demonstration["answer"], (("user", asked["content"]),))
         trajectories.append(Trajectory(prompt, place, 0, 200))
         wholes.append(whole[: -len(tokenizer("\n")["input_ids"])])
     said = Counter[int]()
