@@ -229,12 +229,9 @@ def _fill(cache: Cache, found: Sequence[tuple[int, _Kept | None]], width: int) -
     some = next(kept for _, kept in found if kept is not None)
     for place, layer in enumerate(cache.layers):
         assert isinstance(layer, GrowingLayer)
-        sides = [one.new_zeros(len(found), len(one), width, one.shape[2]) for one in some.layers[place]]
-        for row, (count, kept) in enumerate(found):
-            if kept is not None:
-                for side, held in zip(sides, kept.layers[place], strict=True):
-                    side[row, :, width - count :] = held[:, :count]
-        layer.update(*sides)
+        rows = [(count, (kept or some).layers[place]) for count, kept in found]
+        sides = ([pad(held[side][:, :count], (0, 0, width - count, 0)) for count, held in rows] for side in (0, 1))
+        layer.update(*map(torch.stack, sides))
 
 
 def _joined(caches: Sequence[Cache], width: int, max_tokens: int) -> Cache:
