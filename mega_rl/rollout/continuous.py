@@ -34,7 +34,7 @@ Branch = tuple[int, int, int]  # prompt, sample, number of the branch
 
 
 @dataclass(frozen=True)
-class _Kept:
+class RowCache:
     """Cache of one row."""
 
     token_ids: tuple[int, ...]
@@ -51,19 +51,19 @@ class KeptCaches:
     """Caches of turns that have ended, for the next turns of their trajectories; the oldest are dropped."""
 
     most: int
-    _of_branch: dict[Branch, _Kept] = field(default_factory=dict)  # the oldest first
+    _of_branch: dict[Branch, RowCache] = field(default_factory=dict)  # the oldest first
 
     def __contains__(self, request: TurnRequest) -> bool:
         return _branch(request) in self._of_branch
 
-    def put(self, request: TurnRequest, kept: _Kept) -> None:
+    def put(self, request: TurnRequest, kept: RowCache) -> None:
         """Keep the cache of a turn that has ended."""
         self._of_branch.pop(_branch(request), None)
         self._of_branch[_branch(request)] = kept
         while len(self._of_branch) > self.most:
             del self._of_branch[next(iter(self._of_branch))]
 
-    def longest(self, request: TurnRequest) -> tuple[int, _Kept | None]:
+    def longest(self, request: TurnRequest) -> tuple[int, RowCache | None]:
         """Return the most tokens that need not be read again, and the cache that holds them.
 
         One token is always read, for its logits. Other branches of the trajectory are searched, too: a fork's begin is
@@ -84,7 +84,7 @@ def _branch(request: TurnRequest) -> Branch:
 
 
 @dataclass(eq=False)
-class _Row:
+class TurnRow:
     """A turn in the batch."""
 
     request: TurnRequest
@@ -112,7 +112,7 @@ class RunningBatch:
         self._model, self._draw, self.kept, self._hidden = model, draw, kept, hidden
         self._stop_ids, self._device = frozenset(stop_token_ids.tolist()), stop_token_ids.device
         self._check_tokens = check_interval(self._device)
-        self.rows = list[_Row]()
+        self.rows = list[TurnRow]()
         self.read_tokens = 0  # by prefills
         # Of the rows; unset without any.
         self._cache: Cache
@@ -128,7 +128,7 @@ class RunningBatch:
     @torch.inference_mode()
     def enter(self, asked: Sequence[Asked], keys: Tensor) -> None:
         """Read the tokens of new rows, but for those that a kept cache holds. keys: [new rows] int64 streams."""
-        rows = [_Row(*one) for one in asked]
+        rows = [TurnRow(*one) for one in asked]
         place = {ids: i for i, ids in enumerate(dict.fromkeys(row.request.token_ids for row in rows))}
         first = {row.request.token_ids: row.request for row in reversed(rows)}
         found = [self.kept.longest(first[ids]) for ids in place]
@@ -183,7 +183,7 @@ class RunningBatch:
             self._read(drawn)
         return len(live) < before
 
-    def _append(self, place: int, row: _Row, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def _append(self, place: int, row: TurnRow, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Add sampled tokens to a row up to its end, and answer a row that has ended."""
         end = next((count for count, token in enumerate(ids, 1) if token in self._stop_ids), len(ids))
         if not all(map(math.isfinite, logprobs[:end])):
@@ -197,7 +197,7 @@ class RunningBatch:
         known = (*row.request.token_ids, *row.token_ids[:-1])
         columns = self._mask[place].nonzero()[: len(known), 0]
         sides = [[side[place].index_select(1, columns) for side in _sides(one)] for one in self._cache.layers]
-        self.kept.put(row.request, _Kept(known, sides))
+        self.kept.put(row.request, RowCache(known, sides))
         row.answer.set_result(Turn(tuple(row.token_ids), tuple(row.logprobs), (), stopped))
 
     def _read(self, drawn: Tensor) -> None:
@@ -224,7 +224,7 @@ def _sides(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> tuple[Ten
     return layer.keys, layer.values
 
 
-def _fill(cache: Cache, found: Sequence[tuple[int, _Kept | None]], width: int) -> None:
+def _fill(cache: Cache, found: Sequence[tuple[int, RowCache | None]], width: int) -> None:
     """Write what is held of each row, (tokens, cache), to the last of the first `width` columns of an empty cache."""
     some = next(kept for _, kept in found if kept is not None)
     for place, layer in enumerate(cache.layers):

@@ -126,10 +126,10 @@ def test_weights_of_another_version_have_caches_of_their_own(checkpoint: Checkpo
 def test_the_oldest_caches_and_those_of_ended_trajectories_are_dropped() -> None:
     kept, requests = KeptCaches(2), [TurnRequest((3, 4), (0, sample, 0), 1) for sample in range(3)]
     for one in requests:
-        kept.put(one, continuous._Kept(one.token_ids, ()))
+        kept.put(one, continuous.RowCache(one.token_ids, ()))
     assert [one in kept for one in requests] == [False, True, True]
-    kept.put(requests[1]._replace(key=(0, 1, 1)), continuous._Kept((3, 4, 5), ()))  # a later turn of the branch
-    kept.put(requests[0], continuous._Kept((3, 4), ()))
+    kept.put(requests[1]._replace(key=(0, 1, 1)), continuous.RowCache((3, 4, 5), ()))  # a later turn of the branch
+    kept.put(requests[0], continuous.RowCache((3, 4), ()))
     assert [one in kept for one in requests] == [True, True, False]
     assert kept.longest(TurnRequest((3, 4, 5, 6), (0, 1, 2), 1))[0] == 3
     assert kept.longest(TurnRequest((3, 4, 5), (0, 1, 2), 1))[0] == 2  # one token is read
