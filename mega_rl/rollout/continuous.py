@@ -70,8 +70,8 @@ class KeptCaches:
         there.
         """
         own = [kept for branch, kept in self._of_branch.items() if branch[:2] == request.key[:2]]
-        found = [(min(kept.common(request.token_ids), len(request.token_ids) - 1), kept) for kept in own]
-        return max(found, key=lambda one: one[0], default=(0, None))
+        caches = [(min(kept.common(request.token_ids), len(request.token_ids) - 1), kept) for kept in own]
+        return max(caches, key=lambda one: one[0], default=(0, None))
 
     def drop(self, ended: Container[tuple[int, int]]) -> None:
         """Drop the caches of trajectories (prompt, sample) that have ended."""
@@ -131,16 +131,16 @@ class RunningBatch:
         rows = [TurnRow(*one) for one in asked]
         place = {ids: i for i, ids in enumerate(dict.fromkeys(row.request.token_ids for row in rows))}
         first = {row.request.token_ids: row.request for row in reversed(rows)}
-        found = [self.kept.longest(first[ids]) for ids in place]
-        reused = max(count for count, _ in found)
-        unread = [ids[count:] for ids, (count, _) in zip(place, found, strict=True)]
+        caches = [self.kept.longest(first[ids]) for ids in place]
+        reused = max(count for count, _ in caches)
+        unread = [ids[count:] for ids, (count, _) in zip(place, caches, strict=True)]
         most = reused + max(map(len, unread)) + max(row.left for row in rows)
         cache = make_cache(self._model.config, max_tokens=most)
         if reused:
-            _fill(cache, found, reused)
+            _fill(cache, caches, reused)
         new, mask = left_padded(unread, self._device)
         self.read_tokens += int(mask.sum())
-        _, held = left_padded([(1,) * count for count, _ in found], self._device)
+        _, held = left_padded([(1,) * count for count, _ in caches], self._device)
         mask = torch.cat([held, mask], dim=1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = forward(self._model, cache, new, mask, positions[:, reused:], hidden=self._hidden)
@@ -224,12 +224,12 @@ def _sides(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> tuple[Ten
     return layer.keys, layer.values
 
 
-def _fill(cache: Cache, found: Sequence[tuple[int, RowCache | None]], width: int) -> None:
+def _fill(cache: Cache, caches: Sequence[tuple[int, RowCache | None]], width: int) -> None:
     """Write what is held of each row, (tokens, cache), to the last of the first `width` columns of an empty cache."""
-    some = next(kept for _, kept in found if kept is not None)
+    some = next(kept for _, kept in caches if kept is not None)
     for place, layer in enumerate(cache.layers):
         assert isinstance(layer, GrowingLayer)
-        rows = [(count, (kept or some).layers[place]) for count, kept in found]
+        rows = [(count, (kept or some).layers[place]) for count, kept in caches]
         sides = ([pad(held[side][:, :count], (0, 0, width - count, 0)) for count, held in rows] for side in (0, 1))
         layer.update(*map(torch.stack, sides))
 
