@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -69,7 +70,10 @@ class ToolsEnvironment(Environment):
             calls = self._box.calls(text) if turn.stopped else []
             if not calls or (turn.token_ids[-1] != self._rule.stop and not self._reopens):
                 return
+            begin = time.monotonic()
             answers = await self._box.answers(calls)
+            trajectory.tool_s += time.monotonic() - begin
+            trajectory.tool_calls += len(calls)
             history += [turn.token_ids, *answers]
             if self._reopens:
                 trajectory.open(self._turns.opening(history))
