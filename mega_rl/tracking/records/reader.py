@@ -59,6 +59,7 @@ TENSORS: Mapping[str, str] = {
     "entropy": "[N, S] nats, of the trainer's distribution before the update that predicts the token",
     "ref_logprobs": "[N, S] of the reference",
     "values": "[N, S] of the critic before the update",
+    "turn_scores": "[N, S] the environment's scores of turns, at their last tokens",
     "rewards": "[N] as scored",
     "reward_parts": "[N, K] named parts of the rewards, before weights",
     "greedy_rewards": "[N] of the greedy response to the row's prompt",

@@ -47,6 +47,7 @@ def runs(folder: Path) -> dict[str, Any]:
         ("three turns", {**turns, "rollout.source.turns": 3}),
         ("forks", {**turns, **FORKS, "trainer.steps": 1, "metrics.records.interval": 1}),
         ("scored", {"rollout.source": f"{folder}/own.py:Scored", "reward.source": "environment"}),
+        ("scores", scored_turns(folder)),
         ("hostile", {"rollout.source": f"{folder}/own.py:Hostile", **LIMITS, "trainer.steps": 1}),
         ("replay", replay),
         ("begun", {**replay, "trainer.steps": 1, **save}),
@@ -55,6 +56,13 @@ def runs(folder: Path) -> dict[str, Any]:
     ]
     (outcomes,) = run_ranks(1, run_all, str(folder), "1", wanted, timeout_s=180)
     return outcomes  # type: ignore[no-any-return]
+
+
+def scored_turns(folder: Path) -> dict[str, Any]:
+    """Settings of forks whose turns have scores, which a critic's returns over turns read."""
+    turns = {"rollout.source": f"{folder}/own.py:Turns", **FORKS, "rollout.source.scores": True}
+    gae = {"name": "gae", "discount_per": "turn", "gamma": 0.9, "gae_lambda": 0.8}
+    return {**turns, "reward.source": "environment", "algorithm.advantage": gae, "metrics.records.interval": 1}
 
 
 def same_rows(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -194,10 +202,10 @@ def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) ->
     three = {"rollout.source": f"{folder}/own.py:Turns", "rollout.source.turns": 3}
     ranks = {"data.source": f"{folder}/own.py:of_ranks", "data.train_files": []}
     forks = {**three, "rollout.source.turns": 2, **FORKS, "trainer.steps": 1}
-    wanted = [("three turns", three), ("forks", forks), ("ranks", ranks)]
-    for layout in ("tp2", "dp2", "pp2") if FULL else ("dp2",):
+    wanted = [("three turns", three), ("forks", forks), ("scores", scored_turns(folder)), ("ranks", ranks)]
+    for layout in ("tp2", "dp2", "pp2", "fsdp 2") if FULL else ("dp2",):
         outcomes = run_ranks(2, run_all, str(folder), layout, copy.deepcopy(wanted), timeout_s=180)
-        for outcome, name in itertools.product(outcomes, ("three turns", "forks")):
+        for outcome, name in itertools.product(outcomes, ("three turns", "forks", "scores")):
             assert "error" not in outcome[name], outcome[name]["error"]
             for row, alone in zip(outcome[name]["rows"], runs[name]["rows"], strict=True):
                 for own, one in zip(row, alone, strict=True):  # log-probs: sums in another order
