@@ -33,7 +33,7 @@ def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str
 
 
 class Asked(NamedTuple):
-    """What a request asks for."""
+    """A request in the terms of chat templates."""
 
     tools: dict[str, ToolFunction]  # by name
     messages: list[Message]
