@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mega_rl.agents.chat import ToolsEnvironment
     from mega_rl.agents.environment import Environment, Policy
     from mega_rl.agents.gateway import Gateway
+    from mega_rl.agents.tool_servers import McpServer
     from mega_rl.agents.trajectory import Branch, LimitReached, Trajectory, Turn
     from mega_rl.algorithms.inputs import AdvantageInputs
     from mega_rl.algorithms.losses import PolicyTokens, SampledTokens
@@ -42,6 +43,7 @@ _NAMES = {
     "mega_rl.agents.chat": "ToolsEnvironment",
     "mega_rl.agents.environment": "Environment Policy",
     "mega_rl.agents.gateway": "Gateway",
+    "mega_rl.agents.tool_servers": "McpServer",
     "mega_rl.agents.trajectory": "Branch LimitReached Trajectory Turn",
     "mega_rl.algorithms.inputs": "AdvantageInputs",
     "mega_rl.algorithms.losses": "PolicyTokens SampledTokens",
