@@ -130,4 +130,14 @@ AGENTS: Table = {
         ("a dead server is an answer", "if isinstance(error, RunError):  # the", "if isinstance(error, str):  # the"),
         ("what a server calls an error is an answer", 'return f"error: {text}" if given', "return text if given"),
     ],
+    ("agents", "agents/test_remote.py"): [
+        ("an endless answer is read to its end", "if size > self.body_bytes:", "if size < 0:"),
+        ("a server's failure is an answer", "if response.status_code != 200:", "if response.status_code == 0:"),
+        ("a session stays open", 'await own.ask("close", {})', "pass"),
+        ("only the last reward counts", "(trajectory.score or 0.0) + step.reward", "step.reward"),
+    ],
+    ("agents", "agents/test_verifiers.py"): [
+        ("an environment's failure passes", 'if output.get("error"):', 'if output.get("no error"):'),
+        ("a score that nobody reads is set", "if self.context.reads_scores:", "if self.context:"),
+    ],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -25,7 +26,11 @@ COMMAND = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
 
 
 def children() -> int:
-    return sum("mcp_server.py" in " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True))
+    found = 0
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += "mcp_server.py" in " ".join(one.cmdline())
+    return found
 
 
 @pytest.fixture
