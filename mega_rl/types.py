@@ -117,6 +117,7 @@ class Rollout:
     token_versions: Tensor | None = None  # [B, S] int64 of the weights of each token, 0 off the mask; on all ranks
     failed: Tensor | None = None  # [B] bool, rows without an answer, no token on the mask; None: none failed
     branch: Tensor | None = None  # [B] int64, number of the row within its trajectory; None: each has one row
+    scores: Tensor | None = None  # [B] float32, the environment's of the row's trajectory, 0 of a failed one
 
     @property
     def finished(self) -> Tensor:

@@ -1,7 +1,7 @@
 """MkDocs hook: pages of the site for files outside docs/, so that links which work in the repository work in the site.
 
 README.md is the first page. Every other file outside docs/ that a page links to becomes a page below `repository/`:
-Markdown as it is, source as a listing, a folder as the list of its files.
+Markdown and pictures as they are, source as a listing, a folder as the list of its files.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _uri(path: str) -> str:
         return "index.md"
     if path.startswith(DOCS):
         return path.removeprefix(DOCS)
-    return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
+    return f"repository/{path}" if path.endswith((".md", ".svg")) else f"repository/{path}.md"
 
 
 def _path(uri: str) -> str:
@@ -92,9 +92,9 @@ def _path(uri: str) -> str:
 
 
 def _content(path: str) -> str:
-    """Return a page's Markdown: of a file or a folder outside docs/."""
+    """Return a page's Markdown, of a file or a folder outside docs/, or a picture."""
     place = ROOT / path
-    if path.endswith(".md"):
+    if path.endswith((".md", ".svg")):
         return place.read_text(encoding="utf-8")
     if place.is_dir():
         names = sorted(each.name for each in place.iterdir() if not each.name.startswith("__"))

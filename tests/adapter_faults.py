@@ -14,6 +14,16 @@ ADAPTERS: Table = {
         ),
         ("a reference with the adapters on", "LayerAdapter.enabled = False", "LayerAdapter.enabled = True"),
     ],
+    ("adapters", "engines/test_adapters.py -k critic"): [
+        (
+            "a critic whose head stays as it was",
+            "parameter.requires_grad_(PART in name or is_head)",
+            "parameter.requires_grad_(PART in name)",
+        ),
+    ],
+    ("adapters", "checkpoint/test_identity.py -k only_one_run"): [
+        ("a resumed run may lack its adapters", "for key in {**stored, **current}:", "for key in current:"),
+    ],
     ("adapters", "engines/test_adapters.py -k base_stays"): [
         (
             "every shard of A begins as the first",

@@ -66,8 +66,8 @@ AGENTS: Table = {
     ("agents", "agents/test_environment.py"): [
         (
             "a stalled environment stalls all",
-            "while not requests or (play.thinking > 0 and time.monotonic() < deadline):",
-            "while not requests or play.thinking > 0:",
+            "until = until if taken else time.monotonic() + gather_s",
+            "until = until if taken else time.monotonic() + 9 + gather_s",
         ),
         (
             "a trajectory pays for the time of the policy",
@@ -91,6 +91,20 @@ AGENTS: Table = {
             "engine.settle(lambda: len(lost()), lambda: play(lost()))",
             "engine.settle(lambda: 0, lambda: play([]))",
         ),
+        (
+            "a trajectory without a score counts 0",
+            'fault = "" if failed else score_fault(',
+            'fault = "" if True else score_fault(',
+        ),
+        ("a score that is not finite trains", "<= torch.finfo(torch.float32).max", "<= 1e300"),
+    ],
+    ("agents", "rollout/sglang/test_engine.py"): [
+        (
+            "a turn that nobody waits for holds up the end",
+            "for task in (*generation.jobs.values(), *generation.helpers.values()):",
+            "for task in generation.helpers.values():",
+        ),
+        ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
     ],
     ("agents", "agents/test_chat.py"): [
         (
@@ -114,6 +128,15 @@ AGENTS: Table = {
         ("a key outlives its trajectory", "self.sessions.pop(key), not self.sessions", "self.sessions[key], False"),
         ("two calls go on from one place in one row", "if len(branch.parts) > parts:", "if len(branch.parts) < parts:"),
         ("another history is not counted", "self.trajectory.drifted += last > 0", "pass"),
+        ("an error of the run passes for the program's", "session.error = session.error or error", "pass"),
+        ("a program blocks on its output", "os.read(pipe, 1 << 20)", "b''"),
+    ],
+    ("agents", "agents/test_gateway_training.py"): [
+        (
+            "the sampled ids of a program's answer are lost",
+            "self._ids(keys[: place + 1]) or one",
+            "one",
+        ),
     ],
     ("agents", "agents/test_tools.py"): [
         ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),

@@ -1,13 +1,14 @@
 """Environments: programs around a policy whose turns become trajectories.
 
 An environment is a user's class with `async def run(policy, prompt, trajectory)`. All of a rank's trajectories run on
-one event loop in a thread, each at its own pace, and the calling thread samples the turns that are asked for. A
+one event loop in a thread, each at its own pace, and the rollout engine takes the turns that they ask for. A
 trajectory ends exactly once: its environment returns, a limit ends it, or it fails with a kind of `FAILURES`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import sys
@@ -60,17 +61,83 @@ class TurnRequest(NamedTuple):
 
 
 Answer = Turn | Failure
-SampleTurns = Callable[[Sequence[TurnRequest]], Sequence[Answer]]
+Asked = tuple[TurnRequest, Future[Answer]]
+
+
+class TurnSampling(NamedTuple):
+    """Sampling of a generation's turns, as in `protocols.RolloutEngine.generate`."""
+
+    seed: tuple[int, ...]
+    greedy: bool = False
+    draws: Draws | None = None
+
+
+@dataclass(eq=False)
+class TurnQueue:
+    """Turns that trajectories ask for, from the thread that plays them to the one that samples."""
+
+    first: int = 0  # the number of the first prompt, in keys
+    is_alive: Callable[[], bool] = lambda: True  # False: no more will come
+    playing: int = 0  # trajectories that have not ended
+    _open: set[Future[Answer]] = field(default_factory=set)
+    _queue: queue.SimpleQueue[Asked | None] = field(default_factory=queue.SimpleQueue)
+
+    def put(self, request: TurnRequest) -> Future[Answer]:
+        """Ask for a turn."""
+        answer: Future[Answer] = Future()
+        prompt, sample, number = request.key
+        self._open.add(answer)
+        answer.add_done_callback(self._open.discard)
+        self._queue.put((request._replace(key=(self.first + prompt, sample, number)), answer))
+        return answer
+
+    def close(self) -> None:
+        """Let `take` return None after the turns that were asked for."""
+        self._queue.put(None)
+
+    def take(self, wait_s: float = TICK_S, *, gather_s: float = 0.0) -> list[Asked] | None:
+        """Return turns that were asked for, by key, after at most `wait_s` for the first; None: no more will come.
+
+        gather_s: longest wait for more, while a trajectory may ask.
+        """
+        taken = list[Asked]()
+        if not self.is_alive():
+            return None
+        until = time.monotonic() + wait_s
+        while (left := until - time.monotonic()) > 0 or not self._queue.empty():
+            with contextlib.suppress(queue.Empty):
+                asked = self._queue.get(timeout=max(min(left, GATHER_S / 10) if taken else left, 0.0))
+                if asked is None:
+                    self.close()  # for the next call
+                    return sorted(taken, key=_key) or None
+                if asked[1].set_running_or_notify_cancel():  # else its trajectory has ended meanwhile
+                    until = until if taken else time.monotonic() + gather_s
+                    taken.append(asked)
+            if taken and self.playing <= len(self._open):
+                until = 0.0  # all wait
+        return sorted(taken, key=_key)
+
+
+def _key(asked: Asked) -> tuple[int, int, int]:
+    return asked[0].key
+
+
+SampleTurns = Callable[[TurnQueue], None]  # returns once no more will come
+
+
+def in_batches(asked: TurnQueue, sample: Callable[[Sequence[TurnRequest]], Sequence[Answer]]) -> None:
+    """Answer turns in batches: those that are asked for during one batch are the next."""
+    while (taken := asked.take(gather_s=GATHER_S)) is not None:
+        answers = sample([request for request, _ in taken]) if taken else ()
+        for (_, future), answer in zip(taken, answers, strict=True):
+            future.set_result(answer)
 
 
 class TurnEngine(RolloutEngine, Protocol):
     """A rollout engine that samples single turns with the weights last published to it."""
 
-    def turns(
-        self, requests: Sequence[TurnRequest], *,
-        seed: tuple[int, ...], greedy: bool = False, draws: Draws | None = None,
-    ) -> list[Answer]:  # fmt: skip
-        """Return the answer to each request; no collective."""
+    def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
+        """Answer turns as they are asked for, each as soon as it ends, until no more will come; no collective."""
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
         """Bring lost servers back and call `again` while any rank has `lost` turns; collective."""
@@ -146,12 +213,14 @@ class _Play:
     environment: Any
     vocab_size: int
     outcomes: list[Played | None]
-    asked: queue.SimpleQueue[tuple[TurnRequest, Future[Answer]] | None] = field(default_factory=queue.SimpleQueue)
-    thinking: int = 0  # trajectories that do not wait for a turn
+    first: int = 0  # see `TurnQueue`
     tick: float = field(default_factory=time.monotonic)  # when the loop was last seen alive
     abandoned: bool = False
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     thread: int = 0  # which runs the loop
+
+    def __post_init__(self) -> None:
+        self.asked = TurnQueue(self.first, self._is_alive, self.outcomes.count(None))
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> None:
         """Play on this thread until all have ended, and their tasks, too."""
@@ -162,8 +231,18 @@ class _Play:
             if left := asyncio.all_tasks(self.loop):
                 self.loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
         finally:
-            self.asked.put(None)
+            self.asked.close()
             self.loop.close()
+
+    @property
+    def stalled(self) -> bool:
+        """Return whether the loop is blocked for longer than a trajectory may take."""
+        return time.monotonic() - self.tick > self.environment.timeout_s + GRACE_S
+
+    def _is_alive(self) -> bool:
+        ended = sum(one is not None for one in self.outcomes)
+        progress.report(ended, len(self.outcomes), unit="trajectories")
+        return not self.stalled
 
     async def _all(self, trajectories: Sequence[Trajectory]) -> None:
         tasks = [
@@ -171,7 +250,6 @@ class _Play:
             for place, one in enumerate(trajectories)
             if self.outcomes[place] is None
         ]
-        self.thinking = len(tasks)
         while tasks and not self.abandoned and not all(task.done() for task in tasks):
             self.tick = time.monotonic()
             await asyncio.wait(tasks, timeout=TICK_S)
@@ -189,7 +267,7 @@ class _Play:
         finally:
             run.cancel()
         await asyncio.wait({run}, timeout=GRACE_S if late else None)
-        self.thinking -= 1
+        self.asked.playing -= 1
         if not self.abandoned:
             self.outcomes[place] = self._outcome(policy, run, late=late)
 
@@ -214,13 +292,7 @@ class _Play:
         return Played(trajectory, failure, what if failure else "", policy.own_seconds())
 
     async def _ask(self, request: TurnRequest) -> Answer:
-        answer: Future[Answer] = Future()
-        self.thinking -= 1
-        self.asked.put((request, answer))
-        try:
-            return await asyncio.wrap_future(answer)
-        finally:
-            self.thinking += 1
+        return await asyncio.wrap_future(self.asked.put(request))
 
 
 @dataclass(frozen=True)
@@ -231,8 +303,8 @@ class Runner:
     name: str  # the setting that chose it
     vocab_size: int
 
-    def run(self, trajectories: Sequence[Trajectory], sample: SampleTurns) -> list[Played]:
-        """Return the outcome of each trajectory; `sample` is called on this thread.
+    def run(self, trajectories: Sequence[Trajectory], sample: SampleTurns, *, first: int = 0) -> list[Played]:
+        """Return the outcome of each trajectory; `sample` is called on this thread. first: as of `TurnQueue`.
 
         An environment that blocks the loop longer than its deadline fails; the others then run again on another loop,
         from their start. Raises RunError if that does not help.
@@ -240,7 +312,7 @@ class Runner:
         outcomes: list[Played | None] = [None] * len(trajectories)
         for _ in range(MOST_BLOCKED + 1):
             fresh = [replace(one, branches=[], end=None) for one in trajectories]
-            play = _Play(self.environment, self.vocab_size, outcomes)
+            play = _Play(self.environment, self.vocab_size, outcomes, first)
             blocked = self._drive(play, fresh, sample)
             if blocked is None:
                 return [one for one in outcomes if one is not None]
@@ -261,44 +333,15 @@ class Runner:
         """Sample turns until all trajectories have ended; return (trajectory, where) if one blocks the loop."""
         thread = Running(lambda: play(trajectories), name="environments")
         try:
-            while (requests := self._gather(play)) is not None:
-                answers = sample([request for request, _ in requests]) if requests else ()
-                for (_, future), answer in zip(requests, answers, strict=True):
-                    future.set_result(answer)
-                ended = sum(one is not None for one in play.outcomes)
-                progress.report(ended, len(play.outcomes), unit="trajectories")
-                if time.monotonic() - play.tick > self.environment.timeout_s + GRACE_S:
-                    return None if ended == len(play.outcomes) else _blocked(play)
+            sample(play.asked)
+            if play.stalled:
+                return _blocked(play) if None in play.outcomes else None
             thread.wait(GRACE_S)
             if thread.error is not None:
                 raise thread.error
             return None
         finally:
             play.abandoned = True
-
-    def _gather(self, play: _Play) -> list[tuple[TurnRequest, Future[Answer]]] | None:
-        """Return the turns that are asked for, by key; None once all trajectories have ended."""
-        requests, deadline = list[tuple[TurnRequest, Future[Answer]]](), 0.0
-        while not requests or (play.thinking > 0 and time.monotonic() < deadline):
-            try:
-                asked = play.asked.get(timeout=TICK_S if not requests else GATHER_S / 10)
-            except queue.Empty:
-                if not requests:
-                    return []
-                continue
-            if asked is None:
-                return None
-            deadline = deadline or time.monotonic() + GATHER_S
-            if asked[1].set_running_or_notify_cancel():  # else its trajectory has ended meanwhile
-                requests.append(asked)
-        while not play.asked.empty():
-            more = play.asked.get()
-            if more is None:
-                play.asked.put(None)  # the end, for the next call
-                break
-            if more[1].set_running_or_notify_cancel():
-                requests.append(more)
-        return sorted(requests, key=lambda asked: asked[0].key)
 
 
 def _blocked(play: _Play) -> tuple[int | None, str]:

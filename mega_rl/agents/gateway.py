@@ -34,28 +34,34 @@ from mega_rl.agents.templates import Ids, TurnTemplate
 from mega_rl.agents.tools import STYLES, ToolFunction
 from mega_rl.agents.trajectory import Branch, LimitReached, Trajectory, Turn
 from mega_rl.agents.wire import (
+    Asked,
     Reply,
     anthropic_events,
     as_anthropic,
     as_openai,
+    asked_in,
     from_anthropic,
-    messages_of,
     openai_events,
     tool_call,
-    tools_of,
 )
 from mega_rl.data.chat import ChatTemplate, TemplateRefusal
 from mega_rl.data.columns import Message
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import RunError, UserError
-from mega_rl.processes import STDOUT, Child
+from mega_rl.processes import PIPE, STDOUT, Child
 from mega_rl.types import Prompt
 from mega_rl.untrusted import parse_object, shorten
 
 POLL_S = 0.02
 CLOSE_S = 5.0  # for the server's connections to end
 MOST_CALLS = 64  # calls that one key may have in flight
+LAST_BYTES = 2000  # of a program's output, for the message of its failure
 _PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/messages")
+_MODEL = {
+    "id": "policy", "object": "model", "type": "model", "display_name": "policy", "owned_by": "mega_rl",
+    "created": 0, "created_at": "1970-01-01T00:00:00Z",
+}  # fmt: skip
+_MODELS = {"object": "list", "data": [_MODEL], "has_more": False, "first_id": "policy", "last_id": "policy"}
 _IGNORED = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")  # those of the run hold
 # Parameters that no run can honour, with the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -66,7 +72,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 _CALLS = re.compile(
     r"<tool_call>|<\|python_tag\|>|<｜tool▁calls?▁begin｜>|\[TOOL_CALLS\]|<\|(?:channel|start)\|>|^\s*\{"
 )
-_ERRORS = {401: "authentication_error", 413: "request_too_large", 429: "rate_limit_error"}
+_ERRORS = {401: "authentication_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
 
 
 @dataclass
@@ -94,17 +100,20 @@ class Gateway(Environment):
         env |= {"NO_PROXY": hosts, "no_proxy": hosts, "OPENAI_BASE_URL": f"{url}/v1"}
         env |= {"ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as written:
+        with tempfile.TemporaryFile() as given:
             given.write(json.dumps({"index": prompt.index, "text": prompt.text, "messages": messages}).encode())
             given.seek(0)
             command = [shutil.which(words[0]) or words[0], *words[1:]]
-            streams = (given.fileno(), written.fileno(), STDOUT)
+            streams, written = (given.fileno(), PIPE, STDOUT), b""
             with Child(self.program, command, dies_by=signal.SIGKILL, streams=streams, env=env) as child:
-                while child.exit_code is None:
+                os.set_blocking(child.stdout.fileno(), False)
+                has_ended = False
+                while not has_ended:
                     await asyncio.sleep(POLL_S)
+                    has_ended = child.exit_code is not None
+                    written = (written + _waiting(child.stdout.fileno()))[-LAST_BYTES:]
             if child.exit_code:
-                written.seek(max(written.seek(0, os.SEEK_END) - 2000, 0))
-                last = written.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+                last = written.decode("utf-8", "replace").strip().rpartition("\n")[2]
                 raise RunError(f"{self.program}: {child.end_in_words()}: {shorten(last, 200)}")
 
     async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
@@ -118,6 +127,8 @@ class Gateway(Environment):
             await self.play(server.url, key, prompt)
         finally:
             await server.drop(key)
+            if session.error is not None:
+                raise session.error
             if session.reached is not None:  # what the program made of the refusal is not a failure
                 raise LimitReached(session.reached.end)
 
@@ -158,6 +169,12 @@ class _Refusal(Exception):
         super().__init__(text)
         self.status, self.code = status, code
 
+    def response(self) -> Response:
+        """Return the answer, in the terms of both APIs; clients do not ask again."""
+        kind = _ERRORS.get(self.status, "invalid_request_error")
+        fault = {"type": kind, "code": self.code, "param": None, "message": shorten(str(self), 500)}
+        return JSONResponse({"type": "error", "error": fault}, self.status, {"x-should-retry": "false"})
+
 
 class _Answered(NamedTuple):
     """A place in a branch: the parts up to an answer."""
@@ -178,18 +195,16 @@ class _Session:
     policy: Policy
     trajectory: Trajectory
     reached: LimitReached | None = None
+    error: BaseException | None = None  # of a call, which is not the program's mistake
     closed: bool = False
     calls: set[asyncio.Task[Reply]] = field(default_factory=set)
     _answered: dict[tuple[str, ...], _Answered] = field(default_factory=dict)  # by tools and messages
     _sampled: dict[str, Ids] = field(default_factory=dict)  # newest ids of an answer, by its message
     _has_begun: bool = False  # the first branch is in use
 
-    async def answer(self, body: Mapping[str, Any]) -> Reply:
+    async def answer(self, asked: Asked) -> Reply:
         """Sample the turn that a request asks for. Raises _Refusal and TemplateRefusal."""
-        tools, messages = tools_of(body), messages_of(body)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-        if type(limit) is not int or limit < 0:
-            raise ValueError("the most tokens must be a whole number from 1 on")
+        tools, messages, limit = asked
         keys = [_key([one.schema for one in tools.values()]), *map(_key, messages)]
         try:
             branch = self._branch(list(tools.values()), messages, keys)
@@ -247,7 +262,9 @@ class _Server:
         self.sessions: dict[str, _Session] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        app = Starlette(routes=[Route(path, self._respond, methods=["POST"]) for path in _PATHS])
+        routes = [Route(path, self._respond, methods=["POST"]) for path in _PATHS]
+        routes += [Route(path, self._models) for path in ("/v1/models", "/models", "/v1/models/{name}")]
+        app = Starlette(routes=routes)
         config = uvicorn.Config(
             app, lifespan="off", ws="none", log_config=None, log_level="warning", access_log=False,
             timeout_keep_alive=3600, timeout_graceful_shutdown=1,
@@ -270,17 +287,21 @@ class _Server:
             await asyncio.wait({self._task}, timeout=CLOSE_S)
             self._socket.close()
 
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._session(request)
+        except _Refusal as refusal:
+            return refusal.response()
+        return JSONResponse(_MODEL if "name" in request.path_params else _MODELS)
+
     async def _respond(self, request: Request) -> Response:
         is_anthropic = request.url.path.endswith("/messages")
         try:
-            body = await self._body(request)
-            reply = await self._reply(request, body)
-        except (_Refusal, TemplateRefusal, UserError, ValueError, KeyError, TypeError, AttributeError) as error:
-            refusal = error if isinstance(error, _Refusal) else _Refusal(400, f"{type(error).__name__}: {error}")
-            kind = _ERRORS.get(refusal.status, "invalid_request_error")
-            fault = {"type": kind, "code": refusal.code, "param": None, "message": shorten(str(refusal), 500)}
-            headers = {"x-should-retry": "false"}
-            return JSONResponse({"type": "error", "error": fault}, refusal.status, headers)
+            session = self._session(request)
+            body, asked = await _body(request, session.gateway.body_bytes)
+            reply = await self._reply(request, session, asked)
+        except _Refusal as refusal:
+            return refusal.response()
         except ClientDisconnect:
             return Response(status_code=400)
         ignored = ", ".join(name for name in _IGNORED if body.get(name) is not None)
@@ -300,28 +321,11 @@ class _Server:
             raise _Refusal(401, "no trajectory has this key; it ends with its trajectory", "invalid_api_key")
         return session
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """Return the body in the terms of OpenAI's API. Raises _Refusal and ValueError."""
-        most, size, body = self._session(request).gateway.body_bytes, 0, b""
-        async for part in request.stream():  # to its end, so that the client reads the answer
-            size += len(part)
-            body = body + part if size <= most else b""
-        if size > most:
-            raise _Refusal(413, f"the request has {size} bytes; at most body_bytes={most}", "request_too_large")
-        given = parse_object(body)
-        if request.url.path.endswith("/messages"):
-            given = from_anthropic(given)
-        for name, legal in _REFUSED.items():
-            if given.get(name) is not None and given[name] not in legal:
-                raise _Refusal(400, f"{name}={shorten(str(given[name]))} is not supported; leave it out", "unsupported")
-        return given
-
-    async def _reply(self, request: Request, body: Mapping[str, Any]) -> Reply:
-        """Sample the answer; the call ends with its client's connection or its key."""
-        session = self._session(request)
+    async def _reply(self, request: Request, session: _Session, asked: Asked) -> Reply:
+        """Sample the answer; the call ends with its client's connection or its key. Raises _Refusal."""
         if len(session.calls) >= MOST_CALLS:
             raise _Refusal(429, f"at most {MOST_CALLS} calls of a key at the same time", "too_many_calls")
-        call, gone = asyncio.ensure_future(session.answer(body)), asyncio.ensure_future(_gone(request))
+        call, gone = asyncio.ensure_future(session.answer(asked)), asyncio.ensure_future(_gone(request))
         session.calls.add(call)
         try:
             await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -332,10 +336,44 @@ class _Server:
             session.calls.discard(call)
         if call.cancelled():
             raise _Refusal(401, "the call has ended with its trajectory", "cancelled")
+        error = call.exception()
+        if isinstance(error, (TemplateRefusal, UserError)):
+            raise _Refusal(400, f"{type(error).__name__}: {error}")
+        if error is not None and not isinstance(error, _Refusal):
+            session.error = session.error or error
+            raise _Refusal(500, "the run failed to answer; its log says why", "internal_error")
         return call.result()
 
 
 _servers: dict[asyncio.AbstractEventLoop, _Server] = {}
+
+
+async def _body(request: Request, most: int) -> tuple[dict[str, Any], Asked]:
+    """Return the body in the terms of OpenAI's API, and what it asks for. Raises _Refusal."""
+    size, body = 0, b""
+    async for part in request.stream():  # to its end, so that the client reads the answer
+        size += len(part)
+        body = body + part if size <= most else b""
+    if size > most:
+        raise _Refusal(413, f"the request has {size} bytes; at most body_bytes={most}", "request_too_large")
+    try:
+        given = parse_object(body)
+        if request.url.path.endswith("/messages"):
+            given = from_anthropic(given)
+        for name, legal in _REFUSED.items():
+            if given.get(name) is not None and given[name] not in legal:
+                raise _Refusal(400, f"{name}={shorten(str(given[name]))} is not supported; leave it out", "unsupported")
+        return given, asked_in(given)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _Refusal(400, f"{type(error).__name__}: {error}") from error
+
+
+def _waiting(pipe: int) -> bytes:
+    """Return what a pipe holds, without waiting for more."""
+    try:
+        return os.read(pipe, 1 << 20)
+    except BlockingIOError:
+        return b""
 
 
 def _key(value: Any) -> str:

@@ -6,6 +6,8 @@ each context that the policy read: one, unless the environment shortens the hist
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -71,6 +73,7 @@ class Trajectory:
     branches: list[Branch] = field(default_factory=list)
     # How it ended. None: done if a stop token ended the last turn, else cut off by length.
     end: End | None = None
+    score: float | None = None  # the environment's; the reward with reward.source=environment
     drifted: int = 0  # branches that opened because a program sent another history than what was sampled
 
     def __post_init__(self) -> None:
@@ -124,6 +127,17 @@ class Trajectory:
         return self.end or ("error" if not turns else "done" if turns[-1].stopped else "length")
 
 
+def score_fault(trajectory: Trajectory, *, is_read: bool) -> str:
+    """Describe why a trajectory's score cannot be its reward; is_read: it is to be."""
+    score: object = trajectory.score
+    if not is_read:
+        return "" if score is None else "set trajectory.score, which needs reward.source=environment"
+    if score is None:
+        return "set no trajectory.score, which is the reward with reward.source=environment"
+    finite = isinstance(score, numbers.Real) and abs(float(score)) <= torch.finfo(torch.float32).max
+    return "" if finite else f"set trajectory.score={score!r}; legal: a finite number"
+
+
 class _BranchRow(NamedTuple):
     trajectory: Trajectory
     branch: int  # number of the row within its trajectory
@@ -162,11 +176,14 @@ def _rows(trajectory: Trajectory) -> list[_BranchRow]:
     return [_row(trajectory, branch, number) for number, branch in enumerate(trained)]
 
 
-def rows_of(trajectories: Sequence[Trajectory], *, version: int, with_failed: bool, with_branches: bool) -> Rollout:
+def rows_of(
+    trajectories: Sequence[Trajectory], *,
+    version: int, with_failed: bool = False, with_branches: bool = False, with_scores: bool = False,
+) -> Rollout:  # fmt: skip
     """Return the branches of trajectories as rows, right-padded, in their order.
 
     Tokens after a branch's last turn are left out. version: weights of turns that do not say theirs. with_failed,
-    with_branches: the rollout has these columns, which all ranks have or none.
+    with_branches, with_scores: the rollout has these columns, which all ranks have or none.
     """
     rows = [row for trajectory in trajectories for row in _rows(trajectory)]
     prompts, lengths = (
@@ -184,6 +201,7 @@ def rows_of(trajectories: Sequence[Trajectory], *, version: int, with_failed: bo
     def column(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
+    scores = [math.nan if row.trajectory.score is None else float(row.trajectory.score) for row in rows]
     ends = column([ENDS.index(row.trajectory.ended()) for row in rows])
     return Rollout.from_rows(
         tokens,
@@ -197,4 +215,5 @@ def rows_of(trajectories: Sequence[Trajectory], *, version: int, with_failed: bo
         weight_version=column([min(row.versions, default=version) for row in rows]),
         failed=ends == ENDS.index("error") if with_failed else None,
         branch=column([row.branch for row in rows]) if with_branches else None,
+        scores=torch.tensor(scores).where(ends != ENDS.index("error"), 0.0) if with_scores else None,
     )

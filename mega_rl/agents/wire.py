@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from mega_rl.agents.tools import ToolFunction
 from mega_rl.data.columns import Message
-from mega_rl.untrusted import parse_object
+from mega_rl.untrusted import parse_object, shorten
 
 _ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 _ANTHROPIC_ENDS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
@@ -32,20 +32,44 @@ def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tools_of(body: Mapping[str, Any]) -> dict[str, ToolFunction]:
-    """Return the tools that a request offers, by name."""
+class Asked(NamedTuple):
+    """A request's tools by name, its messages, and the most tokens of its answer; 0: as many as there is room for."""
+
+    tools: dict[str, ToolFunction]
+    messages: list[Message]
+    limit: int
+
+
+def asked_in(body: Mapping[str, Any]) -> Asked:
+    """Return what a request asks for. Raises ValueError, KeyError, TypeError and AttributeError."""
     given = () if body.get("tool_choice") == "none" else body.get("tools") or ()
-    tools = [ToolFunction(cast(Any, None), {"type": "function", "function": one["function"]}) for one in given]
-    return {one.name: one for one in tools}
-
-
-def messages_of(body: Mapping[str, Any]) -> list[Message]:
-    """Return a request's messages, without what no template reads. Raises ValueError, KeyError and TypeError."""
+    tools = [
+        ToolFunction(cast(Any, None), {"type": "function", "function": _function(one["function"])}) for one in given
+    ]
     names: dict[str, str] = {}  # the tools' names by the call's id
     messages = [_message(one, names) for one in body["messages"]]
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError("the last message must be of a user or a tool; a turn continues no other")
-    return messages
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+    if type(limit) is not int or limit < 0:
+        raise ValueError("the most tokens must be a whole number from 1 on")
+    return Asked({one.name: one for one in tools}, messages, limit)
+
+
+def _function(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function's schema, without what is null."""
+    function = {key: value for key, value in given.items() if value is not None}
+    if not isinstance(function["name"], str):
+        raise TypeError("the name of a tool must be a string")
+    parameters = function.get("parameters", {})
+    lists = [
+        parameters.get("required", []),
+        *(one.get("enum", []) for one in parameters.get("properties", {}).values()),
+    ]
+    kinds = [one.get("type", "") for one in parameters.get("properties", {}).values()]
+    if not all(isinstance(one, list) for one in lists) or not all(isinstance(one, (str, list)) for one in kinds):
+        raise TypeError(f"the parameters of the tool {shorten(function['name'])} are no JSON schema")
+    return function
 
 
 def _message(given: Mapping[str, Any], names: dict[str, str]) -> Message:

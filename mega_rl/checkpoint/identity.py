@@ -87,7 +87,8 @@ def differences(
 ) -> list[str]:
     """Return the differences between a checkpoint's run and this one, in words."""
     mismatches = []
-    for key, value in current.items():
+    for key in {**stored, **current}:
+        value = current.get(key)
         if key == FILES or stored.get(key) == value:
             continue
         if key == "model":

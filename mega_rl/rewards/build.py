@@ -16,7 +16,7 @@ from mega_rl.rewards.builtin import CHEAP, RewardFunction
 from mega_rl.rewards.call import load_functions, plan
 from mega_rl.rewards.code import AssertCase, read_cases, specification, usable_sandbox
 from mega_rl.rewards.pool import FunctionRewards, WorkerPool
-from mega_rl.rewards.role import AbsentScorer, RewardComponents, TextScorer
+from mega_rl.rewards.role import AbsentScorer, EnvironmentScorer, RewardComponents, TextScorer
 from mega_rl.rewards.sandbox.suites import UnknownTestsError, unfit
 from mega_rl.rewards.score import ResponseReader
 from mega_rl.rewards.service import Poster, find_service, service_scores
@@ -31,13 +31,14 @@ class RunRewards:
     """Source of a run's rewards, with what it asks of the data."""
 
     settings: RewardConfig
-    source: FunctionRewards | None  # functions or a service; None: a reward model scores, or no reward
+    source: FunctionRewards | None  # functions or a service; None: a reward model or the environment scores, or nobody
 
     def columns(self, answer_key: str, source_key: str) -> RewardColumns:
         """Return the columns of the data that are read. Raises UserError where an answer is missing."""
         kind, source = self.settings.source.name, source_key if self.settings.sources else ""
         if self.source is None or kind != "function":
-            return RewardColumns(answer=bool(answer_key) and kind == "http", structured=True, source=source)
+            needs_answer, reads_all = bool(answer_key) and kind == "http", kind == "environment"
+            return RewardColumns(answer=needs_answer, structured=True, every=reads_all, source=source)
         columns = self.source.columns
         taker = "functions" if self.settings.functions else f"function={self.settings.function!r}"
         if columns.answer and not answer_key:
@@ -78,7 +79,7 @@ class RunRewards:
         max_failed_share: in place of reward.source.max_failed_share.
         """
         if self.source is None:
-            return AbsentScorer()
+            return EnvironmentScorer() if self.settings.source.name == "environment" else AbsentScorer()
         reward, calls = self.settings, self.settings.calls
         share = calls.max_failed_share if max_failed_share is None else max_failed_share
         return TextScorer(

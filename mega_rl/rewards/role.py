@@ -238,6 +238,17 @@ class TextScorer:
         return numbers
 
 
+class EnvironmentScorer:
+    """Reward role of a run whose environment scores its trajectories."""
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        assert rollout.scores is not None, "rows without scores are refused before"
+        return Rewards(rollout.scores)
+
+    def metrics(self) -> Metrics:
+        return {}
+
+
 class AbsentScorer:
     """Reward role of a run that learns from no reward: every total is 0."""
 

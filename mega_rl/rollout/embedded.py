@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mega_rl.agents.environment import Answer, TurnRequest
+from mega_rl.agents.environment import Answer, TurnQueue, TurnRequest, TurnSampling, in_batches
 from mega_rl.agents.trajectory import Turn
 from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.hf.config import needs_proof
@@ -150,31 +150,28 @@ class HFRolloutEngine:
             )
         return rollout
 
-    def turns(
-        self,
-        requests: Sequence[TurnRequest],
-        *,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-        draws: Draws | None = None,
-    ) -> list[Answer]:
-        """Return the answer to each request."""
-        sampler, turns = _sampler_of(self._sampler, greedy, draws), dict[int, Answer]()
-        for one in requests:
-            check_positions(len(one.token_ids), one.limit, max_positions=self._max_positions)
-        order = sorted(range(len(requests)), key=lambda place: (len(requests[place].token_ids), place))
-        for batch in self._batches(order, [len(requests[place].token_ids) for place in order]):
-            own = [requests[place] for place in batch]
-            keys = turn_keys(seed, *torch.tensor([one.key for one in own], device=self._device).unbind(dim=1))
-            contexts = {one.token_ids: one.token_ids for one in own}
-            limits = [one.limit for one in own]
-            decoded = self._decode(contexts, [one.token_ids for one in own], limits, keys=keys, sampler=sampler)
-            columns = (decoded.tokens, decoded.logprobs, decoded.lengths, decoded.finished)
-            for place, ids, logprobs, end, stopped in zip(batch, *(one.tolist() for one in columns), strict=True):
-                if not all(map(math.isfinite, logprobs[:end])):
-                    raise RunError(f"the rollout model's logits are not finite: turn {requests[place].key}")
-                turns[place] = Turn(tuple(ids[:end]), tuple(logprobs[:end]), (), stopped)
-        return [turns[place] for place in range(len(requests))]
+    def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
+        sampler = _sampler_of(self._sampler, how.greedy, how.draws)
+
+        def sample(requests: Sequence[TurnRequest]) -> list[Answer]:
+            turns = dict[int, Answer]()
+            for one in requests:
+                check_positions(len(one.token_ids), one.limit, max_positions=self._max_positions)
+            order = sorted(range(len(requests)), key=lambda place: (len(requests[place].token_ids), place))
+            for batch in self._batches(order, [len(requests[place].token_ids) for place in order]):
+                own = [requests[place] for place in batch]
+                keys = turn_keys(how.seed, *torch.tensor([one.key for one in own], device=self._device).unbind(dim=1))
+                contexts = {one.token_ids: one.token_ids for one in own}
+                limits = [one.limit for one in own]
+                decoded = self._decode(contexts, [one.token_ids for one in own], limits, keys=keys, sampler=sampler)
+                columns = (decoded.tokens, decoded.logprobs, decoded.lengths, decoded.finished)
+                for place, ids, logprobs, end, stopped in zip(batch, *(one.tolist() for one in columns), strict=True):
+                    if not all(map(math.isfinite, logprobs[:end])):
+                        raise RunError(f"the rollout model's logits are not finite: turn {requests[place].key}")
+                    turns[place] = Turn(tuple(ids[:end]), tuple(logprobs[:end]), (), stopped)
+            return [turns[place] for place in range(len(requests))]
+
+        in_batches(asked, sample)
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
         """Do nothing: this engine loses no turns."""

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ import xxhash
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.agents.environment import FAILURES, NAMED, Answer, Played, Runner, TurnEngine, TurnRequest
-from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
+from mega_rl.agents.environment import FAILURES, NAMED, Played, Runner, TurnEngine, TurnSampling
+from mega_rl.agents.trajectory import Trajectory, Turn, rows_of, score_fault
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
@@ -105,6 +106,7 @@ class RolloutContext:
     replica: Ranks  # this rank among those of its replica
     weight_version: Callable[[], int]  # version of the actor's weights that was published last
     template: ChatTemplate | None = None  # the one of data.chat; None: prompts are text
+    reads_scores: bool = False  # reward.source=environment
 
     def start(self, prompts: Sequence[Prompt], *, greedy: bool = False, draws: Draws | None = None) -> list[Trajectory]:
         """Return trajectories without a turn of this rank's prompts: n of each (greedy: one), or `draws.n`."""
@@ -116,8 +118,10 @@ class RolloutContext:
         """Return the replica's rows from its ranks' trajectories; collective over all ranks."""
         ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
         own = [any(one.ended() == "error" for one in ordered), any(len(one.branches) > 1 for one in ordered)]
+        own.append(self.reads_scores or any(one.score is not None for one in ordered))
         has = self.data_parallel.max(self.replica.max(torch.tensor(own).long())).tolist()
-        rows = rows_of(ordered, version=self.weight_version(), with_failed=bool(has[0]), with_branches=bool(has[1]))
+        columns = dict(zip(("with_failed", "with_branches", "with_scores"), map(bool, has), strict=True))
+        rows = rows_of(ordered, version=self.weight_version(), **columns)
         return self.replica.gather_rows(rows)
 
     def _own(self, prompts: Sequence[Prompt]) -> range:
@@ -146,15 +150,14 @@ class EnvironmentRollouts:
         trajectories = context.start(prompts, greedy=greedy, draws=draws)
         ended: dict[int, Played] = {}
 
-        def sample(requests: Sequence[TurnRequest]) -> Sequence[Answer]:
-            placed = [one._replace(key=(first + one.key[0], *one.key[1:])) for one in requests]
-            return engine.turns(placed, seed=seed, greedy=greedy, draws=draws)
+        how = TurnSampling(seed, greedy, draws)
 
         def lost() -> list[int]:
             return [place for place, one in ended.items() if one.failure == "lost"]
 
         def play(places: Sequence[int]) -> None:
-            ended.update(zip(places, self.runner.run([trajectories[i] for i in places], sample), strict=True))
+            played = self.runner.run([trajectories[i] for i in places], partial(engine.turns, how=how), first=first)
+            ended.update(zip(places, map(self._with_score, played), strict=True))
 
         run_on_all(lambda: play(range(len(trajectories))), self.everyone)
         # What servers had begun when they died runs again from its start, with the same random numbers.
@@ -167,12 +170,22 @@ class EnvironmentRollouts:
         taken, self._metrics = self._metrics, {}
         return taken
 
+    def _with_score(self, played: Played) -> Played:
+        """Return a trajectory without a score as a failed one, where scores are the rewards."""
+        trajectory = played.trajectory
+        failed = played.failure is not None or trajectory.end == "error"
+        fault = "" if failed else score_fault(trajectory, is_read=self.context.reads_scores)
+        if failed or fault:
+            trajectory.end, trajectory.score = "error", None
+        return played._replace(failure="error", what=fault) if fault else played
+
     def _count(self, outcomes: Sequence[Played]) -> None:
         """Count turns, tokens, ends and failures of all ranks; raise RunError if too many fail; collective."""
         played = [one.trajectory for one in outcomes]
         given = [sum(len(p) for p in b.parts if not isinstance(p, Turn)) for t in played for b in t.branches]
         own: dict[str, float] = {"count": len(played), "agent/turns_mean": sum(len(one.turns) for one in played)}
-        own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(len(t.branches) for t in played)}
+        used = [any(isinstance(part, Turn) for part in b.parts) for t in played for b in t.branches]
+        own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(used)}
         own |= {"agent/drifted_mean": sum(one.drifted for one in played)}
         own |= {"agent/environment_s_mean": sum(one.seconds for one in outcomes)}
         own |= {f"agent/end_{end}_fraction": sum(one.end == end for one in played) for end in ENDS}
@@ -245,7 +258,7 @@ class CheckedRollouts:
         else:
             rollout = self.source.generate(prompts, step=step, draws=draws)
             n, longest = draws.n, draws.max_new_tokens or longest
-        form = _wrong_form(rollout, prompts=len(share(len(prompts), self.context.data_parallel)), n=n)
+        form = _wrong_form(rollout, self.context, prompts=len(share(len(prompts), self.context.data_parallel)), n=n)
         self._raise(form or self._broken_rule(rollout, longest))
         columns = (rollout.tokens, rollout.loss_mask, rollout.rollout_logprobs, rollout.lengths)
         content = b"".join(column.contiguous().numpy().tobytes() for column in columns)
@@ -291,6 +304,8 @@ class CheckedRollouts:
             | logprobs.isinf()
             | ((logprobs != 0) & ~mask),
         }
+        if rollout.scores is not None:
+            faults["has no finite score, which is the reward"] = ~rollout.scores.isfinite()
         for fault, broken in faults.items():
             if broken.any():
                 row = int(broken.reshape(len(broken), -1).any(dim=1).nonzero()[0])
@@ -299,7 +314,7 @@ class CheckedRollouts:
         return ""
 
 
-def _wrong_form(rollout: object, *, prompts: int, n: int) -> str:
+def _wrong_form(rollout: object, context: RolloutContext, *, prompts: int, n: int) -> str:
     if not isinstance(rollout, Rollout):
         return f"generate() returned {type(rollout).__name__}, not a Rollout"
     rows, width = prompts * n, rollout.tokens.shape[-1]
@@ -309,6 +324,9 @@ def _wrong_form(rollout: object, *, prompts: int, n: int) -> str:
     numbers = ("prompt_lengths", "lengths", "prompt_index", "sample_index", "weight_version")
     columns |= {"end": torch.int8, **dict.fromkeys(numbers, torch.int64)}
     columns |= {} if rollout.failed is None else {"failed": torch.bool}
+    if (rollout.scores is None) == context.reads_scores:
+        return "sets scores, and reward.source is not environment" if rollout.scores is not None else "sets no scores"
+    columns |= {} if rollout.scores is None else {"scores": torch.float32}
     for place, (name, dtype) in enumerate(columns.items()):
         column, shape = getattr(rollout, name), [rows, width][: 2 if place < 3 else 1]
         if list(column.shape) != shape or column.dtype != dtype:

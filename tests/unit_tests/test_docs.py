@@ -19,7 +19,14 @@ from tests.helpers import makefile
 from tests.release import doc_commands
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "benchmarks" / "README.md",
+        *ROOT.glob("examples/*/README.md"),
+    ]
+)
 
 FENCE = re.compile(r"^```\w*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 # Diffs, and programs with what they print: test_worked_examples.py applies and runs these.

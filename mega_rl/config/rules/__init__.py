@@ -178,6 +178,8 @@ def _reward(config: Config) -> Iterator[str]:
     reward, name = config.reward, config.algorithm.advantage.name
     if reward.source.name == "model" and not reward.model_path:
         yield "reward.source=model needs reward.source.path: name a sequence-classification checkpoint directory"
+    if reward.source.name == "environment" and config.rollout.source.name == "single_turn":
+        yield "reward.source=environment needs an environment that scores; set rollout.source=path/to/file.py:class"
     limit, buffer = config.rollout.max_new_tokens, reward.overlong.buffer_tokens
     if buffer >= limit:
         yield (

@@ -254,6 +254,13 @@ class RewardFunctionConfig(Kind):
 
 
 @dataclass(frozen=True)
+class EnvironmentScores(Kind):
+    """The environment, which sets trajectory.score; rollout.source names it."""
+
+    name = "environment"
+
+
+@dataclass(frozen=True)
 class NoRewards(Kind):
     """No rewards: the run learns from a teacher only."""
 
@@ -308,7 +315,9 @@ class RewardConfig:
     """Rewards: functions, services, reward models."""
 
     source: Kind = tagged(
-        by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, NoRewards), "function", "Who scores."
+        by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, EnvironmentScores, NoRewards),
+        "function",
+        "Who scores.",
     )
     function: str = setting(
         "exact_match",

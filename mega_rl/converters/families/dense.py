@@ -54,6 +54,7 @@ LLAMA = Family(
     DENSE,
     title="Llama",
     differs="nothing: RMSNorm, rotary positions (linear, llama3, YaRN), grouped-query attention, gated SiLU",
+    adapters_in_sglang=True,
     bias_keys=("attention_bias", "mlp_bias"),
 )
 QWEN2 = Family(
@@ -61,6 +62,7 @@ QWEN2 = Family(
     DENSE,
     title="Qwen2",
     differs="biases on q, k and v; with `use_sliding_window` a window in the upper layers",
+    adapters_in_sglang=True,
     defaults={"num_key_value_heads": 32, **QWEN_WINDOW},
     qkv_bias=True,
     window=windows.in_last_layers,
@@ -128,6 +130,7 @@ MISTRAL = Family(
     DENSE,
     title="Mistral",
     differs="a sliding window in every layer, unless `sliding_window` is null",
+    adapters_in_sglang=True,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     window=windows.in_all_layers,
     in_wrappers=("mistral3",),

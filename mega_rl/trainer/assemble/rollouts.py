@@ -155,6 +155,7 @@ def _make_source(
         replica=actor.replica,
         weight_version=lambda: sync.weight_version,
         template=tokens.template,
+        reads_scores=inputs.rewards.settings.source.name == "environment",
     )
     with users_code(f"{name} cannot be made"):
         made: Any = own.make(context)

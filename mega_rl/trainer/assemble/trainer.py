@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -119,7 +119,8 @@ def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
     known = {"seed": config.trainer.seed, "data": fingerprint, "engine": config.engine.backend}
     known |= {} if is_sampled(config) else {"algorithm.kind": config.algorithm.kind.name}
     if config.model.adapter.rank:
-        known["adapter"] = str(replace(config.model.adapter, path=""))
+        settings = asdict(replace(config.model.adapter, path=""))
+        known |= {f"model.adapter.{name}": value for name, value in settings.items()}
     return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 

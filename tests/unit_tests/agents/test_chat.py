@@ -6,12 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mega_rl.agents.chat import ToolsEnvironment
-from mega_rl.agents.environment import Answer, Played, Runner, TurnRequest
+from mega_rl.agents.environment import Answer, Played, Runner, TurnRequest, in_batches
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.errors import UserError
@@ -82,7 +83,7 @@ class Conversation:
 
         made = [Trajectory(prompt, 0, 0, limit)]
         runner = Runner(environment, "rollout.source='agent.py:Calculator'", len(self.tokenizer))
-        self.outcome: Played = runner.run(made, sample)[0]
+        self.outcome: Played = runner.run(made, partial(in_batches, sample=sample))[0]
         self.trajectory = self.outcome.trajectory
 
     def whole(self, messages: list[Any], *, tools: Any = None, ready: bool = True) -> list[int]:

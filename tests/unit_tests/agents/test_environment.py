@@ -9,12 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mega_rl.agents import environment
-from mega_rl.agents.environment import Answer, Environment, Played, Policy, Runner, TurnRequest
+from mega_rl.agents.environment import Answer, Environment, Played, Policy, Runner, TurnRequest, in_batches
 from mega_rl.agents.trajectory import Trajectory, Turn
 from mega_rl.errors import RunError
 from mega_rl.types import Prompt
@@ -32,7 +33,8 @@ def play(own: Any, count: int = 8, sample: Any = answer, limit: int = 40) -> lis
     """Play `count` trajectories; nothing is left behind by then."""
     prompt = Prompt(3, (4, 5, 6), "p", "")
     made = [Trajectory(prompt, number // 2, number % 2, limit) for number in range(count)]
-    outcomes = Runner(own, "rollout.source='agent.py:Own'", vocab_size=100).run(made, sample)
+    runner = Runner(own, "rollout.source='agent.py:Own'", vocab_size=100)
+    outcomes = runner.run(made, partial(in_batches, sample=sample))
     places = [(one.trajectory.prompt_index, one.trajectory.sample_index) for one in outcomes]
     assert places == [(number // 2, number % 2) for number in range(count)]  # each ends exactly once
     return outcomes

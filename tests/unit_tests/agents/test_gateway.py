@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import httpx
 import pytest
 
 from mega_rl.agents import gateway
-from mega_rl.agents.environment import Answer, Environment, Played, Runner, TurnRequest
+from mega_rl.agents.environment import Answer, Environment, Played, Runner, TurnRequest, in_batches
 from mega_rl.agents.gateway import Gateway
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
 from mega_rl.data.chat import ChatTemplate
@@ -80,7 +81,8 @@ def play(script: Script | None, *answers: Any, seconds: float = 0.0, count: int 
     environment: Environment = Own(context, script, **own)
     prompt = Prompt(3, shown([ASK]), "p", "", messages=(("user", "say hello"),))
     made = [Trajectory(prompt, number, 0, limit) for number in range(count)]
-    outcomes = Runner(environment, "rollout.source='agent.py:Own'", vocab_size=len(CHATML)).run(made, sample)
+    runner = Runner(environment, "rollout.source='agent.py:Own'", vocab_size=len(CHATML))
+    outcomes = runner.run(made, partial(in_batches, sample=sample))
     assert not gateway._servers
     assert not any(thread.name == "environments" for thread in threading.enumerate())
     return outcomes
@@ -189,6 +191,12 @@ def test_another_history_opens_a_branch_and_keeps_the_ids_of_answers() -> None:
         ({"messages": "hello"}, 400, "TypeError"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 413, "at most body_bytes=4000"),
         ({"max_tokens": -1}, 400, "whole number"),
+        ({"tools": [{"function": {"name": 3}}]}, 400, "name of a tool"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"properties": {"x": {"enum": 3}}}}}]},
+            400,
+            "no JSON schema",
+        ),
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_refused(body: dict[str, Any], status: int, text: str) -> None:
@@ -200,6 +208,31 @@ def test_a_request_that_cannot_be_honoured_is_refused(body: dict[str, Any], stat
 
     (played,) = play(script, "x", body_bytes=4000)
     assert (played.failure, len(played.trajectory.turns)) == (None, 1), played.what
+
+
+def test_an_error_of_the_run_is_no_mistake_of_the_program() -> None:
+    """The program gets 500, whatever it makes of that, and its trajectory fails by name."""
+
+    async def script(own: Own, url: str, key: str) -> None:
+        answer = (await Client(url, key).chat([ASK]))["choices"][0]["message"]
+        response = await Client(url, key).post([ASK, answer, ASK])
+        assert (response.status_code, response.json()["error"]["type"]) == (500, "api_error")
+
+    (played,) = play(script, (len(CHATML) + 7, STOP))
+    assert (played.failure, played.trajectory.ended()) == ("error", "error")
+    assert played.what.startswith(f"raised ValueError: token id {len(CHATML) + 7} is outside"), played.what
+
+
+def test_clients_see_one_model() -> None:
+    async def script(own: Own, url: str, key: str) -> None:
+        client = Client(url, key).http
+        listed, one = [(await client.get(f"/v1/models{more}")).json() for more in ("", "/anything")]
+        assert (listed["object"], listed["data"], one["id"]) == ("list", [one], "policy")
+        assert (await Client(url, "none").http.get("/v1/models")).status_code == 401
+        await Client(url, key).chat([ASK])
+
+    (played,) = play(script, "x")
+    assert played.failure is None, played.what
 
 
 def test_a_key_dies_with_its_trajectory() -> None:
@@ -327,6 +360,14 @@ def test_a_program_that_fails_is_named_with_its_last_words() -> None:
     (played,) = play(None, "x", program=program)
     assert played.failure == "error"
     assert "ended with exit code 1: p broke" in played.what
+
+
+def test_a_program_may_write_without_end() -> None:
+    """The run reads on, and keeps the end of it."""
+    code = "import sys; [print('x' * 9999) for _ in range(2000)]; print('the\\nlast words'); sys.exit(3)"
+    (played,) = play(None, "x", program=shlex.join([sys.executable, "-c", code]))
+    assert "ended with exit code 3: last words" in played.what
+    assert len(played.what) < 400
 
 
 def test_a_program_ends_with_its_trajectory(tmp_path: Path) -> None:

@@ -74,6 +74,13 @@ def test_data_that_differ(change: str, message: str, tmp_path: Path, monkeypatch
     assert actual == [f"training prompts: {message}"]
 
 
+def test_parts_that_only_one_run_has_differ() -> None:
+    stored, current = {"seed": 1, "model.adapter.rank": 8}, {"seed": 1, "algorithm.kind": "sft"}
+    words = differences(stored, current, stored_config={}, config={})
+    assert words == ["model.adapter.rank: 8 -> None", "algorithm.kind: None -> 'sft'"]
+    assert differences(current, current, stored_config={}, config={}) == []
+
+
 def test_changed_settings_in_words() -> None:
     """Settings of only one of the two are none."""
     old = {"engine": {"backend": "fsdp"}, "optim": {"lr": 1e-3}, "trainer": {"steps": 4, "run_dir": "a"}}

@@ -258,6 +258,14 @@ def test_a_users_class_may_need_no_reward(tmp_path: Path) -> None:
     )
 
 
+def test_scores_of_an_environment_need_one(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class Own:\n    async def run(self, policy, prompt, trajectory): ...\n")
+    (line,) = check(load(None, ["reward.source=environment"]), world_size=1)
+    assert line.startswith("reward.source=environment needs an environment that scores; set rollout.source=")
+    own = ["reward.source=environment", f"rollout.source={tmp_path}/own.py:Own"]
+    assert check(load(None, own), world_size=1) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "taken"),
     [

@@ -35,10 +35,14 @@ def run_cases(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tupl
 
 
 def run_alone(rank: int, folder: str) -> dict[str, Any]:
-    """Every kind on one rank; one run in two parts, and with the reference's log-probs computed once."""
+    """Every kind on one rank; DPO with the reference's log-probs computed once, and with adapters; a resumed run."""
     answers: dict[str, Any] = {kind: train_given(folder, kind, "1") for kind in OF_TRL}
     answers["scores"] = exported_scores(folder)
-    answers["once"] = train_given(folder, "dpo", "1", **{"algorithm.kind.reference": "once"})
+    for name, rank in (("dpo", 0), ("adapted", 4)):
+        for when in ("step", "once"):
+            more = {"model.adapter.rank": rank, "algorithm.kind.reference": when}
+            run_dir = f"{folder}/runs/{name}-{when}"
+            answers[f"{name} {when}"] = train_given(folder, "dpo", "1", **more, **{"trainer.run_dir": run_dir})
     return answers | resumed(folder)
 
 
@@ -154,8 +158,11 @@ def test_exported_reward_model_scores_alike_in_transformers(folder: Path, alone:
     torch.testing.assert_close(alone["scores"], scores, rtol=0, atol=NEAR)
 
 
-def test_reference_once_gives_the_same_training(alone: dict[str, Any]) -> None:
-    same_training(alone["once"], alone["dpo"])
+@pytest.mark.parametrize("name", ["dpo", "adapted"])
+def test_reference_once_gives_the_same_training(alone: dict[str, Any], name: str) -> None:
+    """The reference of adapters is their base."""
+    same_training(alone[f"{name} once"], alone[f"{name} step"])
+    assert alone["adapted step"]["losses"] != alone["dpo step"]["losses"]
 
 
 def test_resumed_run_has_the_same_bits(alone: dict[str, Any]) -> None:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.agents.environment import Answer, Environment, Policy, Runner, TurnRequest
+from mega_rl.agents.environment import (
+    Answer,
+    Environment,
+    Policy,
+    Runner,
+    TurnQueue,
+    TurnRequest,
+    TurnSampling,
+    in_batches,
+)
 from mega_rl.agents.trajectory import Trajectory, Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.rewards.role import EnvironmentScorer
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.types import Draws, Prompt, Rollout
 from mega_rl.workers.rollout import EVALUATION, CheckedRollouts, EnvironmentRollouts, RolloutContext
@@ -27,8 +38,11 @@ class Answers:
     def __init__(self, *, loses: bool = False) -> None:
         self.loses, self.calls = loses, list[dict[str, Any]]()
 
-    def turns(self, requests: Sequence[TurnRequest], **how: Any) -> list[Answer]:
-        self.calls.append({"requests": list(requests), **how})
+    def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
+        in_batches(asked, partial(self._answers, how=how))
+
+    def _answers(self, requests: Sequence[TurnRequest], how: TurnSampling) -> list[Answer]:
+        self.calls.append({"requests": list(requests), **how._asdict()})
         answers = [Turn(ids, (-0.5,) * len(ids), (), len(ids) == 2) for ids in ((9, 1)[: r.limit] for r in requests)]
         return ["lost" if self.loses and one.key[1] else got for one, got in zip(requests, answers, strict=True)]
 
@@ -52,7 +66,7 @@ class Tool(Environment):
         trajectory.give([7, 8, 9])
 
 
-def context_over(engine: Answers | None) -> RolloutContext:
+def context_over(engine: Answers | None, *, reads_scores: bool = False) -> RolloutContext:
     return RolloutContext(
         tokenizer=None,  # type: ignore[arg-type]
         engine=engine,  # type: ignore[arg-type]
@@ -62,6 +76,7 @@ def context_over(engine: Answers | None) -> RolloutContext:
         data_parallel=SingleRank(),
         replica=SingleRank(),
         weight_version=lambda: 6,
+        reads_scores=reads_scores,
     )
 
 
@@ -145,9 +160,59 @@ def test_a_failed_sample_is_a_row_without_a_response(caplog: pytest.LogCaptureFi
         played(Answers(), Fails(max_failed_share=0.2)).generate(PROMPTS, step=0)
 
 
-def two_turns() -> Rollout:
+@dataclass
+class Scores(Environment):
+    """Sets a number for each sample, the last a wrong one."""
+
+    last: object = None
+    max_failed_share: float = 0.25
+
+    async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+        place = 2 * trajectory.prompt_index + trajectory.sample_index
+        trajectory.score = self.last if place == 3 else 0.5 * place  # type: ignore[assignment]
+        await policy.turn()
+
+
+@pytest.mark.parametrize(
+    ("last", "what"),
+    [
+        (None, "set no trajectory.score, which is the reward with reward.source=environment"),
+        (float("nan"), "set trajectory.score=nan; legal: a finite number"),
+        (1e39, "set trajectory.score=1e+39; legal: a finite number"),
+        ("1", "set trajectory.score='1'; legal: a finite number"),
+    ],
+)
+def test_a_trajectory_without_a_score_has_failed(last: object, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = scored(Scores(last=last))
+    rows = source.generate(PROMPTS, step=0)
+    assert rows.failed is not None
+    assert rows.scores is not None
+    assert rows.failed.tolist() == [False, False, False, True]
+    assert rows.scores.tolist() == EnvironmentScorer().score(rows, PROMPTS).totals.tolist() == [0.0, 0.5, 1.0, 0.0]
+    assert source.metrics()["agent/failed_error"] == 1.0
+    assert f"sample 1 of prompt 8: {what}" in caplog.text
+    assert checked(rows, reads_scores=True).generate(PROMPTS, step=0) is rows
+    with pytest.raises(RunError, match=r"sets scores, and reward.source is not environment"):
+        checked(rows).generate(PROMPTS, step=0)
+
+
+def test_scores_that_nothing_reads_are_refused() -> None:
+    with pytest.raises(RunError, match=r"4 of 4 .* set trajectory.score, which needs reward.source=environment"):
+        played(Answers(), Scores(last=1.5)).generate(PROMPTS, step=0)
+    assert scored(Fails(max_failed_share=1.0), reads_scores=False).generate(PROMPTS, step=0).scores is None
+    with pytest.raises(RunError, match="row 0, prompt 0 and sample 0, has no finite score"):
+        checked(two_turns(reads_scores=True), reads_scores=True).generate(PROMPTS, step=0)
+    with pytest.raises(RunError, match="sets no scores"):
+        checked(two_turns(), reads_scores=True).generate(PROMPTS, step=0)
+
+
+def scored(own: Environment, *, reads_scores: bool = True) -> EnvironmentRollouts:
+    return replace(played(Answers(), own), context=context_over(Answers(), reads_scores=reads_scores))
+
+
+def two_turns(*, reads_scores: bool = False) -> Rollout:
     """The rows of a source that samples nothing itself."""
-    context = context_over(None)
+    context = context_over(None, reads_scores=reads_scores)
     trajectories = context.start(PROMPTS)
     for one in trajectories:
         one.add([9, 1], [-0.5, -0.5], stopped=True)
@@ -167,11 +232,11 @@ class Returned:
         return self.of_source  # type: ignore[no-any-return]
 
 
-def checked(rows: Any, metrics: Any = None, *, replica: Any = None) -> CheckedRollouts:
+def checked(rows: Any, metrics: Any = None, *, replica: Any = None, reads_scores: bool = False) -> CheckedRollouts:
     return CheckedRollouts(
         rows if hasattr(rows, "generate") else Returned(rows, {} if metrics is None else metrics),
         "rollout.source='own.py:Own'",
-        replace(context_over(Answers()), replica=replica or SingleRank()),
+        replace(context_over(Answers(), reads_scores=reads_scores), replica=replica or SingleRank()),
         max_prompt_tokens=2,
         vocab_size=10,
         everyone=SingleRank(),

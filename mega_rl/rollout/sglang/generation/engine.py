@@ -7,20 +7,30 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mega_rl.agents.environment import Answer, TurnRequest
+from mega_rl.agents.environment import Answer, TurnQueue, TurnSampling
 from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sampling import check_positions, is_greedy, response_limits, turn_keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import GenerationResult, Key, Sample, SampleRequest, Sampling, State
+from mega_rl.rollout.sglang.generation.samples import (
+    GenerationResult,
+    Key,
+    RequestFailure,
+    Sample,
+    SampleRequest,
+    Sampling,
+    State,
+)
 from mega_rl.types import Draws, Metrics, Prompt, Rollout, ends_of
 
 log = logging.getLogger(__name__)
@@ -118,50 +128,8 @@ class SglangRolloutEngine:
             for number in range(n)
         ]
         trains = not greedy and draws is None
-        return self._sampled(requests, greedy, draws, with_routing=self._settings.routed is not None and trains)
-
-    def turns(
-        self,
-        requests: Sequence[TurnRequest],
-        *,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-        draws: Draws | None = None,
-    ) -> list[Answer]:
-        """Return the answer to each request, "lost" where no server is left; no collective."""
-        for one in requests:
-            check_positions(len(one.token_ids), one.limit, max_positions=self._settings.max_positions)
-        asked = [
-            SampleRequest(
-                (prompt, sample << _NUMBER_BITS | number),
-                one.token_ids,
-                seed=sampling_seed(seed, prompt, sample, number),
-                limit=one.limit,
-            )
-            for one, (prompt, sample, number) in ((one, one.key) for one in requests)
-        ]
-        sampled = self._sampled(asked, greedy, draws, with_routing=False)
-        result, answers = sampled.result, list[Answer]()
-        for request in asked:
-            sample = result.samples.get(request.key)
-            if sample is None:
-                if request.key in result.failures:
-                    log.warning("a turn has no answer: %s", result.failures[request.key].message)
-                answers.append("turn" if request.key in result.failures else "lost")
-                continue
-            ids, logprobs, versions = tuple(sample.token_ids), tuple(sample.logprobs), tuple(sample.versions)
-            answers.append(Turn(ids, logprobs, versions, sample.finish == "stop"))
-        self._since.add(replace(result, samples={}, failures={}, unserved={}))
-        return answers
-
-    def _sampled(
-        self, requests: list[SampleRequest], greedy: bool, draws: Draws | None, *, with_routing: bool
-    ) -> Sampled:
-        """Ask the servers until every request has an end, or no server is left."""
-        trains, greedy = not greedy and draws is None, is_greedy(greedy, draws)
-        sampling = replace(self._settings.sampling, greedy=greedy, return_routing=with_routing)
-        if draws is not None and not greedy:
-            sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
+        with_routing = self._settings.routed is not None and trains
+        sampling = replace(self._sampling(greedy, draws), return_routing=with_routing)
         nothing = GenerationResult(unserved={request.key: Sample() for request in requests})
         sampled = Sampled(requests, sampling, trains, nothing)
         deadline = time.monotonic() + self.deadline_s(len(requests))
@@ -171,6 +139,29 @@ class SglangRolloutEngine:
             if not result.interrupted:
                 break
         return sampled
+
+    def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
+        """Answer each turn as its own request, with "lost" where no server is left."""
+        router, sampling = self._router, self._sampling(how.greedy, how.draws)
+        router.start((), sampling, version=self._version(), deadline_s=self.deadline_s)
+        try:
+            while (taken := asked.take()) is not None:
+                for (ids, (prompt, sample, number), limit), future in taken:
+                    check_positions(len(ids), limit, max_positions=self._settings.max_positions)
+                    key, seed = (
+                        (prompt, sample << _NUMBER_BITS | number),
+                        sampling_seed(how.seed, prompt, sample, number),
+                    )
+                    request = SampleRequest(key, ids, seed=seed, limit=limit)
+                    router.ask(request, partial(_answer, future))
+        finally:
+            self._since.add(router.result())
+
+    def _sampling(self, greedy: bool, draws: Draws | None) -> Sampling:
+        """Return the sampling of a generation, in training that of the settings."""
+        if draws is None or is_greedy(greedy, draws):
+            return replace(self._settings.sampling, greedy=is_greedy(greedy, draws))
+        return replace(self._settings.sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
 
     def collect(self, sampled: Sampled) -> Rollout:
         """Return the rows of `sampled`, restarting lost servers for unserved samples; collective over all ranks.
@@ -280,6 +271,17 @@ class SglangRolloutEngine:
             with self._turn:
                 self._sending = False
                 self._turn.notify_all()
+
+
+def _answer(future: Future[Answer], outcome: Sample | RequestFailure | None) -> None:
+    """Answer a turn; no outcome: no server was left."""
+    if isinstance(outcome, Sample):
+        ids, logprobs, versions = tuple(outcome.token_ids), tuple(outcome.logprobs), tuple(outcome.versions)
+        future.set_result(Turn(ids, logprobs, versions, outcome.finish == "stop"))
+        return
+    if outcome is not None:
+        log.warning("a turn has no answer: %s", outcome.message)
+    future.set_result("lost" if outcome is None else "turn")
 
 
 def _settle_failures(sampled: Sampled, world: Ranks, share: float) -> bool:

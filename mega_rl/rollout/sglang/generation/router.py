@@ -47,6 +47,7 @@ _MAX_BACKOFF_S = 5.0
 _PROGRESS_S = 0.2
 
 Result = TypeVar("Result")
+Answered = Callable[[Sample | RequestFailure | None], None]  # None: no server is left
 
 
 @dataclass(eq=False)
@@ -55,6 +56,8 @@ class _Job:
 
     request: SampleRequest
     partial: Sample
+    deadline: float  # loop time
+    answer: Answered | None = None  # takes its end; None: the generation's result does
     tries: int = 0
     bad_answers: int = 0
     disruptions: int = 0  # tries that a server is to blame for
@@ -72,11 +75,14 @@ class _Generation:
     """State of one generation, on the event loop."""
 
     replicas: Sequence[Replica]
-    jobs: Sequence[_Job]
     sampling: Sampling
     version: int
     mixed_versions: bool
-    deadline: float  # loop time
+    stall_s: float
+    deadline_s: Callable[[int], float] | None  # seconds for a number of samples; requests may come. None: all are here
+    begin: Callable[[_Job], None] = lambda _: None  # adds a sample
+    jobs: dict[_Job, asyncio.Task[None]] = field(default_factory=dict)  # that have not ended
+    began: float = 0.0  # loop time of the first of them
     result: GenerationResult = field(default_factory=GenerationResult)
     fresh: deque[_Job] = field(default_factory=deque)  # wait for their first turn
     waiting: list[_Job] = field(default_factory=list)  # wait for another try
@@ -85,6 +91,8 @@ class _Generation:
     helpers: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes, checks, and the abort of all requests
     group: asyncio.TaskGroup | None = None  # helpers' group, while samples are out
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    ended: int = 0  # jobs
+    phase: progress.Phase = field(default_factory=lambda: progress.begin("samples"))
     reported: float = 0.0  # loop time
 
 
@@ -178,7 +186,7 @@ class ServerRouter:
             if generation is not None:
                 if state is State.DOWN:
                     _evict(generation, replica, RequestFailure("server_down", f"{replica.client.name}: {reason}"))
-                self._dispatch(generation)
+                _dispatch(generation)
 
         _on_loop(self._loop, mark)
 
@@ -198,8 +206,9 @@ class ServerRouter:
         sampling: Sampling,
         *,
         version: int,
-        deadline: float,
+        deadline: float = math.inf,
         partials: Mapping[Key, Sample] | None = None,
+        deadline_s: Callable[[int], float] | None = None,
     ) -> None:
         """Begin a generation; one at a time.
 
@@ -209,32 +218,52 @@ class ServerRouter:
             deadline: time.monotonic() at which samples without an answer become failures of kind "deadline".
             partials: responses so far, as in `GenerationResult.unserved`; those of other versions begin anew, unless
                 allow_mixed_versions.
+            deadline_s: seconds that a number of samples may take; requests may then come by `ask`, until `result`.
 
         Raises:
             UserError: for a prompt that holds a token outside the vocabulary, or none.
         """
         assert self._future is None or self._future.done(), "a generation is pending"
         assert len({request.key for request in requests}) == len(requests), "two requests have one key"
-        jobs = []
+        jobs, ends = list[_Job](), self._loop.time() + deadline - time.monotonic()
         for request in requests:
-            if not request.prompt or not all(0 <= token < self._vocab_size for token in request.prompt):
-                raise UserError(
-                    f"prompt {request.key[0]} is empty or holds a token outside the model's {self._vocab_size} tokens; "
-                    "check that the tokenizer is the model's own"
-                )
+            _check(request, self._vocab_size)
             partial = (partials or {}).get(request.key, Sample())
             usable = self._mixed or all(number == version for number in partial.versions)
-            jobs.append(_Job(request, partial if usable else Sample()))
-        ends = self._loop.time() + deadline - time.monotonic()
+            jobs.append(_Job(request, partial if usable else Sample(), ends))
         self._generation, self._deadline = (
-            _Generation(self._replicas, jobs, sampling, version, self._mixed, ends),
+            _Generation(self._replicas, sampling, version, self._mixed, self._stall_timeout_s, deadline_s),
             deadline,
         )
-        self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation), self._loop)
+        self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
+        _on_loop(self._loop, lambda: None)  # it has begun
+
+    def ask(self, request: SampleRequest, answer: Answered) -> None:
+        """Add a request to an open generation; the event loop calls `answer` at its end.
+
+        Raises UserError as `start`.
+        """
+        _check(request, self._vocab_size)
+        generation = self._generation
+        assert generation is not None
+        deadline_s = generation.deadline_s
+        assert deadline_s is not None
+
+        def add() -> None:
+            deadline = self._loop.time() + deadline_s(len(generation.jobs) + 1)
+            generation.begin(_Job(request, Sample(), deadline, answer))
+
+        self._loop.call_soon_threadsafe(add)
 
     def result(self) -> GenerationResult:
-        """Wait for the generation's result. Raises RunError for one that runs on after its deadline."""
+        """Wait for the generation's result. Raises RunError for one that runs on after its deadline.
+
+        An open generation ends with this call; its requests in flight get no answer.
+        """
         assert self._future is not None, "no generation was started"
+        if (generation := self._generation) is not None and generation.deadline_s is not None:
+            self._deadline = time.monotonic()
+            self._loop.call_soon_threadsafe(_close, generation)
         try:
             return self._future.result(timeout=max(0.0, self._deadline - time.monotonic()) + _SLACK_S)
         except concurrent.futures.TimeoutError:
@@ -250,66 +279,66 @@ class ServerRouter:
         def interrupt() -> None:
             if generation is not None:
                 generation.result.interrupted = True
-                self._dispatch(generation)
+                _dispatch(generation)
                 _help(generation, "abort", partial(_abort, generation, self._grace_s))
 
         self._loop.call_soon_threadsafe(interrupt)
 
-    async def _run(self, generation: _Generation) -> GenerationResult:
-        """Run until each sample has a response, a failure, or is unserved."""
-        began, result, phase = self._loop.time(), generation.result, progress.begin("samples")
+    async def _run(self, generation: _Generation, jobs: Sequence[_Job]) -> GenerationResult:
+        """Run until each sample has a response, a failure, or is unserved, and no more will come."""
 
-        def ended(job: _Job, outcome: Sample | RequestFailure | None) -> None:
-            _end(generation, job, outcome)
-            now = self._loop.time()
-            if now - generation.reported >= _PROGRESS_S:
-                generation.reported = now
-                done, rate = len(result.samples) + len(result.failures), result.tokens / max(now - began, 1e-9)
-                phase.report(done, len(generation.jobs), note=f"{rate:.0f} tok/s")
+        async def see_to_end(job: _Job) -> None:
+            outcome: Sample | RequestFailure | None
+            try:
+                async with asyncio.timeout_at(job.deadline):
+                    outcome = await self._sample(generation, job)
+            except TimeoutError:
+                outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
+            _end(generation, job, outcome, self._loop.time())
+            _dispatch(generation)
+            if not generation.jobs and generation.deadline_s is None:
+                _close(generation)
 
-        async def sample(job: _Job) -> None:
-            ended(job, await self._sample(generation, job))
-            self._dispatch(generation)
-            if len(result.samples) + len(result.failures) + len(result.unserved) == len(generation.jobs):
-                for helper in generation.helpers.values():
-                    helper.cancel()
+        def begin(job: _Job) -> None:
+            if not generation.jobs:
+                generation.began = self._loop.time()
+            generation.jobs[job] = group.create_task(see_to_end(job))
 
+        generation.begin = begin
         try:
-            async with asyncio.timeout_at(generation.deadline), asyncio.TaskGroup() as generation.group:
-                _help(generation, "watch", partial(_watch, generation, self._stall_timeout_s, self._dispatch))
-                for job in generation.jobs:
-                    generation.group.create_task(sample(job))
-        except TimeoutError:
-            for job in generation.jobs:
-                if not _has_ended(result, job.request.key):
-                    ended(job, RequestFailure("deadline", f"the generation's deadline came first: {job.last}"))
+            async with asyncio.TaskGroup() as group:
+                generation.group = group
+                _help(generation, "watch", partial(_watch, generation))
+                for job in jobs:
+                    begin(job)
         finally:
             self._generation = generation.group = None
             for replica in self._replicas:
                 replica.in_flight = 0  # tries that were cut short among them
-            phase.end()
-        result.seconds = self._loop.time() - began
-        return result
+            generation.phase.end()
+        return generation.result
 
     async def _sample(self, generation: _Generation, job: _Job) -> Sample | RequestFailure | None:
         """Return a whole response, the last failure, or None where no server is left."""
         while not job.partial.is_whole(job.request, generation.sampling):
             job.turn = self._loop.create_future()
             (generation.waiting if job.tries else generation.fresh).append(job)
-            self._dispatch(generation)
-            if (replica := await job.turn) is None:
-                return None
-            now = self._loop.time()
-            if now >= job.expires:
-                replica.in_flight -= 1
-                return RequestFailure("timeout", f"no answer in {self._request_timeout_s:g} s: {job.last}")
-            outcome = await self._try(generation, job, replica, now)
-            replica.in_flight -= 1
-            generation.flying.discard(job)
+            _dispatch(generation)
+            try:
+                if (replica := await job.turn) is None:
+                    return None
+                now = self._loop.time()
+                if now >= job.expires:
+                    return RequestFailure("timeout", f"no answer in {self._request_timeout_s:g} s: {job.last}")
+                outcome = await self._try(generation, job, replica, now)
+            finally:
+                if not job.turn.cancelled() and (given := job.turn.result()) is not None:
+                    given.in_flight -= 1
+                generation.flying.discard(job)
             if isinstance(outcome, RequestFailure):
                 if _failed(generation, job, replica, outcome, retries=self._retries):
                     return outcome
-                self._loop.call_later(_backoff_s(job), self._dispatch, generation)  # also a busy server's pause ends
+                self._loop.call_later(_backoff_s(job), _dispatch, generation)  # also a busy server's pause ends
             elif outcome is not None and outcome.finish != "partial":
                 replica.answered(self._loop.time())
         return job.partial
@@ -365,32 +394,33 @@ class ServerRouter:
             return RequestFailure("aborted", f"{replica.client.name}, sample {key}: given up after {new} tokens")
         return outcome
 
-    def _dispatch(self, generation: _Generation) -> None:
-        """Give samples their turns, first retries; end the wait where no server is left."""
-        now, usable = self._loop.time(), _serving(generation, State.READY)
-        suspects = _serving(generation, State.SUSPECT)
-        for replica in suspects:
-            rid = f"{generation.nonce}-probe-{replica.client.endpoint.index}"
-            probe = partial(replica.probe, rid, version=generation.version, mixed_versions=self._mixed)
-            then = partial(self._dispatch, generation)
-            _help(generation, rid, partial(probe, timeout_s=self._stall_timeout_s), then)
-        if generation.result.interrupted or not (usable or suspects or generation.flying):
-            for job in (*generation.fresh, *generation.waiting):
-                _give(job, None)
-            generation.fresh.clear()
-            generation.waiting.clear()
-        for job in [job for job in generation.waiting if usable and job.not_before <= now]:
-            home = least_loaded([replica for replica in usable if replica is not job.asked] or usable, now)
-            if home is not None:
-                generation.waiting.remove(job)
-                _give(job, home, now)
-        while usable and generation.fresh and (home := least_loaded(usable, now)) is not None:
-            prompt = generation.fresh[0].request.key[0]
-            last = generation.homes.get(prompt, home)
-            if last in usable and (last.near or not home.near) and last.has_room(now):
-                home = last if last.in_flight <= home.in_flight + _AFFINITY_SLACK else home
-            generation.homes[prompt] = home
-            _give(generation.fresh.popleft(), home, now)
+
+def _dispatch(generation: _Generation) -> None:
+    """Give samples their turns, first retries; end the wait where no server is left."""
+    now, usable = asyncio.get_running_loop().time(), _serving(generation, State.READY)
+    suspects = _serving(generation, State.SUSPECT)
+    for replica in suspects:
+        rid = f"{generation.nonce}-probe-{replica.client.endpoint.index}"
+        probe = partial(replica.probe, rid, version=generation.version, mixed_versions=generation.mixed_versions)
+        then = partial(_dispatch, generation)
+        _help(generation, rid, partial(probe, timeout_s=generation.stall_s), then)
+    if generation.result.interrupted or not (usable or suspects or generation.flying):
+        for job in (*generation.fresh, *generation.waiting):
+            _give(job, None)
+        generation.fresh.clear()
+        generation.waiting.clear()
+    for job in [job for job in generation.waiting if usable and job.not_before <= now]:
+        home = least_loaded([replica for replica in usable if replica is not job.asked] or usable, now)
+        if home is not None:
+            generation.waiting.remove(job)
+            _give(job, home, now)
+    while usable and generation.fresh and (home := least_loaded(usable, now)) is not None:
+        prompt = generation.fresh[0].request.key[0]
+        last = generation.homes.get(prompt, home)
+        if last in usable and (last.near or not home.near) and last.has_room(now):
+            home = last if last.in_flight <= home.in_flight + _AFFINITY_SLACK else home
+        generation.homes[prompt] = home
+        _give(generation.fresh.popleft(), home, now)
 
 
 def _serving(generation: _Generation, *states: State) -> list[Replica]:
@@ -418,14 +448,14 @@ def _failed(generation: _Generation, job: _Job, replica: Replica, failure: Reque
     return last and not generation.result.interrupted and not job.partial.is_whole(job.request, generation.sampling)
 
 
-async def _watch(generation: _Generation, stall_s: float, dispatch: Callable[[_Generation], None]) -> None:
+async def _watch(generation: _Generation) -> None:
     """Check servers that have requests in flight and gave no sign of life for a while."""
-    loop = asyncio.get_running_loop()
+    loop, stall_s = asyncio.get_running_loop(), generation.stall_s
 
     async def check(replica: Replica) -> None:
         if (failure := await replica.check(timeout_s=stall_s)) is not None:
             _evict(generation, replica, failure)
-            dispatch(generation)
+            _dispatch(generation)
 
     while True:
         await asyncio.sleep(stall_s / 4)
@@ -451,22 +481,45 @@ def _evict(generation: _Generation, replica: Replica, failure: RequestFailure) -
             job.attempt.cancel()
 
 
-def _has_ended(result: GenerationResult, key: Key) -> bool:
-    return any(key in ended for ended in (result.samples, result.failures, result.unserved))
-
-
-def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | None) -> None:
+def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | None, now: float) -> None:
     """Record the one end of a sample; None: unserved."""
     key, result = job.request.key, generation.result
-    assert not _has_ended(result, key), f"{key} ends twice"
-    if outcome is None:
+    del generation.jobs[job]
+    generation.ended += 1
+    if not generation.jobs:
+        result.seconds, generation.began = result.seconds + now - generation.began, now
+    if isinstance(outcome, Sample):
+        stopped = outcome.token_ids[-1] in generation.sampling.stop_token_ids
+        outcome = replace(outcome, finish="stop" if stopped else "length")
+    elif outcome is not None:
+        outcome.tries = job.tries
+    if job.answer is not None:
+        job.answer(outcome)
+    elif outcome is None:
         result.unserved[key] = job.partial
     elif isinstance(outcome, Sample):
-        stopped = outcome.token_ids[-1] in generation.sampling.stop_token_ids
-        result.samples[key] = replace(outcome, finish="stop" if stopped else "length")
+        result.samples[key] = outcome
     else:
-        outcome.tries = job.tries
         result.failures[key] = outcome
+    if now - generation.reported >= _PROGRESS_S:
+        generation.reported = now
+        rate = result.tokens / max(result.seconds + now - generation.began, 1e-9)
+        generation.phase.report(generation.ended, generation.ended + len(generation.jobs), note=f"{rate:.0f} tok/s")
+
+
+def _close(generation: _Generation) -> None:
+    """End the generation and what it waits for."""
+    for task in (*generation.jobs.values(), *generation.helpers.values()):
+        task.cancel()
+
+
+def _check(request: SampleRequest, vocab_size: int) -> None:
+    """Raise UserError for a prompt that kills a server."""
+    if not request.prompt or not all(0 <= token < vocab_size for token in request.prompt):
+        raise UserError(
+            f"prompt {request.key[0]} is empty or holds a token outside the model's {vocab_size} tokens; "
+            "check that the tokenizer is the model's own"
+        )
 
 
 def _backoff_s(job: _Job) -> float:

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.agents.environment import TurnRequest
-from mega_rl.agents.trajectory import Turn
+from mega_rl.agents.environment import Environment, Policy, Runner, TurnQueue, TurnRequest, TurnSampling
+from mega_rl.agents.trajectory import Trajectory
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.control import Endpoint
@@ -36,7 +37,7 @@ from mega_rl.rollout.sglang.generation.samples import (
     State,
 )
 from mega_rl.types import Prompt
-from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, generated, right
+from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, generated, right, right_tokens
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(index=10 + i, token_ids=(3, 4 + i), text="", answer="") for i in range(3)]
@@ -78,11 +79,12 @@ class ScriptedFleet:
 
 def engine_over(fleet: Any, *, share: float = 0.0, restarts: int = 2, **given: Any) -> Any:
     brought_back: list[list[int]] = []
+    serve = given.pop("bring_back", lambda index: fleet.servers.__setitem__(index, (State.READY, "")))
 
     def bring_back(lost: Sequence[int]) -> None:
         brought_back.append(list(lost))
         for index in lost:
-            fleet.servers[index] = (State.READY, "")
+            serve(index)
 
     engine = SglangRolloutEngine(
         fleet,
@@ -327,31 +329,90 @@ def test_interrupted_responses_continue_under_new_weights() -> None:
 
 def test_turns_are_requests_with_seeds_and_limits_of_their_own() -> None:
     """The first turn of a sample is its response; a turn that lost its servers says so, and they come back."""
-    asked: list[SampleRequest] = []
+    with FakeServer() as server, closing(router_over(server)) as fleet:
+        engine, brought_back = engine_over(fleet, bring_back=lambda _: fleet.mark(0, State.READY, version=1))
+        asked = [
+            TurnRequest((3, 4), (5, 1, 0), 4),
+            TurnRequest((3, 4, 9, 7), (5, 1, 1), 2),
+            TurnRequest((3,), (5, 2, 0), 4),
+        ]
+        answers = turns(engine, asked)
+        alone = SampleRequest((5, 1), (3, 4), sampling_seed((0, 3), 5, 1))
+        assert answers[0].token_ids == tuple(right_tokens(alone, SAMPLING))
+        assert answers[0] == answers[0]._replace(versions=(1,) * len(answers[0].token_ids), stopped=False)
+        seen = {tuple(one["input_ids"]): one["sampling_params"] for one in server.seen}
+        assert {ids: one["max_new_tokens"] for ids, one in seen.items()} == {one[0]: one[2] for one in asked}
+        assert len({one["sampling_seed"] for one in seen.values()}) == 3
+        fleet.mark(0, State.DOWN, "gone")
+        waiting, times = turns(engine, asked[:1]), list[int]()
+        assert waiting == ["lost"]
+        engine.settle(lambda: len(waiting), lambda: times.append(len(waiting.pop())))
+        assert (brought_back, times) == ([[0]], [4])
+        assert engine.metrics()["sglang/requests"] == 3.0
+        with pytest.raises(UserError, match="max_position_embeddings=64"):
+            turns(engine, [TurnRequest((3,) * 63, (5, 1, 0), 4)])
 
-    def script(requests: list[SampleRequest], partials: Any) -> GenerationResult:
-        asked.extend(requests)
-        result = served(requests[:-1])
-        result.unserved = {request.key: Sample() for request in requests[-1:]}
-        return result
 
-    engine, brought_back = engine_over(fleet := ScriptedFleet(script))
-    turns = [
-        TurnRequest((3, 4), (5, 1, 0), 4),
-        TurnRequest((3, 4, 9, 7), (5, 1, 1), 2),
-        TurnRequest((3,), (5, 2, 0), 4),
-    ]
-    first, second, lost = engine.turns(turns, seed=(0, 3))
-    alone = sampling_seed((0, 3), 5, 1)
-    assert first == Turn((alone % 40 + 2, 1), (-0.5, -0.25), (1, 1), stopped=True)
-    assert second.token_ids != first.token_ids
-    assert lost == "lost"
-    assert len({request.seed for request in asked}) == len({request.key for request in asked}) == 3
-    assert [(request.prompt, request.limit) for request in asked] == [((3, 4), 4), ((3, 4, 9, 7), 2), ((3,), 4)]
-    fleet.servers[1] = (State.DOWN, "gone")
-    waiting, times = [1], list[int]()
-    engine.settle(lambda: len(waiting), lambda: times.append(waiting.pop()))
-    assert (brought_back, times) == ([[1]], [1])
-    assert engine.metrics()["sglang/requests"] == 2.0
-    with pytest.raises(UserError, match="max_position_embeddings=64"):
-        engine.turns([TurnRequest((3,) * 63, (5, 1, 0), 4)], seed=(0, 3))
+def test_a_turn_returns_while_others_are_sampled() -> None:
+    """One request of four hangs until the others' trajectories have had all of their turns."""
+    ends, rest_has_ended = list[tuple[int, int]](), threading.Event()
+
+    async def script(exchange: Exchange) -> None:
+        while exchange.prompt == 0 and not rest_has_ended.is_set():
+            await asyncio.sleep(0.005)
+        await right(exchange)
+
+    class Own(Environment):
+        async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+            for number in range(3):
+                await policy.turn(limit=2)
+                ends.append((trajectory.prompt_index, number))
+                if len(ends) == 9:
+                    rest_has_ended.set()
+
+    with FakeServer(script) as server, closing(router_over(server)) as fleet:
+        engine, _ = engine_over(fleet)
+        made = [Trajectory(PROMPTS[0], number, 0, 40) for number in range(4)]
+        runner = Runner(Own(), "rollout.source='agent.py:Own'", vocab_size=50)
+        outcomes = runner.run(made, partial(engine.turns, how=TurnSampling((0, 3))))
+    assert [one.failure for one in outcomes] == [None] * 4
+    assert ends[9:] == [(0, number) for number in range(3)]
+
+
+def test_the_turns_that_are_left_end_with_their_trajectories() -> None:
+    """A request whose trajectory has ended is cut off, and the next generation of the router begins at once."""
+
+    async def never(exchange: Exchange) -> None:
+        await (right(exchange) if len(exchange.body["input_ids"]) > 1 else exchange.forever())
+
+    with FakeServer(never) as server, closing(router_over(server)) as fleet:
+        engine, _ = engine_over(fleet)
+        asked = TurnQueue()
+        hangs, ends = (asked.put(TurnRequest(ids, (5, len(ids), 0), 4)) for ids in ((3,), (3, 4)))
+        ends.add_done_callback(lambda _: asked.close())
+        engine.turns(asked, TurnSampling((0, 3)))
+        assert ends.done()
+        assert not hangs.done()
+        assert len(turns(engine, [TurnRequest((3, 4), (5, 1, 0), 4)])) == 1
+
+
+def turns(engine: SglangRolloutEngine, requests: Sequence[TurnRequest]) -> list[Any]:
+    """Return the answers of all, that are asked for at once."""
+    asked, left = TurnQueue(), list(requests)
+
+    def ended(_: Any) -> None:
+        left.pop()
+        if not left:
+            asked.close()
+
+    answers = [asked.put(one) for one in requests]
+    for one in answers:
+        one.add_done_callback(ended)
+    engine.turns(asked, TurnSampling((0, 3)))
+    return [one.result() for one in answers]
+
+
+def router_over(server: FakeServer) -> ServerRouter:
+    router = ServerRouter([server.endpoint], vocab_size=50, max_concurrency=4, retries=1, request_timeout_s=20.0)
+    router.mark(0, State.READY, version=1)
+    return router

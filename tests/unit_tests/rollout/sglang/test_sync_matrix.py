@@ -44,11 +44,18 @@ ALL_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "adapters of fsdp": (2, "adapted", {"engine": "fsdp"}),
     "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}),
 }
-CASES = without(ALL_CASES, "pp2", "fsdp of experts")  # the stages are those of "tp2-pp2"
+# Families whose adapters servers of 0.5.21 take; each has a case "adapters of NAME".
+ADAPTED = ("llama", "qwen2", "mistral")
+ALL_CASES |= {f"adapters of {name}": (2, f"adapted-{name}", {"megatron": MegatronConfig(tp=2)}) for name in ADAPTED}
+# The stages are those of "tp2-pp2".
+CASES = without(ALL_CASES, "pp2", "fsdp of experts", *(f"adapters of {name}" for name in ADAPTED))
+OF_ADAPTERS = [name for name in CASES if name.startswith("adapters")]
 # Tensor-parallel ranks of the servers of each source, a server each.
 SERVERS = {"dense": (1, 2), "mixture": (1, 2)} if FULL else {"dense": (2,), "mixture": (1,)}
 SERVERS |= {"untabled": (1,), "adapted": (2,)}
+SERVERS |= {f"adapted-{name}": (2,) for name in ADAPTED if FULL}
 FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False), "adapted": ("qwen3", False)}  # family, tied
+FAMILIES |= {f"adapted-{name}": (name, False) for name in ADAPTED if FULL}
 ADAPTER = AdapterConfig(rank=4, alpha=8.0, rs=True)  # of all projections
 LORA = server_arguments(Adapter(4, 8.0, tuple(ADAPTER.targets)), DEVICE)
 UNTABLED = "gpt2"  # no table of ours knows it; matrices stored transposed, learned positions, biases
@@ -103,7 +110,7 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
                         device=DEVICE,
                         max_total_tokens=8000,
                         start_timeout_s=2 * START_S,
-                        args=LORA if source == "adapted" else {},
+                        args=LORA if source.startswith("adapted") else {},
                     ),
                     index=index,
                     folder=root / source,
@@ -166,7 +173,7 @@ class Joined:
 def _config(root: Path, case: str, model: str, entries: Sequence[dict[str, Any]]) -> Any:
     _, source, areas = CASES[case]
     urls = [one["url"] for one in entries]
-    adapted = source == "adapted"
+    adapted = source.startswith("adapted")
     sync = SglangSyncConfig(timeout_s=60.0, adapter="adapter" if adapted else "auto")
     sglang = SglangConfig(urls=urls, sync=sync)
     config = make_config(
@@ -198,7 +205,7 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
         source = CASES[case][1]
         for model in "ba":
             config = _config(root, case, model, servers[source])
-            with running_engine(config, trainable=source in ("untabled", "adapted")) as engine:
+            with running_engine(config, trainable=source.startswith(("untabled", "adapted"))) as engine:
                 from mega_rl.parallel.comm import GroupRanks
 
                 world = GroupRanks(engine.groups.world)
@@ -215,8 +222,8 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                         actual["parity"] = _both_engines(root / "dense-a", connection, engine, world)
                     if (source, model) == ("untabled", "a"):
                         actual["steps"] = [_step(engine, connection, pool, world, seed) for seed in range(2)]
-                    if (source, model) == ("adapted", "a"):
-                        actual[case] = _adapted(root / "adapted-a", engine, connection, pool, world)
+                    if source.startswith("adapted") and model == "a":
+                        actual[case] = _adapted(root / f"{source}-a", engine, connection, pool, world)
                     world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
                     groups = connection.sync._transport._groups
                     names = [] if groups is None else list(groups.names)
@@ -370,7 +377,7 @@ def test_servers_of_both_sizes_say_the_same(servers: dict[str, Servers]) -> None
 
 
 def test_only_adapters_follow_their_base(sent: dict[str, Any]) -> None:
-    for case in ("adapters of tp2", "adapters of fsdp"):
+    for case in OF_ADAPTERS:
         sizes = [metrics["sync/bytes"] for metrics in sent[case]["metrics"]]
         alone = float(sent[case]["bytes"])
         whole = sent[f"{case} a"]["metrics"]["sync/bytes"]
@@ -380,7 +387,7 @@ def test_only_adapters_follow_their_base(sent: dict[str, Any]) -> None:
         assert all(0.0 < metrics["sync/probe_logprob_diff_max"] <= LIMIT for metrics in sent[case]["metrics"])
 
 
-@pytest.mark.parametrize("case", ["", "adapters of tp2", "adapters of fsdp"])
+@pytest.mark.parametrize("case", ["", *OF_ADAPTERS])
 def test_the_embedded_engine_says_the_same(sent: dict[str, Any], case: str) -> None:
     """Adapters next to their base in the servers are merged weights in the embedded engine."""
     parity = sent[case]["parity"] if case else sent["parity"]

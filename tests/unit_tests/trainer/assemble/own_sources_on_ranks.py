@@ -46,6 +46,21 @@ class Turns(mega_rl.Environment):
 
 
 @dataclass
+class Scored(mega_rl.Environment):
+    """One turn, which the environment scores as the reward function does."""
+
+    context: mega_rl.RolloutContext
+
+    async def run(self, policy, prompt, trajectory):
+        turn = await policy.turn()
+        assert prompt.row["answer"] == prompt.answer
+        stops = self.context.sampling.stop_token_ids
+        text = self.context.tokenizer.decode([token for token in turn.token_ids if token not in stops])
+        digits = [int(c) for c in text if c.isdigit()]
+        trajectory.score = sum(d % 2 for d in digits) / max(len(digits), 1) + 0.1 * len(text)
+
+
+@dataclass
 class Hostile(mega_rl.Environment):
     """Trajectories that hang, crash, answer garbage or megabytes, block, or let no cancellation through."""
 

@@ -43,6 +43,7 @@ def runs(folder: Path) -> dict[str, Any]:
         ("one turn, validated", {**turns, "rollout.source.turns": 1, **sampled}),
         ("three turns", {**turns, "rollout.source.turns": 3}),
         ("forks", {**turns, "rollout.source.forks": True, "trainer.steps": 1, "metrics.records.interval": 1}),
+        ("scored", {"rollout.source": f"{folder}/own.py:Scored", "reward.source": "environment"}),
         ("hostile", {"rollout.source": f"{folder}/own.py:Hostile", **LIMITS, "trainer.steps": 1}),
         ("replay", replay),
         ("begun", {**replay, "trainer.steps": 1, **save}),
@@ -71,6 +72,16 @@ def test_one_turn_of_rows_of_a_source_is_what_the_built_in_sources_give(runs: di
     assert numbers(own) == numbers(built_in)
     assert own["exported"] == built_in["exported"]
     assert [step["agent/turns_mean"] for step in own["metrics"]] == [1.0, 1.0]
+
+
+def test_scores_of_an_environment_are_rewards(runs: dict[str, Any]) -> None:
+    """Bit for bit, rewards and weights of the run whose reward function computes the same."""
+    scored, built_in = runs["scored"], runs["built in"]
+    assert "error" not in scored, scored["error"]
+    assert scored["exported"] == built_in["exported"]
+    own, given = ([s for s in numbers(run) if "reward/mean" in s] for run in (scored, built_in))
+    assert [{name: s[name] for name in one} for one, s in zip(own, given, strict=True)] == own
+    assert own[0]["reward/std"] > 0
 
 
 def test_training_is_the_same_with_sampled_validations(runs: dict[str, Any]) -> None:
