@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mega_rl.agents.environment import Answer, Played, Runner, TurnRequest
+from mega_rl.agents.environment import Answer, Played, Runner, TurnRequest, in_batches
 from mega_rl.agents.remote import RemoteEnvironment
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
 from mega_rl.errors import UserError
@@ -162,7 +163,9 @@ def play(
     opening = tuple(tokenizer.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=False))
     prompts = [Prompt(number, opening, "guess", "", (("user", "guess"),)) for number in range(count)]
     made = [Trajectory(one, one.index, 0, limit) for one in prompts]
-    outcomes = Runner(environment, "rollout.source='agent.py:Own'", len(tokenizer)).run(made, sample)
+    outcomes = Runner(environment, "rollout.source='agent.py:Own'", len(tokenizer)).run(
+        made, partial(in_batches, sample=sample)
+    )
     assert not any(thread.name == "environments" for thread in threading.enumerate())
     return outcomes
 

@@ -8,12 +8,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mega_rl.agents import gateway
-from mega_rl.agents.environment import Answer, Played, Runner, TurnRequest
+from mega_rl.agents.environment import Answer, Played, Runner, TurnRequest, in_batches
 from mega_rl.agents.trajectory import Trajectory, Turn
 from mega_rl.agents.verifiers import Verifiers
 from mega_rl.errors import UserError
@@ -58,7 +59,9 @@ def play(load: Callable[[], Any], *said: str, scores: bool = True, **own: Any) -
         return answers
 
     made = [Trajectory(one, one.index, 0, 2000) for one in prompts]
-    outcomes = Runner(environment, "rollout.source='agent.py:World'", len(tokenizer)).run(made, sample)
+    outcomes = Runner(environment, "rollout.source='agent.py:World'", len(tokenizer)).run(
+        made, partial(in_batches, sample=sample)
+    )
     assert not gateway._servers
     return outcomes
 
