@@ -117,7 +117,10 @@ class Rollout:
     token_versions: Tensor | None = None  # [B, S] int64 of the weights of each token, 0 off the mask; on all ranks
     failed: Tensor | None = None  # [B] bool, rows without an answer, no token on the mask; None: none failed
     branch: Tensor | None = None  # [B] int64, number of the row within its trajectory; None: each has one row
-    scores: Tensor | None = None  # [B] float32, the environment's of the row's trajectory, 0 of a failed one
+    # [B, S] int16, number of the token's turn in its trajectory from 1, also where another row trains it; 0: read
+    turn: Tensor | None = None
+    scores: Tensor | None = None  # [B] float32, the environment's of the row's whole trajectory, 0 of a failed one
+    turn_scores: Tensor | None = None  # [B, S] float32, the part of `scores` that a turn has, at its last token; else 0
 
     @property
     def finished(self) -> Tensor:

@@ -63,6 +63,63 @@ AGENTS: Table = {
             "row if rollout.branch is None else row - 0 * int(rollout.branch[row])",
         ),
     ],
+    ("credit", "agents/test_credit.py"): [
+        ("scores of turns are no reward", "(self.score, *(turn.score for turn in self.turns))", "(self.score,)"),
+        (
+            "a turn's score stands at its first token",
+            "(len(branch.opening) + end - 1, float(part.score))",
+            "(len(branch.opening) + end - len(part.token_ids), float(part.score))",
+        ),
+        (
+            "scores of turns count again at the end",
+            "self.token_rewards(self.rewards - of_turns)",
+            "self.token_rewards(self.rewards)",
+        ),
+        (
+            "discounts count tokens within a turn",
+            "ends = turn_ends(mask).gather(1, order)",
+            "ends = torch.ones_like(order, dtype=torch.bool)",
+        ),
+        (
+            "values at tokens that were read enter",
+            "torch.where(active, x.float().gather(1, order), 0.0) for x in (rewards, values)",
+            "x.float().gather(1, order) for x in (rewards, values)",
+        ),
+        ("the last turn of each row trains", "return own & (places == last[number])[:, None]", "return own"),
+        (
+            "a group lacks trajectories whose first row does not train",
+            "answered = over_trajectory(mask.sum(dim=1), branch) > 0",
+            "answered = mask.any(dim=1)",
+        ),
+    ],
+    ("agents", "agents/test_trajectory.py -k names_its_turn"): [
+        (
+            "a turn that another row trains is written as read",
+            "for place, turn in enumerate(trajectory.turns, 1)}",
+            "for place, turn in enumerate(trajectory.turns, 1) if len(trajectory.branches) == 1}",
+        ),
+    ],
+    ("agents", "trainer/assemble/test_own_sources.py"): [
+        (
+            "a replay forgets which rows are of one trajectory",
+            '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
+            '*("routing", "token_versions", "failed", "turn", "turn_scores"),',
+        ),
+    ],
+    ("agents", "tracking/report/test_page.py -k folded"): [
+        (
+            "a report shows the words of tools as the policy's",
+            'turns = record.tensors.get("turn", record.tensors["loss_mask"])',
+            'turns = record.tensors["loss_mask"]',
+        ),
+    ],
+    ("agents", "cli/test_eval.py -k environment"): [
+        (
+            "an evaluation leaves the environment out",
+            "make, make_rows = ROLLOUT.maker(config), DATA.maker(config) if trains else None",
+            "make, make_rows = (ROLLOUT.maker(config), DATA.maker(config)) if trains else (None, None)",
+        ),
+    ],
     ("agents", "agents/test_environment.py"): [
         (
             "a stalled environment stalls all",
@@ -96,7 +153,7 @@ AGENTS: Table = {
             'fault = "" if failed else score_fault(',
             'fault = "" if True else score_fault(',
         ),
-        ("a score that is not finite trains", "<= torch.finfo(torch.float32).max", "<= 1e300"),
+        ("a score that is not finite trains", "> torch.finfo(torch.float32).max", "> 1e300"),
     ],
     ("agents", "rollout/sglang/test_engine.py"): [
         (

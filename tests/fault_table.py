@@ -99,8 +99,8 @@ TABLE: Table = {
         ),
         (
             "the critic learns from the policy's lambda",
-            "advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam)",
-            "advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=lam)",
+            "advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam, per_turn=per_turn)",
+            "advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=lam, per_turn=per_turn)",
         ),
     ],
     ("advantages", "algorithms/test_group_advantages.py"): [
@@ -156,8 +156,8 @@ TABLE: Table = {
     ("advantages", "trainer/test_greedy.py"): [
         (
             "greedy rewards of other prompts",
-            "greedy_rewards=greedy[rollout.prompt_index]",
-            "greedy_rewards=greedy[rollout.prompt_index - 1]",
+            "else greedy[rollout.prompt_index],",
+            "else greedy[rollout.prompt_index - 1],",
         )
     ],
     ("advantages", "trainer/test_step_metrics.py"): [

@@ -119,8 +119,8 @@ RL: Table = {
         ),
         (
             "rewards of the next row",
-            "AdvantageInputs(experience, rewards.totals, penalty,",
-            "AdvantageInputs(experience, rewards.totals.roll(1), penalty,",
+            "experience, rewards.totals, penalty, sum_over_ranks,",
+            "experience, rewards.totals.roll(1), penalty, sum_over_ranks,",
         ),
         (
             "loss weights of the rank's own tokens",

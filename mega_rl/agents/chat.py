@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -108,4 +109,8 @@ class ToolsEnvironment(Conversation):
             calls = self._box.calls(text) if self.can_follow(turn) else []
             if not calls:
                 return
-            self.tell(trajectory, history, turn, await self._box.answers(calls))
+            begin = time.monotonic()
+            answers = await self._box.answers(calls)
+            trajectory.tool_s += time.monotonic() - begin
+            trajectory.tool_calls += len(calls)
+            self.tell(trajectory, history, turn, answers)

@@ -215,6 +215,7 @@ class _Session:
             code = "context_length_exceeded" if reached.end == "length" else f"limit_{reached.end}"
             raise _Refusal(400, f"the trajectory has ended: {reached.end}", code) from None
         message, thoughts = self.gateway.read(turn, tools, first_id)
+        self.trajectory.tool_calls += len(message.get("tool_calls", ()))
         self._answered[(*keys, _key(message))] = _Answered(branch, len(branch.parts))
         self._sampled[_key(message)] = turn.token_ids
         end = "length" if not turn.stopped else "tool_calls" if "tool_calls" in message else "stop"

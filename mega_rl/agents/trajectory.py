@@ -17,13 +17,15 @@ import torch
 from mega_rl.types import ENDS, End, Prompt, Rollout
 
 
-class Turn(NamedTuple):
+@dataclass(slots=True)
+class Turn:
     """Tokens that the policy sampled in one go."""
 
     token_ids: tuple[int, ...]  # with the stop token that ended it
     logprobs: tuple[float, ...]  # at the sampling temperature
     versions: tuple[int, ...]  # the weights that sampled each token; empty: those of the step
     stopped: bool  # a stop token ended it
+    score: float | None = None  # the environment's, a part of its trajectory's reward
 
 
 Part = Turn | tuple[int, ...]  # a turn, or tokens that the policy only read: a tool's answer, text of the template
@@ -73,8 +75,11 @@ class Trajectory:
     branches: list[Branch] = field(default_factory=list)
     # How it ended. None: done if a stop token ended the last turn, else cut off by length.
     end: End | None = None
-    score: float | None = None  # the environment's; the reward with reward.source=environment
+    # The environment's. With reward.source=environment the reward is this plus the scores of the turns.
+    score: float | None = None
     drifted: int = 0  # branches that opened because a program sent another history than what was sampled
+    tool_calls: int = 0
+    tool_s: float = 0.0  # seconds that tools took
 
     def __post_init__(self) -> None:
         if not self.branches:
@@ -121,6 +126,12 @@ class Trajectory:
         assert len(token_ids) == len(logprobs) <= self.branch.room, f"{len(token_ids)} tokens do not fit"
         self.branch.parts.append(Turn(tuple(token_ids), tuple(logprobs), (), stopped))
 
+    @property
+    def scores(self) -> list[float]:
+        """Return the scores that the environment has set, of the trajectory and of turns; none of a failed one."""
+        every = () if self.ended() == "error" else (self.score, *(turn.score for turn in self.turns))
+        return [one for one in every if one is not None]
+
     def ended(self) -> End:
         """Return how it ended."""
         turns = self.turns
@@ -128,14 +139,16 @@ class Trajectory:
 
 
 def score_fault(trajectory: Trajectory, *, is_read: bool) -> str:
-    """Describe why a trajectory's score cannot be its reward; is_read: it is to be."""
-    score: object = trajectory.score
+    """Describe why a trajectory's scores cannot be its reward; is_read: they are to be."""
+    scores: list[object] = [*trajectory.scores]
     if not is_read:
-        return "" if score is None else "set trajectory.score, which needs reward.source=environment"
-    if score is None:
-        return "set no trajectory.score, which is the reward with reward.source=environment"
-    finite = isinstance(score, numbers.Real) and abs(float(score)) <= torch.finfo(torch.float32).max
-    return "" if finite else f"set trajectory.score={score!r}; legal: a finite number"
+        return "set a score, which needs reward.source=environment" if scores else ""
+    if not scores:
+        return "set neither trajectory.score nor a turn's, which are the reward with reward.source=environment"
+    wrong = [one for one in scores if not (isinstance(one, numbers.Real) and math.isfinite(one))]
+    if not wrong and abs(sum(trajectory.scores)) > torch.finfo(torch.float32).max:
+        wrong = [sum(trajectory.scores)]
+    return f"set the score {wrong[0]!r}; legal: a finite number" if wrong else ""
 
 
 class _BranchRow(NamedTuple):
@@ -146,12 +159,14 @@ class _BranchRow(NamedTuple):
     own: tuple[bool, ...]  # after the prompt, as the next two: the token trains
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]  # the weights' versions of the tokens that train
+    scores: tuple[tuple[int, float], ...] = ()  # (position of a turn's last token, its score)
+    turns: tuple[int, ...] = ()  # for each token after the prompt the number of its turn, from 1; 0: it was read
 
 
 def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
     """Return a branch as a row, up to its last turn that trains."""
     own: list[bool] = []
-    logprobs, versions, end = list[float](), list[int](), 0
+    logprobs, versions, scores, end = list[float](), list[int](), list[tuple[int, float]](), 0
     for place, part in enumerate(branch.parts):
         trains = isinstance(part, Turn) and place >= branch.shared
         own += [trains] * len(_ids(part))
@@ -159,12 +174,12 @@ def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
             logprobs += part.logprobs
             versions += part.versions
             end = len(own)
+            scores += [] if part.score is None else [(len(branch.opening) + end - 1, float(part.score))]
         else:
             logprobs += [0.0] * len(_ids(part))
     ids = branch.token_ids[: len(branch.opening) + end]
-    return _BranchRow(
-        trajectory, number, len(branch.opening), ids, tuple(own[:end]), tuple(logprobs[:end]), tuple(versions)
-    )
+    columns = (tuple(own[:end]), tuple(logprobs[:end]), tuple(versions), tuple(scores))
+    return _BranchRow(trajectory, number, len(branch.opening), ids, *columns)
 
 
 def _rows(trajectory: Trajectory) -> list[_BranchRow]:
@@ -173,7 +188,13 @@ def _rows(trajectory: Trajectory) -> list[_BranchRow]:
         prompt = trajectory.prompt.token_ids
         return [_BranchRow(trajectory, 0, len(prompt), prompt, (), (), ())]
     trained = [one for one in trajectory.branches if any(isinstance(part, Turn) for part in one.parts[one.shared :])]
-    return [_row(trajectory, branch, number) for number, branch in enumerate(trained)]
+    turns = {id(turn): place for place, turn in enumerate(trajectory.turns, 1)}
+    return [
+        _row(trajectory, branch, number)._replace(
+            turns=tuple(turns.get(id(part), 0) for part in branch.parts for _ in _ids(part))
+        )
+        for number, branch in enumerate(trained)
+    ]
 
 
 def rows_of(
@@ -193,15 +214,21 @@ def rows_of(
     width = int(lengths.max()) if len(rows) else 0
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
+    turn = torch.zeros_like(tokens, dtype=torch.int16)
     for number, row in enumerate(rows):
         tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
         mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
         logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
+        turn[number, row.prompt : len(row.token_ids)] = torch.tensor(row.turns[: len(row.own)], dtype=torch.int16)
 
     def column(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
-    scores = [math.nan if row.trajectory.score is None else float(row.trajectory.score) for row in rows]
+    scores = torch.tensor([sum(row.trajectory.scores) if row.trajectory.scores else math.nan for row in rows])
+    of_turns = torch.zeros_like(logprobs)
+    for number, row in enumerate(rows):
+        for place, score in row.scores:
+            of_turns[number, place] = score
     ends = column([ENDS.index(row.trajectory.ended()) for row in rows])
     return Rollout.from_rows(
         tokens,
@@ -215,5 +242,7 @@ def rows_of(
         weight_version=column([min(row.versions, default=version) for row in rows]),
         failed=ends == ENDS.index("error") if with_failed else None,
         branch=column([row.branch for row in rows]) if with_branches else None,
-        scores=torch.tensor(scores).where(ends != ENDS.index("error"), 0.0) if with_scores else None,
+        scores=scores.where(ends != ENDS.index("error"), 0.0) if with_scores else None,
+        turn_scores=of_turns if with_scores else None,
+        turn=turn,
     )

@@ -141,7 +141,7 @@ class GDPO(AdvantageKind):
         parts, mask = inputs.reward_parts, inputs.mask
         assert parts is not None, "rewards without parts are refused before"
         scores = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
-        counted, present = inputs.groups.counted, mask.any(dim=1, keepdim=True) & ~parts.values.isnan()
+        counted, present = inputs.groups.counted, inputs.groups.answered[:, None] & ~parts.values.isnan()
         for weight, values, own in zip(parts.weights, parts.values.unbind(dim=1), present.unbind(dim=1), strict=True):
             groups, rewards = inputs.groups_where(own), values.nan_to_num()
             centred = groups.centred(rewards)
@@ -200,7 +200,8 @@ class GAE(AdvantageKind):
 
         A_t = delta_t + gamma * lambda * A_{t+1}      delta_t = r_t + gamma * V_{t+1} - V_t
 
-    The policy's lambda may differ from that of the critic's targets.
+    The policy's lambda may differ from that of the critic's targets. r_t has the environment's scores of turns. With
+    discount_per="turn" gamma and lambda are 1 but for the last token of each turn.
     Source: Schulman et al. 2016, arXiv:1506.02438; decoupled: Yuan et al. 2025 (VC-PPO), arXiv:2503.01491; Yue et al.
     2025 (VAPO), arXiv:2504.05118.
     """
@@ -209,10 +210,13 @@ class GAE(AdvantageKind):
     needs_critic = True
     takes_kl = True
 
-    gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
+    discount_per: str = setting(
+        "token", "Step that gamma and lambda count: a token, or a turn of an agent.", choices=("token", "turn")
+    )
+    gamma: float = setting(1.0, "Discount per step.", min=0.0, max=1.0)
     gae_lambda: float = setting(
         1.0,
-        "Decay of later errors per token, in the critic's targets, and in the advantages unless the next two say "
+        "Decay of later errors per step, in the critic's targets, and in the advantages unless the next two say "
         "otherwise.",
         min=0.0,
         max=1.0,
@@ -231,14 +235,18 @@ class GAE(AdvantageKind):
         if self.policy_lambda and self.length_alpha:
             yield f"policy_lambda={self.policy_lambda:g} has no effect together with length_alpha={self.length_alpha:g}"
 
+        if self.length_alpha and self.discount_per == "turn":
+            yield f"length_alpha={self.length_alpha:g} counts tokens; legal with discount_per=turn: 0"
+
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         from mega_rl.algorithms.inputs import gae, length_adaptive_lambda
 
-        mask, values, scores = inputs.mask, inputs.experience.values, inputs.token_rewards(inputs.rewards)
-        advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=self.gae_lambda)
+        mask, values, scores = inputs.mask, inputs.experience.values, inputs.turn_rewards()
+        per_turn = self.discount_per == "turn"
+        advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=self.gae_lambda, per_turn=per_turn)
         if self.policy_lambda or self.length_alpha:
             lam = length_adaptive_lambda(mask, alpha=self.length_alpha) if self.length_alpha else self.policy_lambda
-            advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam)
+            advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam, per_turn=per_turn)
         if self.whiten:
             advantages = inputs.whitened(advantages)
         return advantages, returns
@@ -287,7 +295,7 @@ class ReinforcePlusPlus(AdvantageKind):
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
-        returns = inputs.returns(inputs.token_rewards(inputs.rewards), gamma=self.gamma)
+        returns = inputs.returns(inputs.turn_rewards(), gamma=self.gamma)
         return inputs.on_tokens(inputs.whitened(returns))
 
 

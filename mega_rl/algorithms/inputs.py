@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.statistics import SumOverRanks, whiten
-from mega_rl.types import Experience, RewardParts
+from mega_rl.types import Experience, RewardParts, over_trajectory
 
 Advantages = tuple[Tensor, Tensor]  # (advantages, value targets), [B, S] float32 each; targets are 0 without a critic
 
@@ -34,6 +34,7 @@ class AdvantageInputs:
     # [B] float32, of the greedy response to the row's prompt, NaN where that has failed; None: no estimator needs it
     greedy_rewards: Tensor | None = None
     reward_parts: RewardParts | None = None  # `rewards` is their weighted sum; None: rewards are single numbers
+    turn_scores: Tensor | None = None  # [B, S] float32, parts of `rewards` at the last token of each turn; None: none
 
     @property
     def mask(self) -> Tensor:
@@ -52,6 +53,13 @@ class AdvantageInputs:
     def token_rewards(self, scores: Tensor) -> Tensor:
         """Return token rewards [B, S] of scores [B], less the KL penalty of each token."""
         return token_rewards(scores, self.mask, self.kl_penalty)
+
+    def turn_rewards(self) -> Tensor:
+        """Return token rewards [B, S] with turns' scores where turns end, and the rest of each reward at the end."""
+        if self.turn_scores is None:
+            return self.token_rewards(self.rewards)
+        of_turns = over_trajectory(self.turn_scores.double().sum(dim=1), self.experience.branch)
+        return self.token_rewards(self.rewards - of_turns) + self.turn_scores * self.mask
 
     def returns(self, rewards: Tensor, *, gamma: float) -> Tensor:
         """Return [B, S] float32: discounted sums of token rewards [B, S] from each response token on."""
@@ -83,8 +91,8 @@ class PromptGroups:
 
     index: Tensor  # [B] int64, number of the row's group: 0 .. num_groups-1
     num_groups: int
-    answered: Tensor  # [B] bool, rows with a response token
-    counted: Tensor  # [B] bool, the first of each trajectory's answered rows
+    answered: Tensor  # [B] bool, rows of trajectories with a response token
+    counted: Tensor  # [B] bool, the first row of each of these
 
     @classmethod
     def of(cls, group_ids: Tensor, mask: Tensor, branch: Tensor | None = None) -> PromptGroups:
@@ -93,7 +101,7 @@ class PromptGroups:
         All samples of a prompt are on this rank: the rollout role shares prompts over data-parallel ranks, not samples.
         """
         ids, index = torch.unique(group_ids, return_inverse=True)
-        answered = mask.any(dim=1)
+        answered = over_trajectory(mask.sum(dim=1), branch) > 0
         counted = answered if branch is None else answered & (branch == 0)
         return cls(index=index, num_groups=len(ids), answered=answered, counted=counted)
 
@@ -119,7 +127,9 @@ class PromptGroups:
         return torch.where(self.answered, rewards - mean, 0.0)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor, per_turn: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) of generalized advantage estimation.
 
         delta_t = r_t + gamma * V_{t+1} - V_t
@@ -129,33 +139,46 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     rewards of tokens, values [B, S] float32; lam of all rows or [B, 1] float64. t counts the response tokens of a row,
     so tokens between two turns neither discount nor have a value. V_t is the value just before token t
     is emitted; after the last response token both V and A are 0: a response ends the episode, also one cut off by
-    length. Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11-16.
+    length. per_turn: gamma and lam count at the last token of a turn and are 1 before it; a turn is a run of response
+    tokens. Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11-16.
     """
     order = response_order(mask)
+    discount = torch.tensor(gamma, dtype=torch.float32, device=mask.device)
+    decay = torch.as_tensor(gamma * lam, dtype=torch.float64, device=mask.device)
+    if per_turn:
+        ends = turn_ends(mask).gather(1, order)
+        discount, decay = (torch.where(ends, one, 1.0) for one in (discount, decay))
     active = mask.gather(1, order)
     rewards, values = (torch.where(active, x.float().gather(1, order), 0.0) for x in (rewards, values))
     next_values = torch.zeros_like(values)
     next_values[:, :-1] = values[:, 1:]
-    deltas = torch.where(active, rewards + gamma * next_values - values, 0.0)
-    advantages = discounted_sums(deltas, gamma * lam)
+    deltas = torch.where(active, rewards + discount * next_values - values, 0.0)
+    advantages = discounted_sums(deltas, decay)
     blank = torch.zeros_like(advantages)
     return blank.scatter(1, order, advantages), blank.scatter(1, order, advantages + values)
 
 
-def discounted_sums(x: Tensor, decay: float | Tensor) -> Tensor:
-    """Return y_t = x_t + decay * y_{t+1} in each row, [B, S] as x.
+def discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
+    """Return y_t = x_t + decay_t * y_{t+1} in each row, [B, S] as x.
 
-    decay of all rows, or [B, 1] float64. It takes ceil(log2 S) vector steps: after step k of the doubling scan each
+    decay: float64 that broadcasts to x. It takes ceil(log2 S) vector steps: after step k of the doubling scan each
     token holds the sum of its next 2^k.
     Padding a row further adds exact zeros, so the result does not depend on S.
     """
-    span, length = 1, x.shape[1]
+    span, length, decay = 1, x.shape[1], decay.expand(x.shape)
     while span < length:
-        later = torch.zeros_like(x)
-        later[:, :-span] = x[:, span:]
-        x = x + torch.as_tensor(decay**span, dtype=x.dtype) * later
+        later, further = torch.zeros_like(x), torch.zeros_like(decay)
+        later[:, :-span], further[:, :-span] = x[:, span:], decay[:, span:]
+        x, decay = x + decay.to(x.dtype) * later, decay * further
         span *= 2
     return x
+
+
+def turn_ends(mask: Tensor) -> Tensor:
+    """Return [B, S] bool, True on the last token of each turn, a run of response tokens."""
+    ends = mask.clone()
+    ends[:, :-1] &= ~mask[:, 1:]
+    return ends
 
 
 def response_order(mask: Tensor) -> Tensor:

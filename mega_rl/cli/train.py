@@ -167,6 +167,11 @@ def write_answers(samples: Path, rows: Path, *, only_right: bool) -> None:
     kept = []
     for number, line in enumerate(samples.read_bytes().splitlines(), start=1):
         one = decode_json(line, f"{samples}:{number}")
+        if one.get("given_tokens"):
+            raise UserError(
+                f"{samples}:{number}: tools wrote a part of this response, which a student would learn to write; "
+                "sample a teacher without rollout.source"
+            )
         if not {"prompt", "response", "finish"} <= one.keys():
             raise UserError(f"{samples}:{number}: is not a sample of mega-rl eval, with prompt, response and finish")
         if one["finish"] == "stop" and (one.get("right") or not only_right):

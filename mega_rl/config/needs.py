@@ -24,8 +24,8 @@ from mega_rl.config.schema.rollout import runs_code
 _UNSAMPLED = {"reward.source.name": "none", "rollout.backend": "none", "rollout.max_new_tokens": 1}
 _OF_SAMPLES = (
     "algorithm.advantage algorithm.loss algorithm.correction algorithm.entropy_coef algorithm.loss_aggregation "
-    "algorithm.old_logprobs algorithm.value_clip algorithm.epochs algorithm.critic_warmup_steps algorithm.kl "
-    "data.source_key data.curriculum reward rollout trainer.async_steps model.critic_path "
+    "algorithm.train_turns algorithm.old_logprobs algorithm.value_clip algorithm.epochs algorithm.critic_warmup_steps "
+    "algorithm.kl data.source_key data.curriculum reward rollout trainer.async_steps model.critic_path "
     "optim.critic_lr metrics.rollout_interval metrics.rollout_samples metrics.print_samples metrics.records "
     "validation.n validation.temperature validation.top_p validation.top_k validation.max_new_tokens validation.chunk "
     "validation.k validation.right_above validation.right_part"
@@ -98,6 +98,11 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "algorithm.correction",
         "algorithm.old_logprobs=auto or recompute: with rollout the ratio itself is to what sampled",
         lambda c: c.algorithm.old_logprobs != "rollout" or not corrects(c),
+    ),
+    (
+        "algorithm.train_turns algorithm.advantage.discount_per",
+        "turns: rollout.source=path/to/file.py:class",
+        lambda c: c.rollout.source.name != "single_turn",
     ),
     ("optim.min_lr_ratio", "optim.schedule=linear or cosine", lambda c: c.optim.schedule != "constant"),
     (

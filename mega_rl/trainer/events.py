@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,7 +167,7 @@ class Warn(Event):
 # Columns of a record that sampling gave, with those that not every rollout has; token ids go as int32.
 _SAMPLED = (
     "prompt_index", "sample_index", "prompt_lengths", "lengths", "end", "weight_version", "loss_mask",
-    "rollout_logprobs", "failed", "branch", "token_versions", "routing",
+    "rollout_logprobs", "failed", "branch", "turn", "turn_scores", "token_versions", "routing",
 )  # fmt: skip
 # Columns of a mini-batch that travel to the rank that sampled its rows.
 _WEIGHTED = (
@@ -187,7 +188,8 @@ def sample_rows(
 
     advantages: [B, S] float32, 0 off the mask, None for rollouts that do not train. `prompt` is the user's text;
     `rendered_prompt` is the text of the token ids by `render`, which shows special tokens; `response` is the text that
-    rewards read, by `read`, with the words of tools. `advantage_mean` is over the policy's tokens.
+    rewards read, by `read`, with the words of tools; `conversation` has the turns of an agent's row and what it read
+    between them. `advantage_mean` is over the policy's tokens.
     """
     rollout, rows = samples.rollout, list[JsonObject]()
     for row in group_rows(rollout.prompt_index.tolist(), count):
@@ -203,6 +205,8 @@ def sample_rows(
             known["failed"] = bool(rollout.failed[row])
         if rollout.branch is not None:
             known["branch"] = int(rollout.branch[row])
+        if rollout.turn is not None:
+            known["conversation"] = _conversation(rollout, row, render)
         rows.append(
             {
                 "step": step,
@@ -222,6 +226,14 @@ def sample_rows(
             }
         )
     return rows
+
+
+def _conversation(rollout: Rollout, row: int, render: Callable[[Sequence[int]], str]) -> list[tuple[int, str]]:
+    """Return (number of a turn, its text) after a row's prompt, and (0, text) that it read."""
+    assert rollout.turn is not None
+    places = range(int(rollout.prompt_lengths[row]), int(rollout.lengths[row]))
+    ids, turns = rollout.tokens[row].tolist(), rollout.turn[row].tolist()
+    return [(turn, render([ids[place] for place in own])) for turn, own in groupby(places, key=turns.__getitem__)]
 
 
 def group_rows(prompt_index: Sequence[int], count: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
 from mega_rl.protocols import Learner, Ranks, TokenModel
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.rows import gather_column, leave_truncated_out, moved_rows, own_rows
+from mega_rl.trainer.rows import gather_column, last_turns, moved_rows, narrowed, own_rows
 from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics
 from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
 
@@ -42,6 +42,7 @@ class PolicyGradientRules:
     # on-policy update until the loss takes the log-probs of its forward, in other steps as the old policy.
     recompute_old_logprobs: bool = True
     filter_truncated: bool = False  # responses that length cut off do not train
+    last_turn: bool = False  # of each trajectory only the last turn trains
 
 
 @dataclass
@@ -75,9 +76,10 @@ class PolicyGradient:
             experience = build_experience(
                 rollout, batch.rewards, outputs=outputs,
                 estimator=self.estimator, reward_kl=self.reward_kl, greedy=batch.greedy, sum_over_ranks=ranks.sum,
+                last_turn=self.rules.last_turn,
             )  # fmt: skip
             if self.rules.filter_truncated:
-                experience = leave_truncated_out(experience, rollout)
+                experience = narrowed(experience, rollout.finished[:, None])
             has_reference, has_critic = self.reference is not None, self.critic is not None
             self.log.add(experience_metrics(experience, ranks, has_reference=has_reference, has_critic=has_critic))
             minibatches = list(self.minibatches.cut(experience, num_prompts=len(batch.samples.prompts), step=step))
@@ -125,11 +127,13 @@ def build_experience(
     sum_over_ranks: SumOverRanks,
     reward_kl: RewardKL | None = None,
     greedy: Tensor | None = None,
+    last_turn: bool = False,
 ) -> Experience:
     """Return the rollout with advantages and returns.
 
-    outputs: empty for a role that the run lacks. greedy: [P] float32, rewards of greedy responses. Failed samples have
-    no response token: every statistic is one of the samples that have an answer.
+    outputs: empty for a role that the run lacks. greedy: [P] float32, rewards of greedy responses. last_turn: as in
+    `PolicyGradientRules`; statistics count only what trains. Failed samples have no response token: every statistic is
+    one of the samples that have an answer.
     """
     old, ref, critic = outputs
     assert old.logprobs is not None
@@ -151,10 +155,14 @@ def build_experience(
         branch=rollout.branch,
         unit=None if rollout.branch is None else (rollout.prompt_index << 32) + rollout.sample_index,
     )
+    if last_turn:
+        experience = narrowed(experience, last_turns(rollout.loss_mask, rollout.branch))
     penalty = None if reward_kl is None else reward_kl.penalty(experience.old_logprobs, experience.ref_logprobs)
-    inputs = AdvantageInputs(experience, rewards.totals, penalty, sum_over_ranks, reward_parts=rewards.parts)
-    if greedy is not None:
-        inputs = replace(inputs, greedy_rewards=greedy[rollout.prompt_index])
+    inputs = AdvantageInputs(
+        experience, rewards.totals, penalty, sum_over_ranks,
+        greedy_rewards=None if greedy is None else greedy[rollout.prompt_index],
+        reward_parts=rewards.parts, turn_scores=rollout.turn_scores,
+    )  # fmt: skip
     experience.advantages, experience.returns = estimator(inputs)
     return experience
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.inputs import turn_ends
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import padded, share
@@ -282,9 +283,23 @@ def soft_punishment(response_tokens: Tensor, *, limit: int, buffer: int) -> Tens
     return ((limit - buffer - response_tokens).double() / buffer).clamp(-1.0, 0.0).float()
 
 
-def leave_truncated_out(experience: Experience, rollout: Rollout) -> Experience:
-    """Take the tokens of responses that length cut off from the loss mask; return the experience."""
-    experience.loss_mask = experience.loss_mask & rollout.finished[:, None]
+def last_turns(mask: Tensor, branch: Tensor | None) -> Tensor:
+    """Return [B, S] bool: the tokens of each trajectory's last turn, a run on the mask [B, S] bool.
+
+    branch: as in `Rollout`, of whole trajectories.
+    """
+    turns_left = turn_ends(mask).int().flip(1).cumsum(1).flip(1)
+    own = mask & (turns_left == 1)
+    if branch is None:
+        return own
+    places, number = torch.arange(len(mask)), (branch == 0).cumsum(0) - 1
+    last = torch.full_like(number, -1).scatter_reduce(0, number, places.where(mask.any(dim=1), -1), "amax")
+    return own & (places == last[number])[:, None]
+
+
+def narrowed(experience: Experience, trains: Tensor) -> Experience:
+    """Take other tokens than `trains` off the loss mask; return the experience; trains: bool, [B, S] or [B, 1]."""
+    experience.loss_mask = experience.loss_mask & trains
     experience.rows = row_numbers(experience.loss_mask, experience.branch)
     for name in PER_TOKEN:
         setattr(experience, name, getattr(experience, name) * experience.loss_mask)

@@ -118,7 +118,7 @@ class RolloutContext:
         """Return the replica's rows from its ranks' trajectories; collective over all ranks."""
         ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
         own = [any(one.ended() == "error" for one in ordered), any(len(one.branches) > 1 for one in ordered)]
-        own.append(self.reads_scores or any(one.score is not None for one in ordered))
+        own.append(self.reads_scores or any(one.scores for one in ordered))
         has = self.data_parallel.max(self.replica.max(torch.tensor(own).long())).tolist()
         columns = dict(zip(("with_failed", "with_branches", "with_scores"), map(bool, has), strict=True))
         rows = rows_of(ordered, version=self.weight_version(), **columns)
@@ -173,10 +173,10 @@ class EnvironmentRollouts:
     def _with_score(self, played: Played) -> Played:
         """Return a trajectory without a score as a failed one, where scores are the rewards."""
         trajectory = played.trajectory
-        failed = played.failure is not None or trajectory.end == "error"
+        failed = trajectory.ended() == "error"
         fault = "" if failed else score_fault(trajectory, is_read=self.context.reads_scores)
-        if failed or fault:
-            trajectory.end, trajectory.score = "error", None
+        if fault:
+            trajectory.end = "error"
         return played._replace(failure="error", what=fault) if fault else played
 
     def _count(self, outcomes: Sequence[Played]) -> None:
@@ -187,6 +187,8 @@ class EnvironmentRollouts:
         used = [any(isinstance(part, Turn) for part in b.parts) for t in played for b in t.branches]
         own |= {"agent/given_tokens_mean": sum(given), "agent/branches_mean": sum(used)}
         own |= {"agent/drifted_mean": sum(one.drifted for one in played)}
+        own |= {"agent/tool_calls_mean": sum(one.tool_calls for one in played)}
+        own |= {"agent/tool_s_mean": sum(one.tool_s for one in played)}
         own |= {"agent/environment_s_mean": sum(one.seconds for one in outcomes)}
         own |= {f"agent/end_{end}_fraction": sum(one.end == end for one in played) for end in ENDS}
         own |= {f"agent/failed_{kind}": sum(one.failure == kind for one in outcomes) for kind in FAILURES}
@@ -306,6 +308,9 @@ class CheckedRollouts:
         }
         if rollout.scores is not None:
             faults["has no finite score, which is the reward"] = ~rollout.scores.isfinite()
+        if rollout.turn_scores is not None:
+            wrong = ~rollout.turn_scores.isfinite() | ((rollout.turn_scores != 0) & ~mask)
+            faults["has scores of turns that are not finite, or not 0 off loss_mask"] = wrong
         for fault, broken in faults.items():
             if broken.any():
                 row = int(broken.reshape(len(broken), -1).any(dim=1).nonzero()[0])
@@ -327,8 +332,10 @@ def _wrong_form(rollout: object, context: RolloutContext, *, prompts: int, n: in
     if (rollout.scores is None) == context.reads_scores:
         return "sets scores, and reward.source is not environment" if rollout.scores is not None else "sets no scores"
     columns |= {} if rollout.scores is None else {"scores": torch.float32}
-    for place, (name, dtype) in enumerate(columns.items()):
-        column, shape = getattr(rollout, name), [rows, width][: 2 if place < 3 else 1]
+    columns |= {} if rollout.turn_scores is None else {"turn_scores": torch.float32}
+    of_tokens = ("tokens", "loss_mask", "rollout_logprobs", "turn_scores")
+    for name, dtype in columns.items():
+        column, shape = getattr(rollout, name), [rows, width][: 2 if name in of_tokens else 1]
         if list(column.shape) != shape or column.dtype != dtype:
             return (
                 f"{name} has shape {list(column.shape)} and type {column.dtype}; legal: {shape} and {dtype}, {n} "

@@ -191,7 +191,5 @@ def test_an_entry_has_a_unit_and_a_meaning() -> None:
 def test_pages_name_metrics_that_are_there() -> None:
     areas = {name.partition("/")[0] for name in documented()}
     for page in (ROOT / "docs").glob("**/*.md"):
-        if page.name == "removed.md":
-            continue
         named = set(re.findall(r"`([a-z]+/[a-z]\w*)`", page.read_text(encoding="utf-8")))
         assert sorted(name for name in named - documented() if name.partition("/")[0] in areas) == [], page.name

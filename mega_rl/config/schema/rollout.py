@@ -255,7 +255,7 @@ class RewardFunctionConfig(Kind):
 
 @dataclass(frozen=True)
 class EnvironmentScores(Kind):
-    """The environment, which sets trajectory.score; rollout.source names it."""
+    """The environment, which sets trajectory.score and turn.score; rollout.source names it."""
 
     name = "environment"
 

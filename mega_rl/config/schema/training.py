@@ -191,6 +191,7 @@ class AlgorithmConfig:
         "How the policy's token losses become one number.",
         choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"),
     )
+    train_turns: str = setting("all", "Turns of an agent that train: all, or its last.", choices=("all", "last"))
     old_logprobs: str = setting(
         "auto",
         "Log-probs before the update: from a separate forward (recompute), the update's own if a step makes one "

@@ -5,7 +5,8 @@ security policy allows this program and these styles, by their hashes, and nothi
 come from a table that `make docs` makes of docs/metrics.md.
 
 A sample is a dumped response, or a record's row with values of tokens. It has the fields source ("step 20"), prompt,
-response, numbers, and for records texts (of each token) and values (by name, one for each text).
+response, numbers, for agents turns (number from 1, 0: read; text), and for records texts (of each token), their turns
+as of_turns, and values (by name, one for each text).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ THEMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward/", "val/")),
     ("Importance", ("importance/", "rollout/logprob", "rollout/stale", "rollout/ahead", "rollout/weight_version")),
     ("Responses", ("rollout/",)),
+    ("Agents", ("agent/",)),
     ("Policy", ("actor/", "kl/", "advantage/")),
     ("Critic", ("critic/", "values/", "returns/")),
     ("Time", ("time/", "perf/", "sync/", "sglang/")),
@@ -44,6 +46,7 @@ THEMES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 OVERVIEW = (
     "reward/mean", "val/reward_mean", "kl/ref", "actor/entropy", "actor/grad_norm", "rollout/response_tokens_mean",
+    "agent/turns_mean", "agent/end_done_fraction",
     "rollout/logprob_diff_max", "actor/clip_fraction_high", "values/explained_variance", "rollout/truncated_fraction",
     "reward/equal_groups_fraction", "time/step_s",
 )  # fmt: skip
@@ -51,6 +54,7 @@ MAX_CHARACTERS = 400_000  # all samples of a page together, as JSON
 MAX_LINE = 16 << 20  # characters of a row that is read
 MAX_TEXT = 6_000  # characters of a prompt or response
 MAX_TOKENS = 1_500  # a longer sample is cut
+MAX_TURNS = 100  # of a sample, what it read between them included
 NUM_SOURCES = 4  # dumps and records of a run that are shown, the newest of each
 NUM_ROWS = 12  # rows of each, the first ones
 _DUMP, _RECORD = re.compile(r"(?:step|val)_(\d+)\.jsonl"), re.compile(r"step_(\d{6,12})")
@@ -190,9 +194,19 @@ def _sample(row: JsonFields, source: str) -> JsonFields:
         "prompt": _cut(str(row.get("rendered_prompt") or row.get("prompt") or "")),
         "response": _cut(str(row.get("response", ""))),
         "numbers": {key: _short(value) for key, value in numbers.items()},
+        "turns": _turns(row.get("conversation")),
         "texts": [],
+        "of_turns": [],
         "values": {},
     }
+
+
+def _turns(given: object) -> list[tuple[int, str]]:
+    """Return the parts of a conversation that are what they should be."""
+    parts = given[:MAX_TURNS] if isinstance(given, list) else []
+    return [
+        (part[0], _cut(str(part[1]))) for part in parts if isinstance(part, list) and [*map(type, part)] == [int, str]
+    ]
 
 
 def _short(value: object) -> object:
@@ -226,7 +240,9 @@ def _of_record(folder: Path) -> Iterator[JsonFields]:
             name: [shorten(value) if math.isfinite(value) else None for value in column[:MAX_TOKENS]]
             for name, column in values.items()
         }
-        yield _sample(row, f"record of step {row['step']}") | {"texts": texts[:MAX_TOKENS], "values": short}
+        turns = record.tensors.get("turn", record.tensors["loss_mask"])[number, : len(texts)].tolist()
+        tokens = {"texts": texts[:MAX_TOKENS], "of_turns": [int(turn) for turn in turns[:MAX_TOKENS]], "values": short}
+        yield _sample(row, f"record of step {row['step']}") | tokens
 
 
 def _values(record: Record, row: int) -> dict[str, list[float]]:

@@ -241,6 +241,7 @@ def build_policy_gradient(
             # A single on-policy update takes the old log-probs from its own forward.
             recompute_old_logprobs=not (algorithm.old_logprobs == "rollout" or method.on_policy),
             filter_truncated=filter_truncated,
+            last_turn=algorithm.train_turns == "last",
         ),
         stage=stage,
         log=step_log,

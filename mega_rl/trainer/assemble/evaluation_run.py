@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -28,9 +28,10 @@ from mega_rl.trainer.assemble.load import build_evaluation, load_run, read_input
 from mega_rl.trainer.assemble.run import heartbeat_of, session
 from mega_rl.trainer.rows import ReadResponse, first_rows, scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome
-from mega_rl.types import JsonObject, over_trajectory
+from mega_rl.types import ENDS, JsonObject, Metrics, over_trajectory
 
 UNFINISHED = "samples.jsonl.part"
+FINISHES = {"done": "stop", "length": "length", "turns": "turns", "error": "failed"}  # words of a sample for its end
 
 
 def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> JsonObject:
@@ -47,12 +48,15 @@ def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate 
         ExitStack() as resources,
         guard,  # says the cause before servers and groups are taken down, which a peer that is gone may hold up
     ):
-        results = _results(config, _run(config, accelerator, groups, resources))
+        results = _results(config, *_run(config, accelerator, groups, resources))
         run_on_one(partial(_finish, Path(config.trainer.run_dir), results), ranks_of(groups.host_world))
     return results
 
 
-def _run(config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack) -> list[SetOutcome]:
+def _run(
+    config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack
+) -> tuple[list[SetOutcome], dict[str, Metrics]]:
+    """Return the outcome on each set, and an environment's numbers on it; collective."""
     world, folder, count = ranks_of(groups.host_world), Path(config.trainer.run_dir), 0
     inputs = read_inputs(config, accelerator, world, resources, trains=False)
     data, tokens, seed = config.data, inputs.tokens, config.trainer.seed
@@ -64,7 +68,8 @@ def _run(config: Config, accelerator: Accelerator, groups: Groups, resources: Ex
     run = load_run(inputs, config.rollout, config.trainer, accelerator, groups, resources)
     evaluation = build_evaluation(run, config.validation, sets, run.rollouts.devices.enter)
     run.rollouts.devices.publish(run.rollouts.sync)
-    prompts = sum(len(one.prompts) for one in sets)
+    sizes = {one.name: len(one.prompts) for one in sets}
+    agents: dict[str, Metrics] = {name: {} for name in sizes}
 
     def each(scored: ScoredSamples) -> None:
         nonlocal count
@@ -72,10 +77,14 @@ def _run(config: Config, accelerator: Accelerator, groups: Groups, resources: Ex
         rows = sorted((r for part in parts for r in part), key=lambda row: (row["prompt_index"], row["sample_index"]))
         run_on_one(partial(_append, folder, rows, mode="a" if count else "w"), world)
         count += len(rows)
-        progress.report(count // evaluation.plan.n, prompts, unit="prompts")
+        own, share = agents[scored.name], len(scored.prompts) / sizes[scored.name]
+        for name, value in run.rollouts.source.metrics().items():
+            if name.startswith("agent/"):
+                own[name] = own.get(name, 0.0) + value * (1.0 if "failed" in name else share)
+        progress.report(count // evaluation.plan.n, sum(sizes.values()), unit="prompts")
 
     with progress.phase("evaluating"):
-        return evaluation.run(0, each=each)
+        return evaluation.run(0, each=each), agents
 
 
 def _append(folder: Path, rows: Sequence[JsonObject], *, mode: str) -> None:
@@ -98,6 +107,7 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
     answered = [True] * len(rollout.lengths) if rollout.failed is None else (~rollout.failed).tolist()
     has_score = scored_rows(rollout, rewards).tolist()
     tokens = over_trajectory(rollout.loss_mask.sum(dim=1), rollout.branch)
+    rows = over_trajectory(rollout.lengths - rollout.prompt_lengths * first_rows(rollout), rollout.branch)
     for row in first_rows(rollout).nonzero().flatten().tolist():
         number = int(rollout.prompt_index[row])
         prompt = scored.prompts[number]
@@ -115,19 +125,20 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
             "reward": float(rewards.totals[row]) if rewards.scored and has_score[row] else None,
             "parts": {name: value for name, value in named.items() if has_score[row] and not math.isnan(value)},
             "right": scored.right[row] if scored.right else None,
-            "finish": ("stop" if rollout.finished[row] else "length") if answered[row] else "failed",
+            "finish": FINISHES[ENDS[int(rollout.end[row])]] if answered[row] else "failed",
             "response_tokens": int(tokens[row]),
+            "given_tokens": int(rows[row] - tokens[row]),  # read after the prompt
         }
 
 
-def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
+def _results(config: Config, outcomes: Sequence[SetOutcome], agents: Mapping[str, Metrics]) -> JsonObject:
     sets = {}
     for outcome in outcomes:
         edges = {f"val/{name}{edge}" for name in outcome.estimates for edge in ("", "_low", "_high")}
         means = {name.removeprefix("val/"): outcome.metrics[name] for name in outcome.metrics if name not in edges}
         sets[outcome.prompts.name] = {
             "prompts": len(outcome.prompts.prompts),
-            "means": means,
+            "means": means | agents[outcome.prompts.name],
             "estimates": {name: asdict(estimate) for name, estimate in outcome.estimates.items()},
         }
     names = ("torch", "transformers", "megatron-core", "sglang")

@@ -60,7 +60,7 @@ def read_inputs(
         plan = replace(plan, models={role: replace(one, trainable=False) for role, one in plan.models.items()})
     skips = reward.skip_special_tokens
     tokens = read_tokens(model, chat, config.rollout, skip_special_tokens=skips, is_writer=world.rank == 0)
-    make, make_rows = (ROLLOUT.maker(config), DATA.maker(config)) if trains else (None, None)
+    make, make_rows = ROLLOUT.maker(config), DATA.maker(config) if trains else None
     longest, draws = config.data.max_prompt_tokens, not config.validation.greedy
     own = make and OwnRollouts(make, config.rollout.source.name, longest, draws)
     validates = config.trainer.val_interval > 0 and DATA.needs(config, "has_validation")

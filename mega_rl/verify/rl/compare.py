@@ -99,7 +99,7 @@ class SamplerTest:
         for prompt, group in enumerate(groups_of(samples)):
             for number, sample in enumerate(group):
                 logprobs = torch.log_softmax(logits(sample) / self._temperature, dim=-1)
-                places[prompt, number] = self._place(logprobs, torch.tensor(sample.tokens[sample.prompt_length :]))
+                places[prompt, number] = self._place(logprobs, torch.tensor(sample.sampled))
         for (prompt, number), place in places.items():
             self._count(2, place[:-1] * place[1:], (len(place) - 1) / 144)
             for other in ((prompt, number + 1), (prompt + 1, number)):

@@ -28,7 +28,17 @@ from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, gene
 from mega_rl.verify.rl.independent.formulas import Row, divergence, gae, value_term, whitened
 from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
 from mega_rl.verify.rl.independent.trainer import EvaluatedSample, IndependentTrainer
-from mega_rl.verify.rl.inputs import FIXED, REWARD, SIZES, STAND_IN, STEPS, LockstepRun, with_layout, without_idle
+from mega_rl.verify.rl.inputs import (
+    AGENT,
+    FIXED,
+    REWARD,
+    SIZES,
+    STAND_IN,
+    STEPS,
+    LockstepRun,
+    with_layout,
+    without_idle,
+)
 from mega_rl.verify.rl.rewards import RewardRule
 from mega_rl.verify.rl.run import Trial, follow_config, problem_of, record_runs, write_inputs
 
@@ -50,7 +60,11 @@ SHARED: dict[str, object] = {
 
 def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
     """Return a small run with these settings. source: folder of the architecture's config.json."""
-    fixed = FIXED if settings.get("reward.source") == "none" else {**FIXED, "reward.function": REWARD}
+    fixed: Mapping[str, object] = {**FIXED, "reward.function": REWARD}
+    if "rollout.source" in settings:
+        fixed, settings = FIXED, {**settings, **AGENT}
+    elif settings.get("reward.source") == "none":
+        fixed = FIXED
     config = load(None, {**fixed, **SIZES, "trainer.steps": STEPS, **settings})
     return LockstepRun(without_idle(config, set(settings)), source, str(source or STAND_IN))
 
@@ -86,9 +100,9 @@ def _sample_whitened(rows: list[Row]) -> list[Row]:
     return [[value * math.sqrt((n - 1) / n) for value in row] for row in whitened(rows)]
 
 
-def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
+def _bootstrapped(rewards: Row, values: Row, gammas: Row, lambdas: Row) -> tuple[Row, Row]:
     """Return GAE that continues after the last token, as if every response was cut off."""
-    return gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
+    return gae([*rewards[:-1], rewards[-1] + gammas[-1] * values[-1]], values, gammas, lambdas)
 
 
 update_actor, scored = IndependentTrainer._update_actor, RewardRule.scored
@@ -108,6 +122,15 @@ def _anchored(self: Any, rows: list[EvaluatedSample], place: tuple[int, int]) ->
 
 def _early(responses: Responses, choice: NamedSettings) -> list[Row]:
     return [[*row[1:], 0.0] for row in generalized(responses, choice)]
+
+
+def _per_token(trial: Trial) -> Trial:
+    """Return a run whose discounts count tokens."""
+    return _run(advantage=replace(trial[0].advantage, words={"discount_per": "token"}))(trial)
+
+
+def _whole(responses: Responses, choice: NamedSettings) -> list[Row]:
+    return generalized(replace(responses, turn_rewards=responses.token_rewards), choice)
 
 
 def _clipped_alone(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
@@ -140,6 +163,7 @@ def _other_beta(trial: Trial) -> Trial:
     return _but("loss", beta=1 - trial[0].loss["beta"])(trial)
 
 
+_WHOLE = patch.dict(ADVANTAGES, gae=(_whole, ADVANTAGES["gae"][1]))
 _ANCHORED = patch.object(IndependentTrainer, "_update_actor", _anchored)
 _EARLY = patch.dict(ADVANTAGES, gae=(_early, ADVANTAGES["gae"][1]))
 _UNDIVIDED, _DIVIDED = (NamedSettings("grpo", words={"std": std}) for std in ("none", "group"))
@@ -199,6 +223,9 @@ FAULTS = (
     Fault("teacher and student swapped", "teacher_reverse_kl", "loss", _divergence(lambda p, q, t: (q, p, t))),
     Fault("divergence without temperature", "teacher_reverse_kl", "loss", _divergence(lambda p, q, t: (p, q, 1.0))),
     Fault("teacher without temperature", "teacher_forward_kl", "loss", _divergence(lambda p, q, t: (p, q * t, t))),
+    Fault("discounts within turns", "agent_turns", "advantages", _per_token),
+    Fault("scores of turns at the end", "agent_turns", "advantages", _WHOLE),
+    Fault("all turns train", "agent_last_turn", "log-probs", _run(last_turn=False)),
     Fault("beta of the other model", "teacher_jensen_shannon", "loss", _other_beta),
     Fault("reverse KL instead of the mixture's", "teacher_jensen_shannon", "loss", _but("loss", beta=1.0)),
 )

@@ -21,6 +21,11 @@ from mega_rl.verify.layouts import Layout
 
 REWARD = "python:mega_rl.verify.rl.inputs.reward"
 NO_REWARD: Mapping[str, object] = {"reward.source": "none"}  # for a recipe that learns only from a teacher
+# An agent whose rows have holes and forks plays in place of a recipe's own; it scores its turns.
+AGENT: Mapping[str, object] = {
+    "rollout.source": f"{Path(__file__).with_name('agent.py')}:Agent",
+    "reward.source": "environment",
+}
 PARTS = ("correct", "format")  # names of the reward's parts if no weight names any
 # (factor of the length, number of values) of parts: one of two values is often equal in all samples of a prompt.
 PART_VALUES = ((5, 11), (3, 2), (1, 3), (2, 7))
@@ -92,8 +97,9 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
     read = load(recipe, overrides)
     given = {text.lstrip("~+").partition("=")[0] for text in overrides}
     rewards = NO_REWARD if read.reward.source.name == "none" else {"reward.function": REWARD}
-    legal = {*SIZES, "model.path", *(NO_REWARD if rewards is NO_REWARD else ())}
-    if foreign := sorted(key for key in given - legal if not _is_kept(key)):
+    rewards = AGENT if read.rollout.source.name != "single_turn" else rewards
+    legal = {*SIZES, "model.path", *(rewards.keys() - {"reward.function"})}
+    if foreign := sorted(key for key in given - legal if not _is_kept(key) and not key.startswith("rollout.source.")):
         raise UserErrors(
             [
                 f"{key}: verify rl has its own; leave it out. Legal are settings of {', '.join(KEPT_SECTIONS)}, "
@@ -167,6 +173,8 @@ def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | No
     """Return the reward function of a run; None for a run without reward."""
     if config.reward.source.name == "none":
         return None
+    if config.reward.source.name == "environment":
+        return reward
     weighted = tuple(config.reward.weights)
     if not weighted and not ADVANTAGE.needs(config, "needs_parts"):
         return reward

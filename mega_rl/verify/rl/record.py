@@ -42,7 +42,8 @@ def run_task(arguments: Sequence[tuple[Mapping[str, object], str]], accelerator:
 
 def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
     """Run the trainer of a config to its end; rank 0 writes the trace. Collective."""
-    with running([config], accelerator, investigate, rewards=[reward_of(config)]) as ((trainer,), _):
+    reward = reward_of(config) if config.reward.source.name == "function" else None
+    with running([config], accelerator, investigate, rewards=[reward]) as ((trainer,), _):
         instrument(trainer, folder)
         trainer.fit()
 
@@ -96,7 +97,8 @@ class Recorder:
     def write(self, rollout: Rollout, rewards: Rewards, *, kind: str = "") -> None:
         """Write samples of the present step with their rewards; collective. kind: as in `write_rows`."""
         columns, rows = gather_column(rewards.columns().double(), self.ranks), self.ranks.gather_rows(rollout)
-        fields: dict[str, Tensor] = {name: getattr(rows, name) for name in ROWS if name != "rewards"}
+        known = ((name, getattr(rows, name)) for name in ROWS if name != "rewards")
+        fields: dict[str, Tensor] = {name: column for name, column in known if column is not None}
         if rewards.scored:
             parts = () if rewards.parts is None else rewards.parts.names
             fields |= dict(zip(["rewards", *(PART + name for name in parts)], columns.unbind(dim=1), strict=True))

@@ -18,7 +18,7 @@ from mega_rl.verify.rl.independent import records
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES
 from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES
 from mega_rl.verify.rl.independent.records import LockstepSettings, ScoredSample, StepBatch
-from mega_rl.verify.rl.inputs import EOS, SPECIAL, VOCABULARY, reward_of
+from mega_rl.verify.rl.inputs import EOS, SPECIAL, VOCABULARY, reward, reward_of
 
 # Formulas of the independent trainer: kind of choice -> name -> settings that it reads.
 FORMULAS: Mapping[str, Mapping[str, frozenset[str]]] = {
@@ -62,6 +62,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         overlong_filter=overlong.filter,
         overlong_buffer=overlong.buffer_tokens,
         overlong_penalty=overlong.penalty,
+        last_turn=algorithm.train_turns == "last",
         old_is_rollout=algorithm.old_logprobs == "rollout",
         kl_placement=kl.name,
         kl_estimator=kl.estimator,
@@ -107,23 +108,39 @@ class RewardRule:
     weights: Mapping[str, float]  # weight of each named part; default 1
     stop_tokens: frozenset[int]  # one at the end of a response is not in its text
     answers: Mapping[str, str]  # answers of the data's rows, by prompt text
+    of_turns: bool = False  # an agent's: each turn has a score, too
 
     def scored(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
         """Return the samples with rewards computed from their own tokens."""
         scores = [self._score(sample) for sample in samples]
-        return [
+        own = [
             replace(sample, reward=reward, parts=parts, greedy_reward=math.nan)
             for sample, (reward, parts) in zip(samples, scores, strict=True)
         ]
+        return [self._with_turns(sample) for sample in own] if self.of_turns else own
+
+    def _with_turns(self, sample: ScoredSample) -> ScoredSample:
+        """Return an agent's sample with the scores of its turns."""
+        turns, ends = list[list[int]]([[]]), [end for row in sample.rows for end in row.ends]
+        for token, is_end in zip(sample.sampled, ends, strict=True):
+            turns[-1].append(token)
+            turns += [[]] if is_end else []
+        score, of_turns = agent_scores(self._prompt(sample), turns[:-1], self.answers.get(self._prompt(sample), ""))
+        later = iter(of_turns)
+        numbers = [in_float32(next(later) or 0.0) if is_end else 0.0 for is_end in ends]
+        total = sum([score, *(one for one in of_turns if one is not None)])
+        return replace(sample, reward=in_float32(total), turn_scores=numbers)
+
+    def _prompt(self, sample: ScoredSample) -> str:
+        return text_of(sample.rows[0].tokens[: sample.rows[0].start])
 
     def _score(self, sample: ScoredSample) -> tuple[float, dict[str, float]]:
         """Return (reward, its named parts)."""
         if self.function is None:
             return math.nan, {}
-        prompt, response = sample.tokens[: sample.prompt_length], sample.tokens[sample.prompt_length :]
+        response, text = sample.sampled, self._prompt(sample)
         if response[-1] in self.stop_tokens:
             response = response[:-1]
-        text = text_of(prompt)
         score = self.function(text, text_of(response), self.answers.get(text, ""))
         if not isinstance(score, Mapping):
             return in_float32(score), {}
@@ -135,7 +152,8 @@ def reward_rule(config: Config) -> RewardRule:
     """Return the rule of a run."""
     rows = [json.loads(line) for file in config.data.train_files for line in Path(file).read_text("utf-8").splitlines()]
     answers = {row["prompt"]: row["answer"] for row in rows}
-    return RewardRule(reward_of(config), config.reward.weights, lockstep_settings(config).stop_tokens, answers=answers)
+    stops, of_turns = lockstep_settings(config).stop_tokens, config.reward.source.name == "environment"
+    return RewardRule(reward_of(config), config.reward.weights, stops, answers=answers, of_turns=of_turns)
 
 
 def rescored(batch: StepBatch, rule: RewardRule) -> StepBatch:
@@ -158,6 +176,12 @@ def reward_error(real: StepBatch, own: StepBatch) -> float:
     return max(_gap(*pair) for pair in zip(*every, strict=True))
 
 
+def agent_scores(prompt: str, turns: Sequence[Sequence[int]], answer: str) -> tuple[float, list[float | None]]:
+    """Return the score of an agent's trajectory, and those of its turns, of which every third has none."""
+    scores = [None if place % 3 == 2 else reward(prompt, text_of(turn), answer) / 4 for place, turn in enumerate(turns)]
+    return reward(prompt, "".join(map(text_of, turns)), answer), scores
+
+
 def text_of(token_ids: Sequence[int]) -> str:
     """Return the characters of token ids, without special tokens, by the table that made the tokenizer."""
     return "".join(VOCABULARY[token] for token in token_ids if VOCABULARY[token] not in SPECIAL)
@@ -171,5 +195,8 @@ def in_float32(number: float) -> float:
 def _gap(real: ScoredSample, own: ScoredSample) -> float:
     if set(real.parts) != set(own.parts):
         return math.inf
-    gaps = [abs(real.reward - own.reward), *(abs(real.parts[name] - part) for name, part in own.parts.items())]
+    if len(real.turn_scores) != len(own.turn_scores):
+        return math.inf
+    gaps = [abs(a - b) for a, b in zip(real.turn_scores, own.turn_scores, strict=True)]
+    gaps += [abs(real.reward - own.reward), *(abs(real.parts[name] - part) for name, part in own.parts.items())]
     return max(gap if math.isfinite(gap) else math.inf for gap in gaps)

@@ -13,20 +13,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mega_rl.verify.rl.independent.records import Figures, ScoredSample, StepBatch
+from mega_rl.verify.rl.independent.records import Figures, SampledRow, ScoredSample, StepBatch
 
 GREEDY = "greedy"  # kind of samples
 PART = "part/"  # before the name of a part of the rewards
 FACTS = ("role", "step", "update", "loss", "grad_norm")  # numbers of an update next to its tensors
 TENSORS = ("tokens", "gradients", "weights")  # fields of `Figures`, each tensors by name
-ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs", "rewards")
+ROWS = (
+    *("tokens", "loss_mask", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs"),
+    *("turn_scores", "rewards"),  # not of every run
+)
 
 
 def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = "") -> None:
     """Write the samples that a step trains on, or those of a kind: `GREEDY`, `drawn`.
 
-    rows: the tensors of `ROWS`, in any order of rows, and perhaps, after `PART`, parts of the rewards. A
-    run that has no reward has no "rewards".
+    rows: the tensors of `ROWS`, in any order of samples, and perhaps, after `PART`, parts of the rewards.
     """
     tensors = {name: rows[name].contiguous() for name in rows if name in ROWS or name.startswith(PART)}
     save_file(tensors, _rows_path(folder, step, kind))
@@ -64,20 +66,30 @@ def _samples(path: Path) -> list[ScoredSample]:
     """Return the samples of a file, by prompt and sample number."""
     rows = load_file(path)
     parts = {name.removeprefix(PART): rows[name].tolist() for name in rows if name.startswith(PART)}
-    samples = []
-    for i in by_sample(rows["prompt_index"], rows["sample_index"]).tolist():
-        start, end = int(rows["prompt_lengths"][i]), int(rows["lengths"][i])
+    samples, keys = [], (rows["prompt_index"], rows["sample_index"])
+    order = by_sample(*keys).tolist()
+    for (prompt, _), places in itertools.groupby(order, key=lambda i: (int(keys[0][i]), int(keys[1][i]))):
+        own = list(places)
         samples.append(
             ScoredSample(
-                tokens=rows["tokens"][i, :end].tolist(),
-                prompt_length=start,
-                prompt=int(rows["prompt_index"][i]),
-                reward=float(rows["rewards"][i]) if "rewards" in rows else math.nan,
-                rollout_logprobs=rows["rollout_logprobs"][i, start:end].tolist(),
-                parts={name: column[i] for name, column in parts.items()},
+                rows=[_row(rows, i) for i in own],
+                prompt=prompt,
+                reward=float(rows["rewards"][own[0]]) if "rewards" in rows else math.nan,
+                rollout_logprobs=_of_tokens(rows, "rollout_logprobs", own),
+                turn_scores=_of_tokens(rows, "turn_scores", own) if "turn_scores" in rows else (),
+                parts={name: column[own[0]] for name, column in parts.items()},
             )
         )
     return samples
+
+
+def _of_tokens(rows: dict[str, Tensor], name: str, own: list[int]) -> list[float]:
+    return [number for i in own for number in rows[name][i][rows["loss_mask"][i]].tolist()]
+
+
+def _row(rows: dict[str, Tensor], i: int) -> SampledRow:
+    tokens, places = rows["tokens"][i, : int(rows["lengths"][i])], rows["loss_mask"][i].nonzero().flatten()
+    return SampledRow(tokens.tolist(), int(rows["prompt_lengths"][i]), places.tolist())
 
 
 def read_figures(folder: Path, role: str, number: int) -> Figures | None:
@@ -95,7 +107,7 @@ def read_figures(folder: Path, role: str, number: int) -> Figures | None:
 
 def by_sample(prompt_index: Tensor, sample_index: Tensor) -> Tensor:
     """Return the order of rows by prompt and sample number; both [B] int64."""
-    return torch.argsort(prompt_index * (int(sample_index.max()) + 1) + sample_index)
+    return torch.argsort(prompt_index * (int(sample_index.max()) + 1) + sample_index, stable=True)
 
 
 def _rows_path(folder: Path, step: int, kind: str = "") -> Path:

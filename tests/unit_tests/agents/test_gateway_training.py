@@ -143,7 +143,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_unchanged_clients_train_on_sampled_ids(runs: dict[str, tuple[Path, list[Any]]], client: str) -> None:
-    """Each turn that the engine sampled trains once, with its log-probs, behind what it had read; nothing else does."""
+    """Each turn that the engine sampled trains once, with its log-probs, behind what it had read; nothing else does.
+
+    Every second turn read the first one as it was sampled.
+    """
     if reason := missing(client):
         pytest.skip(reason)
     folder, sampled = runs[client]
@@ -163,6 +166,9 @@ def test_unchanged_clients_train_on_sampled_ids(runs: dict[str, tuple[Path, list
         assert set(record.tensors["end"]) <= {ENDS.index("done"), ENDS.index("length")}
     assert Counter(trained) == Counter(sampled)
     assert len(trained) == 2 * STEPS * PROMPTS * SAMPLES
+    firsts = {(*read, *ids) for read, ids, _ in sampled}
+    seconds = [read for read, *_ in sampled if any(read[:end] in firsts for end in range(len(read)))]
+    assert len(seconds) == STEPS * PROMPTS * SAMPLES
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(step["agent/turns_mean"] == 2.0 and step["rollout/logprob_diff_max"] < 1e-4 for step in steps)
     assert min(step["actor/grad_norm"] for step in steps) > 0

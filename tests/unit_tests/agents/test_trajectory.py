@@ -53,6 +53,27 @@ def rollout(kind: str) -> Rollout:
     return rows_of(trajectories(kind), version=3, with_failed=False, with_branches=kind != "one row")
 
 
+@pytest.mark.parametrize(
+    ("kind", "turns"),
+    [
+        ("one row", [[0, 0, 1, 1, 1, 0, 2, 2, 0, 3, 3, 3]]),
+        ("three rows", [[0, 0, 1, 1, 1], [0] * 5 + [2, 2], [0] * 6 + [3, 3, 3]]),
+        ("fork", [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 0, 2, 2], [0, 0, 1, 1, 1, 0, 3, 3, 3]]),
+    ],
+)
+def test_every_token_names_its_turn(kind: str, turns: list[list[int]]) -> None:
+    """Also where the turn trains in another row, or another turn follows at once."""
+    rows = rollout(kind)
+    assert rows.turn is not None
+    own = [row for row in range(len(rows.tokens)) if (rows.prompt_index[row], rows.sample_index[row]) == (0, 1)]
+    assert [rows.turn[row, : rows.lengths[row]].tolist() for row in own] == turns
+    one = Trajectory(PROMPTS[0], 0, 0, limit=16)
+    one.branch.parts += [turn((11, 12)), turn((13, 1))]
+    rows = rows_of([one], version=3, with_failed=False, with_branches=False)
+    assert rows.turn is not None
+    assert rows.turn.tolist() == [[0, 0, 1, 1, 2, 2]]
+
+
 def rewards(rows: Rollout) -> Rewards:
     return Rewards(
         torch.tensor([REWARDS[2 * p + s] for p, s in zip(rows.prompt_index, rows.sample_index, strict=True)])

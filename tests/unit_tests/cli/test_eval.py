@@ -81,6 +81,67 @@ def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path, capsys: py
     assert (inputs / "one" / "samples.jsonl").read_text() == written
 
 
+AGENT = """
+from dataclasses import dataclass
+import mega_rl
+
+@dataclass
+class Agent(mega_rl.Environment):
+    context: mega_rl.RolloutContext
+    turns: int = 2
+
+    async def run(self, policy, prompt, trajectory):
+        if trajectory.sample_index == 3 and prompt.index == 5:
+            raise ValueError("the tool broke")
+        for turn in range(self.turns - 1):
+            turn = await policy.turn(limit=2)
+            trajectory.give(self.context.tokenizer(str(len(turn.token_ids)))["input_ids"])
+        await policy.turn()
+"""
+
+
+def test_an_environment_is_evaluated_on_any_layout(inputs: Path) -> None:
+    """Turns, ends and failures are counted; samples are the same from two replicas that take the prompts in parts."""
+    (inputs / "agent.py").write_text(AGENT)
+    source = (f"rollout.source={inputs}/agent.py:Agent", "rollout.source.max_turns=2", "validation.max_new_tokens=8")
+    done = run(inputs, "agent", *source)
+    assert done.returncode == 0, done.stderr
+    assert "sample 3 of prompt 5: raised ValueError: the tool broke" in done.stderr
+    done = run(inputs, "agent2", "--nproc-per-node", "2", "validation.chunk=8", *source)
+    assert done.returncode == 0, done.stderr
+    written = (inputs / "agent" / "samples.jsonl").read_text()
+    assert (inputs / "agent2" / "samples.jsonl").read_text() == written
+    rows = [json.loads(line) for line in written.splitlines()]
+    assert [row["finish"] for row in rows].count("failed") == 1
+    assert {row["given_tokens"] for row in rows if row["finish"] != "failed"} == {1}
+    one, two = (
+        json.loads((inputs / name / "results.json").read_text())["sets"]["sums"] for name in ("agent", "agent2")
+    )
+    for name, value in {"turns_mean": 46 / 24, "given_tokens_mean": 23 / 24, "failed_error": 1}.items():
+        assert [each["means"][f"agent/{name}"] for each in (one, two)] == pytest.approx([value, value])
+    ends = {end: one["means"][f"agent/end_{end}_fraction"] * 24 for end in ("done", "length", "turns", "error")}
+    assert ends == {
+        end: pytest.approx([row["finish"] for row in rows].count(finish))
+        for end, finish in zip(ends, ("stop", "length", "turns", "failed"), strict=True)
+    }
+    right = [[row["right"] for row in rows if row["prompt_index"] == prompt] for prompt in range(5)]
+    passed = sum(pass_at_k(4, sum(each), 4) for each in right) / 5  # prompt 5 has fewer than four answers
+    assert one["estimates"]["pass_at_4"]["mean"] == two["estimates"]["pass_at_4"]["mean"] == pytest.approx(passed)
+
+
+def test_one_turn_is_what_the_built_in_source_samples(inputs: Path) -> None:
+    """Byte for byte, greedy."""
+    greedy = ("validation.n=1", "validation.k=[1]", "validation.temperature=0")
+    (inputs / "agent.py").write_text(AGENT)
+    for out, more in {
+        "plain": (),
+        "turn": (f"rollout.source={inputs}/agent.py:Agent", "rollout.source.turns=1"),
+    }.items():
+        done = run(inputs, out, *greedy, *more)
+        assert done.returncode == 0, done.stderr
+    assert (inputs / "plain" / "samples.jsonl").read_text() == (inputs / "turn" / "samples.jsonl").read_text()
+
+
 WAITS = """
 import pathlib, time
 def wait(response):

@@ -48,6 +48,9 @@ def test_distillation_keeps_whole_answers(tmp_path: Path, only_right: bool, answ
     write_answers(tmp_path / "samples.jsonl", tmp_path / "rows.jsonl", only_right=only_right)
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert written == [{"prompt": "3+4=", "completion": one} for one in answers]
+    (tmp_path / "samples.jsonl").write_text(json.dumps({**samples[0], "given_tokens": 3}))
+    with pytest.raises(UserError, match=r"samples.jsonl:1: tools wrote a part of this response"):
+        write_answers(tmp_path / "samples.jsonl", tmp_path / "rows.jsonl", only_right=only_right)
 
 
 @pytest.mark.skipif(not FULL, reason="make test-full: twelve commands, five of them on two ranks")

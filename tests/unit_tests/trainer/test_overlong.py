@@ -8,7 +8,7 @@ import torch
 from mega_rl.algorithms.advantages import GRPO
 from mega_rl.algorithms.losses import AGGREGATIONS, Aggregation
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
-from mega_rl.trainer.rows import Overlong, leave_truncated_out, soft_punishment
+from mega_rl.trainer.rows import Overlong, narrowed, soft_punishment
 from mega_rl.types import PER_TOKEN, Experience, RewardParts, Rewards, Rollout, TokenOutputs, ends_of
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout
@@ -76,7 +76,7 @@ def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation)
     overlong = Overlong(8, filter=True)
     assert overlong.shape(rollout, rewards, FakeRanks())[1] == {"rollout/filtered_fraction": 0.25}
     whole = experience_of(rollout, rewards)
-    filtered = leave_truncated_out(experience_of(rollout, rewards), rollout)
+    filtered = narrowed(experience_of(rollout, rewards), rollout.finished[:, None])
     kept = (~TRUNCATED).nonzero().flatten()
     for name in (*PER_TOKEN, "loss_mask", "rows"):
         assert not getattr(filtered, name)[TRUNCATED].any()

@@ -176,10 +176,10 @@ class Scores(Environment):
 @pytest.mark.parametrize(
     ("last", "what"),
     [
-        (None, "set no trajectory.score, which is the reward with reward.source=environment"),
-        (float("nan"), "set trajectory.score=nan; legal: a finite number"),
-        (1e39, "set trajectory.score=1e+39; legal: a finite number"),
-        ("1", "set trajectory.score='1'; legal: a finite number"),
+        (None, "set neither trajectory.score nor a turn's, which are the reward with reward.source=environment"),
+        (float("nan"), "set the score nan; legal: a finite number"),
+        (1e39, "set the score 1e+39; legal: a finite number"),
+        ("1", "set the score '1'; legal: a finite number"),
     ],
 )
 def test_a_trajectory_without_a_score_has_failed(last: object, what: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,7 +197,7 @@ def test_a_trajectory_without_a_score_has_failed(last: object, what: str, caplog
 
 
 def test_scores_that_nothing_reads_are_refused() -> None:
-    with pytest.raises(RunError, match=r"4 of 4 .* set trajectory.score, which needs reward.source=environment"):
+    with pytest.raises(RunError, match=r"4 of 4 .* set a score, which needs reward.source=environment"):
         played(Answers(), Scores(last=1.5)).generate(PROMPTS, step=0)
     assert scored(Fails(max_failed_share=1.0), reads_scores=False).generate(PROMPTS, step=0).scores is None
     with pytest.raises(RunError, match="row 0, prompt 0 and sample 0, has no finite score"):

@@ -1,6 +1,7 @@
 // The page: heading, warnings, curves by theme, phases, settings, samples.
 
-const SHOWN_NUMBERS = ["reward", "advantage_mean", "response_tokens", "finished", "answer"];
+const SHOWN_NUMBERS = ["reward", "advantage_mean", "response_tokens", "finished", "end", "branch", "answer"];
+const EXCERPT = 60; // characters of what a turn read, in the line that unfolds it
 
 function toolbar(report) {
   const shown = element("output", {}, "0");
@@ -117,9 +118,20 @@ function scaleOf(values) {
   return sizes.length ? sizes[Math.floor((sizes.length - 1) * 0.98)] || sizes.at(-1) || 1 : 1;
 }
 
+// Parts of a conversation, neighbours of one turn each; what a turn read is folded, but for the prompt.
+function conversation(parts, kind) {
+  return element("div", { class: kind }, ...parts.map(({ turn, label, text, content }, place) => {
+    if (turn) return element("div", { class: "turn" }, element("span", { class: "label" }, label), ...content());
+    if (!place) return element("div", { class: "prompt" }, ...content());
+    const line = text.replace(/\s+/g, " ");
+    const excerpt = line.length > EXCERPT ? `${line.slice(0, EXCERPT)}\u2026` : line;
+    return folded(`read: ${excerpt}`, () => element("div", {}, ...content()), { class: "read" });
+  }));
+}
+
 // Tokens with backgrounds by `name`: orange above 0, blue below, paler towards 0; prompts and tools have none.
 function heatMap(sample, name, scale) {
-  const tokens = sample.texts.map((text, place) => {
+  const token = (text, place) => {
     const value = sample.values[name][place];
     const visible = text === "" ? "\u2205" : text.replace(/\n/g, "\u21b5\n").replace(/\t/g, "\u21e5");
     if (value === null) return element("span", { class: "token given" }, visible);
@@ -127,8 +139,15 @@ function heatMap(sample, name, scale) {
     const lines = Object.entries(sample.values).filter(([, values]) => values[place] !== null).map(([key, values]) => `${key} ${short(values[place])}`);
     const title = [`token ${place}`, ...lines].join("\n");
     return element("span", { class: `token ${value < 0 ? "cold" : "warm"}-${strength}`, title }, visible);
-  });
-  return element("div", { class: "text tokens" }, ...tokens);
+  };
+  const starts = sample.of_turns.flatMap((turn, place) => (place && turn === sample.of_turns[place - 1] ? [] : [place]));
+  if (starts.length < 3) return element("div", { class: "text tokens" }, ...sample.texts.map(token));
+  return conversation(starts.map((start, number) => {
+    const turn = sample.of_turns[start], texts = sample.texts.slice(start, starts[number + 1]);
+    const trains = sample.values[name][start] !== null;
+    return { turn, label: `turn ${turn}${trains ? "" : ", trained in another row"}`, text: texts.join(""),
+      content: () => texts.map((text, place) => token(text, start + place)) };
+  }), "text tokens");
 }
 
 // Legend of the colours, for all samples of a run.
@@ -145,8 +164,10 @@ function sampleCard(sample, name, scale) {
   const numbers = [...known, ...others].map((key) => element("span", { class: "number" }, `${key} `, element("b", {}, short(sample.numbers[key]))));
   const head = element("div", { class: "head" }, element("span", { class: "source" }, sample.source), ...numbers);
   if (name in sample.values) return element("article", { class: "sample heat" }, head, heatMap(sample, name, scale));
-  return element("article", { class: "sample" }, head,
-    element("div", { class: "text prompt" }, sample.prompt), element("div", { class: "text response" }, sample.response));
+  const parts = sample.turns.map(([turn, text]) => ({ turn, label: `turn ${turn}`, text, content: () => [text] }));
+  return element("article", { class: "sample" }, head, element("div", { class: "text prompt" }, sample.prompt),
+    parts.length > 1 ? conversation([{ turn: 0, text: "", content: () => [] }, ...parts], "text response")
+      : element("div", { class: "text response" }, sample.response));
 }
 
 function samplesOf(report, run) {

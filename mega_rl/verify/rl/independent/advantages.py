@@ -20,7 +20,8 @@ class Responses:
 
     samples: Sequence[ScoredSample]
     rewards: Row  # one per response, with the punishment of overlong ones
-    token_rewards: list[Row]  # the same on the last token, less a KL penalty of each token
+    token_rewards: list[Row]  # the same on the last token of each row, less a KL penalty of each token
+    turn_rewards: list[Row]  # the same with the scores of turns where they end
     old: list[Row]  # log-probs of the policy
     ref: list[Row]  # log-probs of the reference
     values: list[Row]
@@ -47,6 +48,11 @@ class Responses:
                 numbers[i] = number
         return numbers
 
+    def to_go(self, numbers: list[Row], gamma: float) -> list[Row]:
+        """Return the discounted sum of each token's number and those after it in its row."""
+        rows = (sample.in_rows(own) for sample, own in zip(self.samples, numbers, strict=True))
+        return [[number for row in every for number in returns_to_go(row, gamma)] for every in rows]
+
     def on_every_token(self, numbers: Row) -> list[Row]:
         """Return each response's number on all of its tokens."""
         return [[number] * sample.length for number, sample in zip(numbers, self.samples, strict=True)]
@@ -71,20 +77,38 @@ def against_others(rewards: Row, lengths: list[int]) -> Row:
 
 
 def generalized(responses: Responses, choice: NamedSettings) -> list[Row]:
-    """Return GAE (arXiv:1506.02438), lambda by the response's length or the policy's own (VAPO, arXiv:2504.05118)."""
-    rows = []
-    for sample, rewards, values in zip(responses.samples, responses.token_rewards, responses.values, strict=True):
-        decay = choice["policy_lambda"] or choice["gae_lambda"]
+    """Return GAE (arXiv:1506.02438), lambda by the row's length or the policy's own (VAPO, arXiv:2504.05118)."""
+
+    def decay(length: int) -> float:
         if choice["length_alpha"] > 0:
-            decay = max(1 - 1 / (choice["length_alpha"] * sample.length), 0.0)
-        rows.append(formulas.gae(rewards, values, choice["gamma"], decay)[0])
+            return max(1 - 1 / (choice["length_alpha"] * length), 0.0)
+        return choice["policy_lambda"] or choice["gae_lambda"]
+
+    rows = [advantages for advantages, _ in estimates(responses, choice, decay)]
     return formulas.whitened(rows) if choice["whiten"] else rows
+
+
+def estimates(responses: Responses, choice: NamedSettings, decay: Callable[[int], float]) -> list[tuple[Row, Row]]:
+    """Return GAE's advantages and returns of each response, within rows; decay: lambda by tokens of a row.
+
+    With discount_per=turn gamma and lambda are 1 but from one turn to the next.
+    """
+    every = []
+    for sample, rewards, values in zip(responses.samples, responses.turn_rewards, responses.values, strict=True):
+        advantages, returns = Row(), Row()
+        for row, r, v in zip(sample.rows, sample.in_rows(rewards), sample.in_rows(values), strict=True):
+            counts = [ends or choice.words["discount_per"] == "token" for ends in row.ends]
+            gammas = [choice["gamma"] if one else 1.0 for one in counts]
+            lambdas = [decay(len(row.places)) if one else 1.0 for one in counts]
+            own = formulas.gae(r, v, gammas, lambdas)
+            advantages, returns = advantages + own[0], returns + own[1]
+        every.append((advantages, returns))
+    return every
 
 
 def value_targets(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the critic's targets: the returns of GAE by the critic's own lambda."""
-    gae, gamma, lam = formulas.gae, choice["gamma"], choice["gae_lambda"]
-    return [gae(*row, gamma, lam)[1] for row in zip(responses.token_rewards, responses.values, strict=True)]
+    return [returns for _, returns in estimates(responses, choice, lambda length: choice["gae_lambda"])]
 
 
 def group_relative(responses: Responses, choice: NamedSettings) -> list[Row]:
@@ -120,26 +144,20 @@ def leave_one_out(responses: Responses, choice: NamedSettings) -> list[Row]:
 
 def whitened_returns(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the returns of token rewards, whitened over the batch (REINFORCE++, arXiv:2501.03262)."""
-    rows = [returns_to_go(rewards, choice["gamma"]) for rewards in responses.token_rewards]
-    return formulas.whitened(rows)
+    return formulas.whitened(responses.to_go(responses.turn_rewards, choice["gamma"]))
 
 
 def whitened_centred_returns(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the same, undiscounted, of rewards less the prompt's mean (with a baseline, arXiv:2501.03262)."""
-    rows = []
-    for i, number in enumerate(responses.of_groups(centred)):
-        rewards = list(responses.token_rewards[i])
-        rewards[-1] += number - responses.rewards[i]
-        rows.append(returns_to_go(rewards, 1.0))
-    return formulas.whitened(rows)
+    baselines = [a - b for a, b in zip(responses.rewards, responses.of_groups(centred), strict=True)]
+    rows = responses.to_go(responses.token_rewards, 1.0)
+    return formulas.whitened([[one - base for one in row] for row, base in zip(rows, baselines, strict=True)])
 
 
 def less_greedy(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return token rewards to go, less the reward of the prompt's greedy response (ReMax, arXiv:2310.10505)."""
-    rows = []
-    for sample, rewards in zip(responses.samples, responses.token_rewards, strict=True):
-        rows.append([number - sample.greedy_reward for number in returns_to_go(rewards, 1.0)])
-    return rows
+    rows = zip(responses.samples, responses.to_go(responses.token_rewards, 1.0), strict=True)
+    return [[number - sample.greedy_reward for number in numbers] for sample, numbers in rows]
 
 
 def optimal_baseline(responses: Responses, choice: NamedSettings) -> list[Row]:
@@ -175,16 +193,15 @@ def teacher_advantages(responses: Responses, choice: NamedSettings) -> list[Row]
     of the prompt's other responses.
     """
     rewards = responses.of_groups(against_others) if choice["reward_weight"] else [0.0] * len(responses.samples)
-    rows = []
-    for student, teacher, reward in zip(responses.old, responses.ref, rewards, strict=True):
-        gaps = [q - p for p, q in zip(student, teacher, strict=True)]
-        rows.append([gap + choice["reward_weight"] * reward for gap in returns_to_go(gaps, choice["gamma"])])
-    return rows
+    models = zip(responses.old, responses.ref, strict=True)
+    gaps = [[q - p for p, q in zip(student, teacher, strict=True)] for student, teacher in models]
+    later = zip(responses.to_go(gaps, choice["gamma"]), rewards, strict=True)
+    return [[gap + choice["reward_weight"] * reward for gap in row] for row, reward in later]
 
 
 # Name -> (formula, the settings that it reads).
 ADVANTAGES: Mapping[str, tuple[Callable[[Responses, NamedSettings], list[Row]], frozenset[str]]] = {
-    "gae": (generalized, frozenset({"gamma", "gae_lambda", "policy_lambda", "length_alpha", "whiten"})),
+    "gae": (generalized, frozenset({"discount_per", "gamma", "gae_lambda", "policy_lambda", "length_alpha", "whiten"})),
     "grpo": (group_relative, frozenset({"std"})),
     "gdpo": (parts_relative, frozenset()),
     "rloo": (leave_one_out, frozenset()),

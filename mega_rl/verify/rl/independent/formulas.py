@@ -27,12 +27,15 @@ def token_rewards(reward: float, logprobs: Row, ref_logprobs: Row, coef: float) 
     return rewards
 
 
-def gae(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
-    """Return (advantages, returns) by the recursion of arXiv:1506.02438, eq. 16, with 0 beyond the last token."""
+def gae(rewards: Row, values: Row, gammas: Row, lambdas: Row) -> tuple[Row, Row]:
+    """Return (advantages, returns) by the recursion of arXiv:1506.02438, eq. 16, with 0 beyond the last token.
+
+    gammas, lambdas: of each token, from it to the next.
+    """
     advantages, next_advantage, next_value = [0.0] * len(rewards), 0.0, 0.0
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * next_value - values[t]
-        next_advantage = delta + gamma * lam * next_advantage
+        delta = rewards[t] + gammas[t] * next_value - values[t]
+        next_advantage = delta + gammas[t] * lambdas[t] * next_advantage
         advantages[t], next_value = next_advantage, values[t]
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
@@ -228,4 +231,12 @@ def _compared(sample: ScoredSample, settings: LockstepSettings) -> list[float]:
 
 def _content(group: Group) -> list[tuple[object, ...]]:
     """Return the content of a group's samples, without the number of its prompt."""
-    return [(*sample.tokens, sample.reward, *sample.rollout_logprobs, *sample.parts.values()) for sample in group]
+    return [
+        (
+            *(t for row in sample.rows for t in row.tokens),
+            sample.reward,
+            *sample.rollout_logprobs,
+            *sample.parts.values(),
+        )
+        for sample in group
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -54,8 +54,14 @@ class Network:
 def of_response(logits: Tensor, sample: ScoredSample, temperature: float) -> tuple[Tensor, Tensor]:
     """Return (log-prob, entropy) of each response token, [n]; logits: [n, V]."""
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    response = torch.tensor(sample.tokens[sample.prompt_length :])
+    response = torch.tensor(sample.sampled)
     return logprobs[torch.arange(len(response)), response], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def before_tokens(sample: ScoredSample, outputs: Iterable[Tensor]) -> Tensor:
+    """Return the outputs at the position before each token, [n, ...] float64; outputs: of each row."""
+    rows = zip(outputs, sample.rows, strict=True)
+    return torch.cat([output[[place - 1 for place in row.places]] for output, row in rows]).double()
 
 
 class PolicyNetwork(Network):
@@ -69,8 +75,8 @@ class PolicyNetwork(Network):
 
     def logits(self, sample: ScoredSample) -> Tensor:
         """Return the logits that predict each response token, [n, V] float64."""
-        tokens = torch.tensor([sample.tokens[:-1]])
-        logits: Tensor = self._model(tokens, use_cache=False).logits[0, sample.prompt_length - 1 :].double()
+        read = (self._model(torch.tensor([row.tokens[:-1]]), use_cache=False).logits[0] for row in sample.rows)
+        logits = before_tokens(sample, read)
         return logits.index_fill(1, torch.tensor(self._unsaid, dtype=torch.int64), UNSAID)
 
     def logprobs(self, sample: ScoredSample, temperature: float) -> Tensor:
@@ -99,8 +105,9 @@ class CriticNetwork(Network):
 
     def values(self, sample: ScoredSample) -> Tensor:
         """Return the value before each response token, [n] float64."""
-        outputs = self._backbone(torch.tensor([sample.tokens[:-1]]), use_cache=False).last_hidden_state
-        return (outputs[0, sample.prompt_length - 1 :].double() @ self._head[0].double()).flatten()
+        run = self._backbone
+        read = (run(torch.tensor([row.tokens[:-1]]), use_cache=False).last_hidden_state[0] for row in sample.rows)
+        return (before_tokens(sample, read) @ self._head[0].double()).flatten()
 
 
 class TrainedNetwork:

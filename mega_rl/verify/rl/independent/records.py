@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -46,6 +47,7 @@ class LockstepSettings:
     overlong_filter: bool  # responses that were cut off do not train
     overlong_buffer: int  # tokens before the limit in which a punishment grows; 0: none
     overlong_penalty: float  # punishment at the limit
+    last_turn: bool  # of each response only the last turn trains
     old_is_rollout: bool  # the ratio is to what sampled; else to the policy before the updates
     kl_placement: str  # none, reward, loss
     kl_estimator: str  # k1, k2, k3
@@ -69,21 +71,61 @@ class LockstepSettings:
 
 
 @dataclass(frozen=True)
-class ScoredSample:
-    """A prompt with one of its responses."""
+class SampledRow:
+    """A context of a response: tokens that were sampled, and others that were read."""
 
-    tokens: Sequence[int]  # prompt, then response
-    prompt_length: int
+    tokens: Sequence[int]
+    start: int  # tokens of the prompt, or of what stands in its place
+    places: Sequence[int]  # positions of the sampled tokens, but for those that another row of the response has
+
+    @property
+    def ends(self) -> list[bool]:
+        """Return, for each sampled token, whether it is the last of its turn, a run of sampled tokens."""
+        return [place + 1 not in self.places for place in self.places]
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """A prompt with one of its responses, in which "token" means one that was sampled."""
+
+    rows: Sequence[SampledRow]  # one, or of an agent several
     prompt: int  # position of the prompt in the step's batch
     reward: float
-    rollout_logprobs: Sequence[float]  # log-probs of the response's tokens by the sampler
+    rollout_logprobs: Sequence[float]  # log-probs of the tokens by the sampler, row after row
+    turn_scores: Sequence[float] = ()  # of each token, parts of the reward; empty: none
+    earlier_scores: float = 0.0  # the part of the reward of turns that do not train
     parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name; empty for a plain number
     greedy_reward: float = math.nan  # reward of the prompt's greedy response; NaN without one
 
     @property
+    def sampled(self) -> list[int]:
+        """Return the tokens, row after row."""
+        return [row.tokens[place] for row in self.rows for place in row.places]
+
+    @property
     def length(self) -> int:
-        """Return the number of response tokens."""
-        return len(self.tokens) - self.prompt_length
+        """Return the number of tokens."""
+        return len(self.sampled)
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens after the prompt in a row, those that were read included."""
+        return max(len(row.tokens) - row.start for row in self.rows)
+
+    def last_turn(self) -> ScoredSample:
+        """Return the sample as if only its last turn had been sampled, and the others read."""
+        last, before = self.rows[-1], [number for number, ends in enumerate(self.rows[-1].ends[:-1]) if ends]
+        first = before[-1] + 1 if before else 0
+        rows = [*(replace(row, places=()) for row in self.rows[:-1]), replace(last, places=last.places[first:])]
+        left = len(last.places) - first
+        earlier = sum(self.turn_scores[:-left])
+        logprobs, scores = self.rollout_logprobs[-left:], self.turn_scores[-left:]
+        return replace(self, rows=rows, rollout_logprobs=logprobs, turn_scores=scores, earlier_scores=earlier)
+
+    def in_rows(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return numbers of the tokens, those of each row in a list."""
+        ends = list(accumulate(len(row.places) for row in self.rows))
+        return [list(numbers[first:end]) for first, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,10 @@ class IndependentTrainer:
 
     def step(self, step: int, batch: StepBatch) -> Iterator[Figures]:
         """Make the updates of a step; yields the figures of each, the critic's first."""
-        rows = self._evaluate(batch.samples)
+        own = batch.samples
+        rows = self._evaluate([sample.last_turn() for sample in own] if self._settings.last_turn else own)
         if self._settings.overlong_filter:  # DAPO, arXiv:2503.14476, section 3.4: in advantages, but in no loss
-            rows = [row for row in rows if row.sample.tokens[-1] in self._settings.stop_tokens]
+            rows = [row for row in rows if row.sample.sampled[-1] in self._settings.stop_tokens]
         minibatches = [[row for row in rows if row.sample.prompt in prompts] for prompts in batch.minibatches]
         if self._critic is not None:
             for update, minibatch in enumerate(minibatches):
@@ -94,19 +95,28 @@ class IndependentTrainer:
         """Return the samples with rewards and token rewards, which include the KL if placed there."""
         coef = self._kl_coef if self._settings.kl_placement == "reward" else 0.0
         penalty = self._settings.overlong_penalty
-        rewards, of_tokens, parts = Row(), list[Row](), list[Mapping[str, float]]()
+        rewards, of_tokens, of_turns, parts = Row(), list[Row](), list[Row](), list[Mapping[str, float]]()
         for sample, logprobs, references in zip(samples, old, ref, strict=True):
-            punishment = formulas.overlong_punishment(sample.length, self._settings)
+            punishment = formulas.overlong_punishment(sample.longest, self._settings)
             reward = sample.reward + penalty * punishment
             rewards.append(reward)
             parts.append({**sample.parts, "overlong": punishment})
-            of_tokens.append(formulas.token_rewards(reward, logprobs.tolist(), references.tolist(), coef))
+            models = [*zip(sample.in_rows(logprobs.tolist()), sample.in_rows(references.tolist()), strict=True)]
+
+            def by_row(reward: float, models: Sequence[tuple[Row, Row]] = models) -> Row:
+                return [r for row in models if row[0] for r in formulas.token_rewards(reward, *row, coef)]
+
+            of_tokens.append(by_row(reward))
+            scores = sample.turn_scores or [0.0] * sample.length
+            rest = by_row(reward - sum(scores) - sample.earlier_scores)
+            of_turns.append([r + score for r, score in zip(rest, scores, strict=True)])
         part_weights = {**self._settings.part_weights, "overlong": penalty}
         numbers = [[row.tolist() for row in rows] for rows in (old, ref, values)]
         return Responses(
             samples,
             rewards,
             of_tokens,
+            of_turns,
             *(numbers[0], numbers[1], numbers[2]),
             parts=parts,
             part_weights=part_weights,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ def plant(
     return folder
 
 
-def dump(folder: Path, name: str = "step_000020.jsonl", *, response: str = HOSTILE, count: int = 1) -> None:
+def dump(
+    folder: Path, name: str = "step_000020.jsonl", *, response: str = HOSTILE, count: int = 1, **more: object
+) -> None:
     """Write a dump of rollouts."""
     row = {
         "step": 20,
@@ -67,16 +69,26 @@ def dump(folder: Path, name: str = "step_000020.jsonl", *, response: str = HOSTI
     }
     numbers = {"prompt_tokens": 6, "response_tokens": 4, "reward": 0.5, "reward_correct": 1.0, "finished": True}
     (folder / "rollouts").mkdir(exist_ok=True)
-    (folder / "rollouts" / name).write_text("".join(f"{json.dumps({**row, **numbers})}\n" for _ in range(count)))
+    (folder / "rollouts" / name).write_text(
+        "".join(f"{json.dumps({**row, **numbers, **more})}\n" for _ in range(count))
+    )
 
 
-def record(folder: Path, step: int = 20, *, rows: int = 2, length: int = 12, with_entropy: bool = False) -> Path:
-    """Write a record of a step whose tokens have advantages, log-probs and values; returns its folder."""
+def record(
+    folder: Path, step: int = 20, *, rows: int = 2, length: int = 12, with_entropy: bool = False,
+    turns: Sequence[int] = (),
+) -> Path:  # fmt: skip
+    """Write a record of a step whose tokens have advantages, log-probs and values; returns its folder.
+
+    turns: turn of each token, for the conversation of an agent whose first turn another row trains.
+    """
     place = folder / "records" / f"step_{step:06d}"
     place.mkdir(parents=True)
     rng = np.random.default_rng(0)
     mask = np.zeros((rows, length + 3), dtype=bool)
     mask[:, 4:length] = True
+    if turns:
+        mask[:, :length] = np.array(turns) > 1
     old = np.where(mask, -rng.exponential(0.5, mask.shape), 0).astype(np.float32)
     columns = {
         "prompt_index": np.arange(rows), "sample_index": np.zeros(rows, dtype=np.int64),
@@ -85,6 +97,8 @@ def record(folder: Path, step: int = 20, *, rows: int = 2, length: int = 12, wit
         "ref_logprobs": np.where(mask, old - 0.1, 0).astype(np.float32),
         "advantages": np.where(mask, rng.normal(0, 1, mask.shape), 0).astype(np.float32),
     }  # fmt: skip
+    if turns:
+        columns["turn"] = np.tile(np.array([*turns, 0, 0, 0], dtype=np.int16), (rows, 1))
     if with_entropy:
         columns["entropy"] = np.where(mask, 0.75, 0).astype(np.float32)
     save_file(columns, place / "replica_00000.safetensors")

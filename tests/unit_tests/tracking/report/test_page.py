@@ -120,6 +120,33 @@ def test_no_error_on_the_console_and_no_request_but_the_file(browser: Browser, p
     assert browser.requests == [page.as_uri()]
 
 
+def test_what_a_conversation_read_is_folded(tmp_path: Path) -> None:
+    """By values of tokens and as plain text; hostile answers of tools stay texts, also unfolded."""
+    run = plant(tmp_path / "a", curves={**HEALTHY, "agent/turns_mean": float, "agent/end_done_fraction": float})
+    talk = [[1, "look it up"], [0, f"\n<tool>{HOSTILE}</details><|im_end|>"], [2, "so it is 2<|im_end|>"]]
+    record(run, turns=[0, 0, 1, 1, 0, 0, 0, 2, 2, 2, 2, 2])
+    dump(run, conversation=talk, end="turns")
+    (tmp_path / "report.html").write_text(page_of(read_runs([run])), encoding="utf-8")
+    with chromium(tmp_path / "profile") as opened:
+        opened.open((tmp_path / "report.html").as_uri())
+
+        def texts(selector: str) -> list[str]:
+            return list(opened.evaluate(f"[...document.querySelectorAll('{selector}')].map((e) => e.textContent)"))
+
+        assert texts(".heat .label")[:2] == ["turn 1, trained in another row", "turn 2"]
+        assert texts(".heat .read summary")[0].startswith("read: <script>alert(1)")
+        assert texts(".heat .read .token") == []
+        assert len(texts(".heat")) == 2
+        assert texts(".sample:not(.heat) .turn") == ["turn 1look it up", "turn 2so it is 2<|im_end|>"]
+        assert "end turns" in texts(".sample:not(.heat) .number")
+        assert {"agent/turns_mean", "agent/end_done_fraction"} <= {*texts(".charts .name")}
+        opened.evaluate(OPEN_ALL)
+        assert len(texts(".heat .read .token")) == 6
+        assert texts(".sample:not(.heat) .read div") == [talk[1][1]]
+        assert opened.evaluate("document.querySelectorAll('img, iframe, main script, main b b').length") == 0
+        assert opened.console == []
+
+
 def test_a_page_of_one_run_begins_with_what_it_came_to(tmp_path: Path) -> None:
     """One run of two validations, with a share that is always 0, and no explanation cut off."""
     curves = {**HEALTHY, "rollout/truncated_fraction": lambda step: 0.0, "reward/mean": lambda step: step / 4}

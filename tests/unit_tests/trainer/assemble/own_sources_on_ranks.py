@@ -33,9 +33,15 @@ class Turns(mega_rl.Environment):
     context: mega_rl.RolloutContext
     turns: int = 2
     forks: bool = False
+    first: int = 0  # most tokens of the first turn
+    scores: bool = False
 
     async def run(self, policy, prompt, trajectory):
-        await policy.turn()
+        if self.scores:
+            trajectory.score = (prompt.index + trajectory.sample_index) % 3 / 2
+        await policy.turn(limit=self.first)
+        if self.scores:
+            trajectory.turns[0].score = sum(trajectory.turns[0].token_ids) % 5 / 4
         for turn in range(1, self.turns):
             await asyncio.sleep(0.002 * (trajectory.prompt_index % 3))
             if self.forks and turn == 1 and trajectory.sample_index % 2:

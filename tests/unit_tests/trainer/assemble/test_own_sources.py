@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.verify.replay import prepare, result_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer.assemble.own_sources_on_ranks import SOURCES, run_all
+from tests.unit_tests.verify.replay_on_ranks import replay_plans
 
 REPLAY = {"rollout.backend": "none", "rollout.verify_interval": 10, "rollout.mismatch.mean_limit": 100.0}
+FORKS = {"rollout.source.forks": True, "rollout.source.first": 3}
 LIMITS = {"rollout.source.timeout_s": 0.5, "rollout.source.max_failed_share": 0.9}
 REPLAY |= {"rollout.mismatch.share_limit": 1.0, "rollout.mismatch.max_limit": 100.0}
 
@@ -42,8 +45,9 @@ def runs(folder: Path) -> dict[str, Any]:
         ("one turn", {**turns, "rollout.source.turns": 1, **rows, "trainer.val_interval": 0}),
         ("one turn, validated", {**turns, "rollout.source.turns": 1, **sampled}),
         ("three turns", {**turns, "rollout.source.turns": 3}),
-        ("forks", {**turns, "rollout.source.forks": True, "trainer.steps": 1, "metrics.records.interval": 1}),
+        ("forks", {**turns, **FORKS, "trainer.steps": 1, "metrics.records.interval": 1}),
         ("scored", {"rollout.source": f"{folder}/own.py:Scored", "reward.source": "environment"}),
+        ("scores", scored_turns(folder)),
         ("hostile", {"rollout.source": f"{folder}/own.py:Hostile", **LIMITS, "trainer.steps": 1}),
         ("replay", replay),
         ("begun", {**replay, "trainer.steps": 1, **save}),
@@ -52,6 +56,13 @@ def runs(folder: Path) -> dict[str, Any]:
     ]
     (outcomes,) = run_ranks(1, run_all, str(folder), "1", wanted, timeout_s=180)
     return outcomes  # type: ignore[no-any-return]
+
+
+def scored_turns(folder: Path) -> dict[str, Any]:
+    """Settings of forks whose turns have scores, which a critic's returns over turns read."""
+    turns = {"rollout.source": f"{folder}/own.py:Turns", **FORKS, "rollout.source.scores": True}
+    gae = {"name": "gae", "discount_per": "turn", "gamma": 0.9, "gae_lambda": 0.8}
+    return {**turns, "reward.source": "environment", "algorithm.advantage": gae, "metrics.records.interval": 1}
 
 
 def same_rows(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -135,6 +146,32 @@ def test_forks_are_rows_of_one_trajectory(runs: dict[str, Any]) -> None:
     assert step["rollout/logprob_diff_max"] < 1e-4
 
 
+def test_a_record_holds_turns_and_is_replayed_bit_for_bit(folder: Path, runs: dict[str, Any]) -> None:
+    """With forks: each turn trains in one row, and the rows that read it have its tokens and number."""
+    assert "error" not in runs["forks"], runs["forks"]["error"]
+    record, (plan,) = prepare(folder / "own-1-forks" / "records" / "step_000001", "1", folder / "replay", timeout_s=120)
+    tensors = record.tensors
+    places: dict[tuple[int, int, int], list[tuple[list[int], bool]]] = {}
+    keys = zip(tensors["prompt_index"].tolist(), tensors["sample_index"].tolist(), strict=True)
+    for row, (prompt, sample) in enumerate(keys):
+        tokens, turn, mask = (tensors[name][row] for name in ("tokens", "turn", "loss_mask"))
+        assert (turn[mask] > 0).all()
+        for number in sorted({*turn.tolist()} - {0}):
+            own = turn == number
+            assert mask[own].all() or not mask[own].any()
+            places.setdefault((prompt, sample, number), []).append((tokens[own].tolist(), bool(mask[own].all())))
+        texts = "".join(text for number, text in record.rows[row]["conversation"] if number)
+        assert texts == "".join(record.rows[row]["token_texts"][place] for place in turn.nonzero()[0])
+    assert all([trains for _, trains in rows].count(True) == 1 for rows in places.values())
+    assert all(ids == rows[0][0] for rows in places.values() for ids, _ in rows)
+    assert [len(rows) for rows in places.values()].count(2) >= 8
+    Path(plan.target).mkdir(parents=True)
+    run_ranks(1, replay_plans, [plan], timeout_s=180)
+    differences = {one.tensor: one.largest for one in result_of(record, plan)}
+    assert {"old_logprobs", "ref_logprobs", "advantages", "token_weights", "loss_weights"} <= differences.keys()
+    assert set(differences.values()) == {0.0}, differences
+
+
 def test_hostile_environments_cost_their_samples(runs: dict[str, Any]) -> None:
     assert "error" not in runs["hostile"], runs["hostile"]["error"]
     (step,) = (step for step in runs["hostile"]["metrics"] if "reward/mean" in step)
@@ -164,11 +201,11 @@ def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) ->
     """Each rank samples its share of the prompts, and a source that depends on the rank is refused on all."""
     three = {"rollout.source": f"{folder}/own.py:Turns", "rollout.source.turns": 3}
     ranks = {"data.source": f"{folder}/own.py:of_ranks", "data.train_files": []}
-    forks = {**three, "rollout.source.turns": 2, "rollout.source.forks": True, "trainer.steps": 1}
-    wanted = [("three turns", three), ("forks", forks), ("ranks", ranks)]
-    for layout in ("tp2", "dp2", "pp2") if FULL else ("dp2",):
+    forks = {**three, "rollout.source.turns": 2, **FORKS, "trainer.steps": 1}
+    wanted = [("three turns", three), ("forks", forks), ("scores", scored_turns(folder)), ("ranks", ranks)]
+    for layout in ("tp2", "dp2", "pp2", "fsdp 2") if FULL else ("dp2",):
         outcomes = run_ranks(2, run_all, str(folder), layout, copy.deepcopy(wanted), timeout_s=180)
-        for outcome, name in itertools.product(outcomes, ("three turns", "forks")):
+        for outcome, name in itertools.product(outcomes, ("three turns", "forks", "scores")):
             assert "error" not in outcome[name], outcome[name]["error"]
             for row, alone in zip(outcome[name]["rows"], runs[name]["rows"], strict=True):
                 for own, one in zip(row, alone, strict=True):  # log-probs: sums in another order
