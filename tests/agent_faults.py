@@ -213,7 +213,7 @@ AGENTS: Table = {
     ("agents", "agents/test_remote.py"): [
         ("an endless answer is read to its end", "if size > self.body_bytes:", "if size < 0:"),
         ("a server's failure is an answer", "if response.status_code != 200:", "if response.status_code == 0:"),
-        ("a session stays open", 'await own.ask("close", {})', "pass"),
+        ("a session stays open", 'await world.ask("close", {})', "pass"),
         ("only the last reward counts", "(trajectory.score or 0.0) + step.reward", "step.reward"),
     ],
     ("agents", "agents/test_verifiers.py"): [

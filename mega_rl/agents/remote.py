@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
@@ -91,34 +91,38 @@ class RemoteEnvironment(Conversation):
                     return
                 self.tell(trajectory, history, turn, [{"role": "user", "content": self.message(step.observation)}])
 
-    @asynccontextmanager
-    async def _connect(self, session: str) -> AsyncIterator[_World]:
+    def _connect(self, session: str) -> AbstractAsyncContextManager[_World]:
         """Open a session, and close it in the end. Raises RunError."""
-        if self.url.startswith("ws"):
-            websockets = _websockets()
-            try:
-                connection = await websockets.connect(
-                    self.url, max_size=self.body_bytes, open_timeout=CONNECT_S, close_timeout=CLOSE_S, proxy=None
-                )
-            except (OSError, TimeoutError, websockets.WebSocketException) as error:
-                raise RunError(f"{self.url}: {type(error).__name__}: {shorten(str(error), 200)}") from None
-            async with connection:
-                world = _SocketWorld(self.url, connection, websockets.WebSocketException)
-                try:
-                    yield world
-                finally:
-                    with suppress(RunError):
-                        await world.send("close", None)
-            return
+        return self._socket() if self.url.startswith("ws") else self._http(session)
+
+    @asynccontextmanager
+    async def _http(self, session: str) -> AsyncIterator[_World]:
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         async with httpx.AsyncClient(verify=_tls(), timeout=timeout, trust_env=False) as http:
-            own = _HttpWorld(self.url.rstrip("/"), session, self.body_bytes, http)
+            world = _HttpWorld(self.url.rstrip("/"), session, self.body_bytes, http)
             try:
-                yield own
+                yield world
             finally:
                 http.timeout = httpx.Timeout(CLOSE_S)
                 with suppress(RunError):  # a server need not know of closing
-                    await own.ask("close", {})
+                    await world.ask("close", {})
+
+    @asynccontextmanager
+    async def _socket(self) -> AsyncIterator[_World]:
+        websockets = _websockets()
+        try:
+            connection = await websockets.connect(
+                self.url, max_size=self.body_bytes, open_timeout=CONNECT_S, close_timeout=CLOSE_S, proxy=None
+            )
+        except (OSError, TimeoutError, websockets.WebSocketException) as error:
+            raise RunError(f"{self.url}: {type(error).__name__}: {shorten(str(error), 200)}") from None
+        async with connection:
+            world = _SocketWorld(self.url, connection, websockets.WebSocketException)
+            try:
+                yield world
+            finally:
+                with suppress(RunError):
+                    await world.send("close", None)
 
 
 @dataclass
