@@ -73,14 +73,14 @@ class McpServer:
     async def _answer(self, tool: str, arguments: dict[str, Any]) -> str:
         session, opened, (*_, failure) = await self._opened(), self._session, _mcp()
         try:
-            result = await session.call_tool(tool, arguments)
+            answered = await session.call_tool(tool, arguments)
         except failure as error:
             if cast(Any, error).error.code != _CLOSED:
                 return f"error: {error}"
             if self._session is opened:  # no other call has started it again
                 self._end()
             raise RunError(f"McpServer({self.command!r}) died in a call of {tool}") from None
-        given = result.model_dump(by_alias=True, mode="json")
+        given = answered.model_dump(by_alias=True, mode="json")
         text = "\n".join(one.get("text", f"[{one['type']}]") for one in given["content"])
         return f"error: {text}" if given["isError"] else text
 
@@ -96,11 +96,11 @@ class McpServer:
         """Run the server until it is over or dies."""
         mcp, *_ = _mcp()
         program, *arguments = shlex.split(self.command) or [""]
-        found = shutil.which(program)
-        if found is None:
+        path = shutil.which(program)
+        if path is None:
             raise FileNotFoundError(f"there is no program {program!r}")
         python, *words = python_module(
-            "mega_rl.processes", str(os.getpid()), str(int(signal.SIGKILL)), found, *arguments
+            "mega_rl.processes", str(os.getpid()), str(int(signal.SIGKILL)), path, *arguments
         )
         given = mcp.StdioServerParameters(command=python, args=words, env=of_other_programs())
         async with mcp.stdio_client(given, errlog=sys.__stderr__) as streams, mcp.ClientSession(*streams) as session:
@@ -121,8 +121,8 @@ class McpServer:
         if not opened.done():
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
-            what = "ended" if error is None else f"{type(error).__name__}: {shorten(str(error), 200)}"
-            opened.set_exception(RunError(f"McpServer({self.command!r}) does not start: {what}"))
+            reason = "ended" if error is None else f"{type(error).__name__}: {shorten(str(error), 200)}"
+            opened.set_exception(RunError(f"McpServer({self.command!r}) does not start: {reason}"))
             opened.exception()  # nobody need wait
 
 

@@ -26,11 +26,11 @@ COMMAND = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
 
 
 def children() -> int:
-    found = 0
+    count = 0
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            found += "mcp_server.py" in " ".join(one.cmdline())
-    return found
+            count += "mcp_server.py" in " ".join(one.cmdline())
+    return count
 
 
 @pytest.fixture
