@@ -123,8 +123,8 @@ AGENTS: Table = {
     ("agents", "agents/test_environment.py"): [
         (
             "a stalled environment stalls all",
-            "until = until if taken else time.monotonic() + gather_s",
-            "until = until if taken else time.monotonic() + 9 + gather_s",
+            "end, gathers = end if gathers else time.monotonic() + gather_s, True",
+            "end, gathers = end if gathers else time.monotonic() + 9, True",
         ),
         (
             "a trajectory pays for the time of the policy",
@@ -154,6 +154,30 @@ AGENTS: Table = {
             'fault = "" if True else score_fault(',
         ),
         ("a score that is not finite trains", "> torch.finfo(torch.float32).max", "> 1e300"),
+    ],
+    ("agents", "rollout/test_continuous.py"): [
+        (
+            "the cache of another branch is read",
+            "for place, (a, b) in pairs if a != b)",
+            "for place, (a, b) in pairs if a < 0)",
+        ),
+        (
+            "caches outlive an update of the weights",
+            "kept = KeptCaches(self._batch_size)",
+            'kept = vars(self).setdefault("kept", KeptCaches(64))',
+        ),
+        (
+            "holes between old and new tokens are read",
+            "torch.cat([held, mask], dim=1)",
+            "torch.cat([held * 0 + 1, mask], dim=1)",
+        ),
+        ("a turn reads its trajectory again", "self._of_branch[_branch(request)] = kept", "self._of_branch.clear()"),
+        (
+            "a waiting tool holds up a batch",
+            "gather_s = GATHER_S if not batch.size else _SOON_S if have_left else 0.0",
+            "gather_s = 99.0",
+        ),
+        ("caches of ended trajectories stay", "if branch[:2] in ended]:", "if branch[:2] in ()]:"),
     ],
     ("agents", "rollout/sglang/test_engine.py"): [
         (

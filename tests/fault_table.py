@@ -741,7 +741,7 @@ TABLE: Table = {
             "room = max(min(self.num_tokens + max(first, _FIRST_RESERVE), self._max_tokens), self.num_tokens)",
             "room = self.num_tokens + max(first, _FIRST_RESERVE)",
         ),
-        ("the host asks at every token who is finished", "CHECK_TOKENS.get(device.type, _CHECK_TOKENS_ON_DEVICE)", "1"),
+        ("the host asks at every token who is finished", "check_tokens = check_interval(device)", "check_tokens = 1"),
     ],
     ("gpu", "parallel/test_fp32_linear.py"): [
         (

@@ -79,6 +79,7 @@ class TurnQueue:
     first: int = 0  # the number of the first prompt, in keys
     is_alive: Callable[[], bool] = lambda: True  # False: no more will come
     playing: int = 0  # trajectories that have not ended
+    ended: set[tuple[int, int]] = field(default_factory=set)  # prompt and sample of those that have
     _open: set[Future[Answer]] = field(default_factory=set)
     _queue: queue.SimpleQueue[Asked | None] = field(default_factory=queue.SimpleQueue)
 
@@ -91,6 +92,11 @@ class TurnQueue:
         self._queue.put((request._replace(key=(self.first + prompt, sample, number)), answer))
         return answer
 
+    def end(self, trajectory: Trajectory) -> None:
+        """Note that a trajectory asks for no more turns."""
+        self.playing -= 1
+        self.ended.add((self.first + trajectory.prompt_index, trajectory.sample_index))
+
     def close(self) -> None:
         """Let `take` return None after the turns that were asked for."""
         self._queue.put(None)
@@ -98,24 +104,24 @@ class TurnQueue:
     def take(self, wait_s: float = TICK_S, *, gather_s: float = 0.0) -> list[Asked] | None:
         """Return turns that were asked for, by key, after at most `wait_s` for the first; None: no more will come.
 
-        gather_s: longest wait for more, while a trajectory may ask.
+        gather_s: longest wait for more, while a trajectory may ask; without `wait_s` also for the first.
         """
         taken = list[Asked]()
         if not self.is_alive():
             return None
-        until = time.monotonic() + wait_s
-        while (left := until - time.monotonic()) > 0 or not self._queue.empty():
+        end, gathers = time.monotonic() + (wait_s or gather_s), not wait_s
+        while True:
+            left = 0.0 if gathers and self.playing <= len(self._open) else end - time.monotonic()
+            if left <= 0.0 and self._queue.empty():
+                return sorted(taken, key=_key)
             with contextlib.suppress(queue.Empty):
-                asked = self._queue.get(timeout=max(min(left, GATHER_S / 10) if taken else left, 0.0))
+                asked = self._queue.get(timeout=max(min(left, GATHER_S / 10) if gathers else left, 0.0))
                 if asked is None:
                     self.close()  # for the next call
                     return sorted(taken, key=_key) or None
                 if asked[1].set_running_or_notify_cancel():  # else its trajectory has ended meanwhile
-                    until = until if taken else time.monotonic() + gather_s
+                    end, gathers = end if gathers else time.monotonic() + gather_s, True
                     taken.append(asked)
-            if taken and self.playing <= len(self._open):
-                until = 0.0  # all wait
-        return sorted(taken, key=_key)
 
 
 def _key(asked: Asked) -> tuple[int, int, int]:
@@ -267,7 +273,7 @@ class _Play:
         finally:
             run.cancel()
         await asyncio.wait({run}, timeout=GRACE_S if late else None)
-        self.asked.playing -= 1
+        self.asked.end(trajectory)
         if not self.abandoned:
             self.outcomes[place] = self._outcome(policy, run, late=late)
 

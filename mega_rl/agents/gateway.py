@@ -55,7 +55,7 @@ from mega_rl.untrusted import parse_object, shorten
 POLL_S = 0.02
 CLOSE_S = 5.0  # for the server's connections to end
 MOST_CALLS = 64  # calls that one key may have in flight
-LAST_BYTES = 2000  # of a program's output, for the message of its failure
+LAST_BYTES = 2000  # end of a program's output, for the message of its failure
 _PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/messages")
 _MODEL = {
     "id": "policy", "object": "model", "type": "model", "display_name": "policy", "owned_by": "mega_rl",
@@ -195,7 +195,7 @@ class _Session:
     policy: Policy
     trajectory: Trajectory
     reached: LimitReached | None = None
-    error: BaseException | None = None  # of a call, which is not the program's mistake
+    error: BaseException | None = None  # raised by a call, and no mistake of the program
     closed: bool = False
     calls: set[asyncio.Task[Reply]] = field(default_factory=set)
     _answered: dict[tuple[str, ...], _Answered] = field(default_factory=dict)  # by tools and messages

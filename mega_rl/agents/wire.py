@@ -33,11 +33,11 @@ def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str
 
 
 class Asked(NamedTuple):
-    """A request's tools by name, its messages, and the most tokens of its answer; 0: as many as there is room for."""
+    """A request in the terms of chat templates."""
 
-    tools: dict[str, ToolFunction]
+    tools: dict[str, ToolFunction]  # by name
     messages: list[Message]
-    limit: int
+    limit: int  # most tokens of the answer; 0: as many as there is room for
 
 
 def asked_in(body: Mapping[str, Any]) -> Asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -25,7 +26,7 @@ from mega_rl.tracking import progress
 from mega_rl.types import IdRanges
 
 # Finished rows leave the batch when at least this share of it is finished: each removal copies the cache once.
-_SHRINK_SHARE = 0.25
+SHRINK_SHARE = 0.25
 # Tokens from one look at who is finished to the next. On a GPU the host waits for the device to look, and a finished
 # row costs little; on a CPU a finished row costs as much as any other.
 CHECK_TOKENS = {"cpu": 1}
@@ -77,7 +78,7 @@ class DecodingLoop:
         logprobs = torch.zeros(num_rows, self._max_new_tokens, dtype=torch.float32, device=device)
         lengths = torch.full((num_rows,), self._max_new_tokens, dtype=torch.int64, device=device)
         finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        check_tokens = CHECK_TOKENS.get(device.type, _CHECK_TOKENS_ON_DEVICE)
+        check_tokens = check_interval(device)
         rows = torch.arange(num_rows, device=device)  # row of the result that each row of the shrinking batch fills
         logits, mask, positions = self._prefill(model, input_ids, attention_mask)
         for step in range(self._max_new_tokens):
@@ -96,32 +97,51 @@ class DecodingLoop:
                 keep = (~finished[rows]).nonzero()[:, 0]
                 if not len(keep):
                     break
-                if len(keep) <= (1.0 - _SHRINK_SHARE) * len(rows):
+                if len(keep) <= (1.0 - SHRINK_SHARE) * len(rows):
                     select_rows(self._cache, keep)
                     rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
-            logits = self._forward(model, drawn[:, None], mask[:, : input_ids.shape[1] + step + 1], positions + step)
+            seen = mask[:, : input_ids.shape[1] + step + 1]
+            logits = forward(model, self._cache, drawn[:, None], seen, positions + step, hidden=self._hidden)
         return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
 
     def _prefill(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the prompt's logits [R, V], mask [R, L + N] and next position [R, 1]."""
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        logits = self._forward(model, input_ids, mask, positions)
+        logits = forward(model, self._cache, input_ids, mask, positions, hidden=self._hidden)
         of_row = self._prompt_of_row
         select_rows(self._cache, of_row)
         mask = nn.functional.pad(mask, (0, self._max_new_tokens), value=1)
         return logits[of_row], mask[of_row], positions[of_row, -1:] + 1
 
-    def _forward(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """[rows, V] logits of the last token."""
-        arguments = {
-            "attention_mask": mask,
-            "position_ids": positions,
-            "use_cache": True,
-            "logits_to_keep": 1,
-            cache_argument(model): self._cache,
-        }
-        output = model(input_ids, **accepted(model, arguments))
-        return hide(output.logits[:, -1], self._hidden)
+
+def forward(
+    model: PreTrainedModel, cache: Cache, input_ids: Tensor, mask: Tensor, positions: Tensor, *, hidden: IdRanges
+) -> Tensor:
+    """Return the logits of the last token, [rows, V]; the cache grows by the tokens.
+
+    input_ids, positions: [rows, N]; mask: [rows, tokens of the cache, then N]; hidden: tokens that are never chosen.
+    """
+    arguments = {
+        "attention_mask": mask,
+        "position_ids": positions,
+        "use_cache": True,
+        "logits_to_keep": 1,
+        cache_argument(model): cache,
+    }
+    output = model(input_ids, **accepted(model, arguments))
+    return hide(output.logits[:, -1], hidden)
+
+
+def check_interval(device: torch.device) -> int:
+    """Return the tokens from one look at who is finished to the next."""
+    return CHECK_TOKENS.get(device.type, _CHECK_TOKENS_ON_DEVICE)
+
+
+def left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return left-padded (tokens, mask), both [P, L] int64 and 0 on padding."""
+    rows = [torch.tensor(sequence, dtype=torch.int64, device=device) for sequence in sequences]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    return padded(rows), padded([torch.ones_like(row) for row in rows])
 
 
 ATTENTION = "mega_rl_grouped"  # a name with "sdpa" is refused for models with sinks
@@ -187,10 +207,15 @@ def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
 
     Models with other layers than full attention get transformers' own.
     """
-    layer_types = config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers
-    if not needs_proof(config.to_dict()) and all(layer_type == "full_attention" for layer_type in layer_types):
-        return Cache(layers=[GrowingLayer(max_tokens) for _ in layer_types])
+    if has_full_attention(config):
+        return Cache(layers=[GrowingLayer(max_tokens) for _ in range(config.num_hidden_layers)])
     return DynamicCache(config=config)
+
+
+def has_full_attention(config: PreTrainedConfig) -> bool:
+    """Return whether all layers attend to all tokens, in a way that needs no proof."""
+    layer_types = config.to_dict().get("layer_types") or []
+    return not needs_proof(config.to_dict()) and all(layer_type == "full_attention" for layer_type in layer_types)
 
 
 def cache_argument(model: PreTrainedModel) -> str:

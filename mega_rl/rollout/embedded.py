@@ -15,7 +15,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -28,8 +27,26 @@ from mega_rl.converters.live.load import model_config, weights_on_disk
 from mega_rl.converters.plan.adapters import WEIGHT, A, B
 from mega_rl.engines.models.adapters import LinearAdapter
 from mega_rl.errors import RunError
-from mega_rl.rollout.decoding import ATTENTION, Decoded, DecodingLoop, Way, make_cache, prove_decoding
-from mega_rl.rollout.sampling import Sampler, check_positions, is_greedy, response_limits, stream_keys, turn_keys
+from mega_rl.rollout.continuous import KeptCaches, RunningBatch, answer_turns
+from mega_rl.rollout.decoding import (
+    ATTENTION,
+    Decoded,
+    DecodingLoop,
+    Way,
+    has_full_attention,
+    left_padded,
+    make_cache,
+    prove_decoding,
+)
+from mega_rl.rollout.sampling import (
+    Sampler,
+    check_positions,
+    is_greedy,
+    response_limits,
+    stream_keys,
+    turn_keys,
+    uniform_at,
+)
 from mega_rl.rollout.tokens import with_end_of_sequence
 from mega_rl.tracking import progress
 from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, ends_of, response_mask
@@ -139,7 +156,7 @@ class HFRolloutEngine:
             places = [row.prompt for row in batch]
             contexts = {place: prompts[place].token_ids for place in places}
             decoded.append(self._decode(contexts, places, [row.limit for row in batch], keys=keys, sampler=sampler))
-        rollout = self._assemble(rows, decoded, prompts, prompt_index)
+        rollout = _assemble(rows, decoded, prompts, prompt_index, self._weight_version)
         bad = (~torch.isfinite(rollout.rollout_logprobs)).nonzero()
         if len(bad):
             row, position = bad[0].tolist()
@@ -151,27 +168,49 @@ class HFRolloutEngine:
         return rollout
 
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
+        """Answer turns; they join and leave a running batch, but for models whose layers cannot do that."""
         sampler = _sampler_of(self._sampler, how.greedy, how.draws)
 
-        def sample(requests: Sequence[TurnRequest]) -> list[Answer]:
-            turns = dict[int, Answer]()
+        def keys(requests: Sequence[TurnRequest]) -> Tensor:
             for one in requests:
                 check_positions(len(one.token_ids), one.limit, max_positions=self._max_positions)
-            order = sorted(range(len(requests)), key=lambda place: (len(requests[place].token_ids), place))
-            for batch in self._batches(order, [len(requests[place].token_ids) for place in order]):
-                own = [requests[place] for place in batch]
-                keys = turn_keys(how.seed, *torch.tensor([one.key for one in own], device=self._device).unbind(dim=1))
-                contexts = {one.token_ids: one.token_ids for one in own}
-                limits = [one.limit for one in own]
-                decoded = self._decode(contexts, [one.token_ids for one in own], limits, keys=keys, sampler=sampler)
-                columns = (decoded.tokens, decoded.logprobs, decoded.lengths, decoded.finished)
-                for place, ids, logprobs, end, stopped in zip(batch, *(one.tolist() for one in columns), strict=True):
-                    if not all(map(math.isfinite, logprobs[:end])):
-                        raise RunError(f"the rollout model's logits are not finite: turn {requests[place].key}")
-                    turns[place] = Turn(tuple(ids[:end]), tuple(logprobs[:end]), (), stopped)
-            return [turns[place] for place in range(len(requests))]
+            return turn_keys(how.seed, *torch.tensor([one.key for one in requests], device=self._device).unbind(dim=1))
 
-        in_batches(asked, sample)
+        def draw(logits: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            if sampler is None:
+                return self._sampler.most_likely(logits)
+            return sampler.draw(logits, uniform_at(keys, positions))
+
+        if not has_full_attention(self.model.config):
+            in_batches(asked, partial(self._turns, keys=keys, sampler=sampler))
+            return
+        # The caches end with this call, and so before the weights change.
+        kept = KeptCaches(self._batch_size)
+        batch = RunningBatch(
+            self.model, draw, stop_token_ids=self._stop_token_ids, kept=kept, hidden=self._hidden_tokens
+        )
+        answer_turns(asked, batch, keys=keys, batch_size=self._batch_size)
+
+    def _turns(
+        self,
+        requests: Sequence[TurnRequest],
+        *,
+        keys: Callable[[Sequence[TurnRequest]], Tensor],
+        sampler: Sampler | None,
+    ) -> list[Answer]:
+        """Return the answer to each request."""
+        turns = dict[int, Answer]()
+        order = sorted(range(len(requests)), key=lambda place: (len(requests[place].token_ids), place))
+        for batch in self._batches(order, [len(requests[place].token_ids) for place in order]):
+            own = [requests[place] for place in batch]
+            contexts, limits = {one.token_ids: one.token_ids for one in own}, [one.limit for one in own]
+            decoded = self._decode(contexts, [one.token_ids for one in own], limits, keys=keys(own), sampler=sampler)
+            columns = (decoded.tokens, decoded.logprobs, decoded.lengths, decoded.finished)
+            for place, ids, logprobs, end, stopped in zip(batch, *(one.tolist() for one in columns), strict=True):
+                if not all(map(math.isfinite, logprobs[:end])):
+                    raise RunError(f"the rollout model's logits are not finite: turn {requests[place].key}")
+                turns[place] = Turn(tuple(ids[:end]), tuple(logprobs[:end]), (), stopped)
+        return [turns[place] for place in range(len(requests))]
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
         """Do nothing: this engine loses no turns."""
@@ -218,46 +257,9 @@ class HFRolloutEngine:
             cache=make_cache(self.model.config, max_tokens=longest),
             hidden=self._hidden_tokens,
         )
-        decoded = loop.run(self.model, *_left_padded(list(contexts.values()), self._device))
+        decoded = loop.run(self.model, *left_padded(list(contexts.values()), self._device))
         finished = decoded.finished & (decoded.lengths <= most)
         return replace(decoded, lengths=decoded.lengths.minimum(most), finished=finished)
-
-    def _assemble(
-        self,
-        rows: Sequence[_Row],
-        decoded: Sequence[Decoded],
-        prompts: Sequence[Prompt],
-        prompt_index: Sequence[int],
-    ) -> Rollout:
-        """Return the rows in the caller's order, prompt and response joined and right-padded, on the host."""
-        num_rows = len(rows)
-
-        def integers(values: Iterable[int]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int64)
-
-        back = torch.argsort(integers(row.number for row in rows))
-        prompt_lengths = integers(len(prompts[row.prompt].token_ids) for row in rows)
-        responses = _joined(decoded)
-        lengths = prompt_lengths + responses.lengths
-        width = int(lengths.max()) if num_rows else 0
-        prompt_mask = torch.arange(width) < prompt_lengths[:, None]
-        loss_mask = response_mask(prompt_lengths, lengths, width=width)
-        in_response = torch.arange(responses.tokens.shape[1]) < responses.lengths[:, None]
-        tokens = torch.zeros(loss_mask.shape, dtype=torch.int64)
-        tokens[prompt_mask] = integers(token for row in rows for token in prompts[row.prompt].token_ids)
-        tokens[loss_mask] = responses.tokens[in_response]
-        logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32)
-        logprobs[loss_mask] = responses.logprobs[in_response]
-        return Rollout.from_rows(
-            tokens[back],
-            prompt_lengths=prompt_lengths[back],
-            lengths=lengths[back],
-            rollout_logprobs=logprobs[back],
-            end=ends_of(responses.finished[back]),
-            prompt_index=integers(prompt_index[row.prompt] for row in rows)[back],
-            sample_index=integers(row.sample for row in rows)[back],
-            weight_version=integers([self._weight_version or 0] * num_rows),
-        )
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -314,18 +316,49 @@ class HFRolloutEngine:
         self._weight_version = version
 
 
+def _assemble(
+    rows: Sequence[_Row],
+    decoded: Sequence[Decoded],
+    prompts: Sequence[Prompt],
+    prompt_index: Sequence[int],
+    weight_version: int,
+) -> Rollout:
+    """Return the rows in the caller's order, prompt and response joined and right-padded, on the host."""
+    num_rows = len(rows)
+
+    def integers(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64)
+
+    back = torch.argsort(integers(row.number for row in rows))
+    prompt_lengths = integers(len(prompts[row.prompt].token_ids) for row in rows)
+    responses = _joined(decoded)
+    lengths = prompt_lengths + responses.lengths
+    width = int(lengths.max()) if num_rows else 0
+    prompt_mask = torch.arange(width) < prompt_lengths[:, None]
+    loss_mask = response_mask(prompt_lengths, lengths, width=width)
+    in_response = torch.arange(responses.tokens.shape[1]) < responses.lengths[:, None]
+    tokens = torch.zeros(loss_mask.shape, dtype=torch.int64)
+    tokens[prompt_mask] = integers(token for row in rows for token in prompts[row.prompt].token_ids)
+    tokens[loss_mask] = responses.tokens[in_response]
+    logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32)
+    logprobs[loss_mask] = responses.logprobs[in_response]
+    return Rollout.from_rows(
+        tokens[back],
+        prompt_lengths=prompt_lengths[back],
+        lengths=lengths[back],
+        rollout_logprobs=logprobs[back],
+        end=ends_of(responses.finished[back]),
+        prompt_index=integers(prompt_index[row.prompt] for row in rows)[back],
+        sample_index=integers(row.sample for row in rows)[back],
+        weight_version=integers([weight_version] * num_rows),
+    )
+
+
 def _sampler_of(own: Sampler, greedy: bool, draws: Draws | None) -> Sampler | None:
     """Return the sampler of a generation, in training the engine's own; None: greedy."""
     if is_greedy(greedy, draws):
         return None
     return own if draws is None else Sampler(draws.temperature, draws.top_p, draws.top_k)
-
-
-def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return left-padded (tokens, mask), both [P, L] int64 and 0 on padding."""
-    rows = [torch.tensor(sequence, device=device) for sequence in sequences]
-    padded = partial(pad_sequence, batch_first=True, padding_side="left")
-    return padded(rows), padded([torch.ones_like(row) for row in rows])
 
 
 def _joined(parts: Sequence[Decoded]) -> Decoded:

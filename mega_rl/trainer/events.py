@@ -229,7 +229,7 @@ def sample_rows(
 
 
 def _conversation(rollout: Rollout, row: int, render: Callable[[Sequence[int]], str]) -> list[tuple[int, str]]:
-    """Return (number of a turn, its text) after a row's prompt, and (0, text) that it read."""
+    """Return (turn, text) of the parts after a row's prompt; turn 0: the policy read it."""
     assert rollout.turn is not None
     places = range(int(rollout.prompt_lengths[row]), int(rollout.lengths[row]))
     ids, turns = rollout.tokens[row].tolist(), rollout.turn[row].tolist()

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import mega_rl
-from mega_rl.agents.environment import Answer, Runner, TurnRequest
+from mega_rl.agents.environment import Answer, Runner, TurnRequest, in_batches
 from mega_rl.agents.trajectory import Trajectory, Turn
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.parallel.comm import SingleRank
@@ -85,7 +86,7 @@ def test_demonstrations_are_what_the_environment_plays(example: tuple[str, Path]
         return spoken
 
     environment = getattr(module, ENVIRONMENTS[name])(context)
-    played = Runner(environment, "the example", len(tokenizer)).run(trajectories, sample)
+    played = Runner(environment, "the example", len(tokenizer)).run(trajectories, partial(in_batches, sample=sample))
     assert [one.what for one in played] == [""] * NUM_PLAYED
     assert [one.trajectory.branch.token_ids for one in played] == wholes
     scores = [

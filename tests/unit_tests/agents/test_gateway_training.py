@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from mega_rl.agents.environment import TurnQueue, TurnRequest
 from mega_rl.tracking.records.reader import read_record
 from mega_rl.types import ENDS
 from tests.helpers.distributed import run_ranks
@@ -107,19 +108,21 @@ def train_all(rank: int, runs: list[dict[str, Any]]) -> list[list[Any]]:
     accelerator = prepare("cpu")
     from mega_rl.config.keys import with_settings
     from mega_rl.config.schema import Config
-    from mega_rl.rollout.embedded import HFRolloutEngine
     from mega_rl.trainer.assemble import running
 
-    sample, sampled = HFRolloutEngine.turns, []
+    ask, sampled = TurnQueue.put, list[list[Any]]()
 
-    def turns(self: Any, requests: Any, **how: Any) -> Any:
-        answers = sample(self, requests, **how)
-        sampled[-1] += [
-            (one.token_ids, got.token_ids, got.logprobs) for one, got in zip(requests, answers, strict=True)
-        ]
-        return answers
+    def asked(self: TurnQueue, request: TurnRequest) -> Any:
+        answer = ask(self, request)
 
-    with patch.object(HFRolloutEngine, "turns", turns):
+        def note(answered: Any) -> None:
+            got = answered.result()
+            sampled[-1].append((request.token_ids, got.token_ids, got.logprobs))
+
+        answer.add_done_callback(note)
+        return answer
+
+    with patch.object(TurnQueue, "put", asked):
         for settings in runs:
             sampled.append([])
             with running([with_settings(Config(), settings)], accelerator) as ((trainer,), _):
