@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from mega_rl.agents.chat import ToolsEnvironment
     from mega_rl.agents.environment import Environment, Policy
     from mega_rl.agents.gateway import Gateway
+    from mega_rl.agents.remote import RemoteEnvironment
+    from mega_rl.agents.tool_servers import McpServer
     from mega_rl.agents.trajectory import Branch, LimitReached, Trajectory, Turn
+    from mega_rl.agents.verifiers import Verifiers
     from mega_rl.algorithms.inputs import AdvantageInputs
     from mega_rl.algorithms.losses import PolicyTokens, SampledTokens
     from mega_rl.api import (
@@ -42,6 +45,9 @@ _NAMES = {
     "mega_rl.agents.chat": "ToolsEnvironment",
     "mega_rl.agents.environment": "Environment Policy",
     "mega_rl.agents.gateway": "Gateway",
+    "mega_rl.agents.remote": "RemoteEnvironment",
+    "mega_rl.agents.tool_servers": "McpServer",
+    "mega_rl.agents.verifiers": "Verifiers",
     "mega_rl.agents.trajectory": "Branch LimitReached Trajectory Turn",
     "mega_rl.algorithms.inputs": "AdvantageInputs",
     "mega_rl.algorithms.losses": "PolicyTokens SampledTokens",

@@ -190,8 +190,8 @@ AGENTS: Table = {
     ("agents", "agents/test_chat.py"): [
         (
             "a turn goes on behind another stop token",
-            "if not calls or (turn.token_ids[-1] != self._rule.stop and not self._reopens):",
-            "if not calls:",
+            "return turn.stopped and (self._reopens or turn.token_ids[-1] == self._rule.stop)",
+            "return turn.stopped",
         ),
         (
             "a new branch lacks the last answers",
@@ -224,5 +224,24 @@ AGENTS: Table = {
         ("a late tool holds its answer", "call), self._timeout_s)", "call), 60 + self._timeout_s)"),
         ("arguments of another type reach a tool", "if kinds and not _is_of(value, kinds):", "if kinds and not kinds:"),
         ("true is a whole number", 'return "boolean" in kinds', "return True"),
+    ],
+    ("agents", "agents/test_tool_servers.py"): [
+        (
+            "a server of tools that died stays dead",
+            "if self._session is opened:  # no other",
+            "if not opened:  # no other",
+        ),
+        ("a dead server is an answer", "if isinstance(error, RunError):  # the", "if isinstance(error, str):  # the"),
+        ("what a server calls an error is an answer", 'return f"error: {text}" if given', "return text if given"),
+    ],
+    ("agents", "agents/test_remote.py"): [
+        ("an endless answer is read to its end", "if size > self.body_bytes:", "if size < 0:"),
+        ("a server's failure is an answer", "if response.status_code != 200:", "if response.status_code == 0:"),
+        ("a session stays open", 'await world.ask("close", {})', "pass"),
+        ("only the last reward counts", "(trajectory.score or 0.0) + step.reward", "step.reward"),
+    ],
+    ("agents", "agents/test_verifiers.py"): [
+        ("an environment's failure passes", 'if output.get("error"):', 'if output.get("no error"):'),
+        ("a score that nobody reads is set", "if self.context.reads_scores:", "if self.context:"),
     ],
 }

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from mega_rl.data.columns import Message
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 from mega_rl.processes import Running
 from mega_rl.untrusted import parse_object, shorten
 
@@ -238,6 +238,8 @@ class Toolbox:
             result, error = await asyncio.wait_for(_run(self._tools[call.name].function, call), self._timeout_s)
         except TimeoutError:
             return f"error: {call.name} took more than {self._timeout_s:g} s"
+        if isinstance(error, RunError):  # the machine's fault, not the call's: it costs the sample
+            raise error
         if error is not None:
             text = f"error: {type(error).__name__}: {error}"
         else:
