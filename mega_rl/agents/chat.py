@@ -69,7 +69,7 @@ class Conversation(Environment):
     def tell(
         self, trajectory: Trajectory, history: list[Message | Ids], turn: Turn, answers: Sequence[Message]
     ) -> None:
-        """Append a turn and the messages after it to the history, and give the policy their tokens."""
+        """Append a turn and the messages after it, and give the policy their tokens."""
         history += [turn.token_ids, *answers]
         if self._reopens:
             trajectory.open(self._turns.opening(history))
@@ -88,7 +88,10 @@ class ToolsEnvironment(Conversation):
     style: ClassVar[str] = "hermes"  # how the model writes calls, a key of `agents.tools.STYLES`
 
     def __post_init__(self) -> None:
-        """Prove the chat template. Raises UserError: it takes no tools, or nothing is exact after its turns."""
+        """Prove the chat template.
+
+        Raises UserError: it takes no tools, or nothing is exact after its turns.
+        """
         if not self.tools:
             raise UserError("tools is empty; set it to functions, as tools = (add, multiply)")
         self._box = Toolbox(
@@ -101,7 +104,7 @@ class ToolsEnvironment(Conversation):
         self.prove(_ANSWER, self._box.schemas)
 
     async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
-        """Take turns, and answer their calls; a turn without a call or with another end is the last."""
+        """Take turns and answer their calls until a turn has no call."""
         history = self.opened(prompt)
         while True:
             turn = await policy.turn()

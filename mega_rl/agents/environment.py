@@ -102,9 +102,10 @@ class TurnQueue:
         self._queue.put(None)
 
     def take(self, wait_s: float = TICK_S, *, gather_s: float = 0.0) -> list[Asked] | None:
-        """Return turns that were asked for, by key, after at most `wait_s` for the first; None: no more will come.
+        """Return turns that were asked for, by key; None: no more will come.
 
-        gather_s: longest wait for more, while a trajectory may ask; without `wait_s` also for the first.
+        wait_s: longest wait for the first. gather_s: longest wait for more, while a trajectory may ask; without
+        `wait_s` also for the first.
         """
         taken = list[Asked]()
         if not self.is_alive():
@@ -143,7 +144,7 @@ class TurnEngine(RolloutEngine, Protocol):
     """A rollout engine that samples single turns with the weights last published to it."""
 
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
-        """Answer turns as they are asked for, each as soon as it ends, until no more will come; no collective."""
+        """Answer each turn as soon as it ends, until no more will come; no collective."""
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
         """Bring lost servers back and call `again` while any rank has `lost` turns; collective."""

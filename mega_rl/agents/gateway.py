@@ -77,7 +77,7 @@ _ERRORS = {401: "authentication_error", 413: "request_too_large", 429: "rate_lim
 
 @dataclass
 class Gateway(Environment):
-    """Base of an environment whose policy an unchanged program calls over HTTP: set `program`, or define `play`."""
+    """Base of an environment that an unchanged program plays over HTTP: `program` or `play`."""
 
     context: Any  # a `RolloutContext`
     program: str = field(default="", kw_only=True)  # command: "python agent.py"
@@ -91,7 +91,7 @@ class Gateway(Environment):
         assert self.template
 
     async def play(self, url: str, key: str, prompt: Prompt) -> None:
-        """Run `program`, with the prompt as JSON on its standard input and the gateway in its environment."""
+        """Run `program` with the prompt as JSON on its standard input."""
         words = shlex.split(self.program)
         if not words:
             raise UserError("program is empty; set it to a command, or define the method play")

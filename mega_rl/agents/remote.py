@@ -1,4 +1,4 @@
-"""Environments on servers: a world over HTTP or a WebSocket is reset, reads turns as actions, and scores them."""
+"""Environments on servers, over HTTP or a WebSocket: reset, steps with turns as actions, rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MCP servers as a source of tools: a command names its tools and answers calls over its input and output."""
+"""MCP servers as a source of tools, over a command's standard input and output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLOSED = -32000  # the package's error code for a server that is gone
 
 @dataclass(eq=False)
 class McpServer:
-    """Tools of an MCP server: one process per rank, started again after its death, killed with the rank."""
+    """Tools of an MCP server: one process per rank, started again after its death."""
 
     command: str  # "python server.py"
     start_s: float = 30.0  # seconds in which the server starts and names its tools

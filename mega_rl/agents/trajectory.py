@@ -128,7 +128,7 @@ class Trajectory:
 
     @property
     def scores(self) -> list[float]:
-        """Return the scores that the environment has set, of the trajectory and of turns; none of a failed one."""
+        """Return the scores of trajectory and turns that are set; none of a failed trajectory."""
         every = () if self.ended() == "error" else (self.score, *(turn.score for turn in self.turns))
         return [one for one in every if one is not None]
 

@@ -1,4 +1,4 @@
-"""Environments of the package verifiers: they call the policy as an API, and their rubrics score the trajectory."""
+"""Environments of the package verifiers, which call the policy as an API and score it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Verifiers(Gateway):
 
     @staticmethod
     def rows(world: Any, split: Literal["train", "validation"]) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of an environment as a data source does, with the columns prompt and answer."""
+        """Yield the rows of an environment, as a data source does: prompt and answer."""
         for row, _ in _rows(world, split):
             yield row
 

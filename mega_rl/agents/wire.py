@@ -1,4 +1,4 @@
-"""Requests and answers in the terms of OpenAI's and Anthropic's APIs, from and to messages of chat templates."""
+"""Requests and answers of OpenAI's and Anthropic's APIs as messages of chat templates."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class AdvantageInputs:
         return token_rewards(scores, self.mask, self.kl_penalty)
 
     def turn_rewards(self) -> Tensor:
-        """Return token rewards [B, S] with turns' scores where turns end, and the rest of each reward at the end."""
+        """Return token rewards [B, S]: turns' scores where they end, the rest at the end."""
         if self.turn_scores is None:
             return self.token_rewards(self.rewards)
         of_turns = over_trajectory(self.turn_scores.double().sum(dim=1), self.experience.branch)
@@ -175,7 +175,7 @@ def discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
 
 
 def turn_ends(mask: Tensor) -> Tensor:
-    """Return [B, S] bool, True on the last token of each turn, a run of response tokens."""
+    """Return [B, S] bool: the last token of each run of response tokens."""
     ends = mask.clone()
     ends[:, :-1] &= ~mask[:, 1:]
     return ends

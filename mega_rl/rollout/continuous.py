@@ -1,4 +1,4 @@
-"""Continuous decoding of turns: rows enter and leave a running batch, and caches wait for the next turn."""
+"""Continuous decoding of turns: rows enter and leave a running batch, caches wait between turns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RowCache:
 
 @dataclass
 class KeptCaches:
-    """Caches of turns that have ended, for the next turns of their trajectories; the oldest are dropped."""
+    """Caches that wait for the next turns of their trajectories; the oldest are dropped."""
 
     most: int
     _of_branch: dict[Branch, RowCache] = field(default_factory=dict)  # the oldest first
@@ -100,7 +100,7 @@ class TurnRow:
 
 
 class RunningBatch:
-    """Rows that decode together. Each row's tokens end at the last column of the cache; holes are masked.
+    """Rows that decode together; their tokens end at the cache's last column, holes are masked.
 
     A result depends on weights, tokens, key and limit; other rows change log-probs by rounding only.
     """
@@ -127,7 +127,10 @@ class RunningBatch:
 
     @torch.inference_mode()
     def enter(self, asked: Sequence[Asked], keys: Tensor) -> None:
-        """Read the tokens of new rows, but for those that a kept cache holds. keys: [new rows] int64 streams."""
+        """Read the tokens of new rows that no kept cache holds.
+
+        keys: [new rows] int64 streams.
+        """
         rows = [TurnRow(*one) for one in asked]
         place = {ids: i for i, ids in enumerate(dict.fromkeys(row.request.token_ids for row in rows))}
         first = {row.request.token_ids: row.request for row in reversed(rows)}
@@ -161,7 +164,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def advance(self) -> bool:
-        """Decode up to the next look at who has ended, and answer those; return whether any has."""
+        """Decode some tokens and answer rows that have ended; return whether any has."""
         steps = min(self._check_tokens, *(row.left for row in self.rows if not row.ended))
         drawn, columns = torch.empty(0), list[tuple[Tensor, Tensor]]()
         for step in range(steps):
@@ -184,7 +187,7 @@ class RunningBatch:
         return len(live) < before
 
     def _append(self, place: int, row: TurnRow, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add sampled tokens to a row up to its end, and answer a row that has ended."""
+        """Add sampled tokens to a row up to its end, and answer it there."""
         end = next((count for count, token in enumerate(ids, 1) if token in self._stop_ids), len(ids))
         if not all(map(math.isfinite, logprobs[:end])):
             raise RunError(f"the rollout model's logits are not finite: turn {row.request.key}")
@@ -225,7 +228,7 @@ def _sides(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> tuple[Ten
 
 
 def _fill(cache: Cache, caches: Sequence[tuple[int, RowCache | None]], width: int) -> None:
-    """Write what is held of each row, (tokens, cache), to the last of the first `width` columns of an empty cache."""
+    """Write each row's (tokens, cache) to the last of an empty cache's first `width` columns."""
     some = next(kept for _, kept in caches if kept is not None)
     for place, layer in enumerate(cache.layers):
         assert isinstance(layer, GrowingLayer)
@@ -245,7 +248,7 @@ def _joined(caches: Sequence[Cache], width: int, max_tokens: int) -> Cache:
 
 
 def answer_turns(asked: TurnQueue, batch: RunningBatch, *, keys: KeysOf, batch_size: int) -> None:
-    """Sample turns until no more will come; a row enters as soon as fewer than `batch_size` decode.
+    """Sample turns until no more will come, at most `batch_size` at a time.
 
     keys: returns the random streams of turns, [R] int64.
     """

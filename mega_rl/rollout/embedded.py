@@ -168,7 +168,7 @@ class HFRolloutEngine:
         return rollout
 
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
-        """Answer turns; they join and leave a running batch, but for models whose layers cannot do that."""
+        """Answer turns in a running batch, or in batches where the layers need it."""
         sampler = _sampler_of(self._sampler, how.greedy, how.draws)
 
         def keys(requests: Sequence[TurnRequest]) -> Tensor:

@@ -107,7 +107,7 @@ def token_versions(rollout: Rollout) -> Tensor:
 
 
 def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0) -> None:
-    """Check that a rank has each sample once, and that its first row begins with its prompt.
+    """Check that each sample is there once, and begins with its prompt.
 
     samples: number for each prompt, 0 for as many as the highest sample number says. Raises RunError on all ranks.
     """
@@ -284,7 +284,7 @@ def soft_punishment(response_tokens: Tensor, *, limit: int, buffer: int) -> Tens
 
 
 def last_turns(mask: Tensor, branch: Tensor | None) -> Tensor:
-    """Return [B, S] bool: the tokens of each trajectory's last turn, a run on the mask [B, S] bool.
+    """Return [B, S] bool: tokens of each trajectory's last turn, a run on the mask.
 
     branch: as in `Rollout`, of whole trajectories.
     """
@@ -298,7 +298,10 @@ def last_turns(mask: Tensor, branch: Tensor | None) -> Tensor:
 
 
 def narrowed(experience: Experience, trains: Tensor) -> Experience:
-    """Take other tokens than `trains` off the loss mask; return the experience; trains: bool, [B, S] or [B, 1]."""
+    """Return the experience with only tokens of `trains` on the loss mask.
+
+    trains: bool, [B, S] or [B, 1].
+    """
     experience.loss_mask = experience.loss_mask & trains
     experience.rows = row_numbers(experience.loss_mask, experience.branch)
     for name in PER_TOKEN:

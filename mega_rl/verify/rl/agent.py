@@ -1,4 +1,4 @@
-"""An agent whose rows have tokens that it read between turns, forks and contexts of their own."""
+"""An agent whose rows have given tokens, forks and other contexts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega_rl.verify.rl.rewards import agent_scores
 
 @dataclass
 class Agent(mega_rl.Environment):
-    """Two turns in a row; of every three samples one has a fork behind the first, and one another context."""
+    """Two turns in a row; of three samples one forks, and one has another context."""
 
     context: mega_rl.RolloutContext
 
@@ -35,6 +35,6 @@ class Agent(mega_rl.Environment):
 
     @staticmethod
     def _answer(turn: mega_rl.Turn) -> list[int]:
-        """Return one or two tokens that depend on a turn; they may be those that end turns."""
+        """Return one or two tokens that depend on a turn, stop tokens among them."""
         total = sum(turn.token_ids)
         return [STOP_TOKENS[0] + (total + place) % (len(VOCABULARY) - STOP_TOKENS[0]) for place in range(1 + total % 2)]

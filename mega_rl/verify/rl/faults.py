@@ -232,7 +232,7 @@ FAULTS = (
 
 
 def first_off(fault: Fault, config: Config, trace: Path) -> tuple[UpdateErrors, str] | None:
-    """Return the first update that is off with a fault, and its first such phase; None if all agree."""
+    """Return the first (update, phase) that a fault puts off; None if all agree."""
     if not isinstance(fault.plant, AbstractContextManager):
         return off(follow_config(config, trace, fault.plant))
     with fault.plant:
@@ -240,7 +240,7 @@ def first_off(fault: Fault, config: Config, trace: Path) -> tuple[UpdateErrors, 
 
 
 def self_check(folder: Path, *, timeout_s: float) -> Iterator[tuple[Fault, UpdateErrors | None, str]]:
-    """Yield each fault with the update and phase that the lockstep names; None and "" if it names none.
+    """Yield (fault, update, phase) that the lockstep names; None and "" if it names none.
 
     Raises RunError if a run is off without a fault.
     """

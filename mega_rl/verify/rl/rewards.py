@@ -177,7 +177,7 @@ def reward_error(real: StepBatch, own: StepBatch) -> float:
 
 
 def agent_scores(prompt: str, turns: Sequence[Sequence[int]], answer: str) -> tuple[float, list[float | None]]:
-    """Return the score of an agent's trajectory, and those of its turns, of which every third has none."""
+    """Return the scores of an agent's trajectory and of its turns; every third has none."""
     scores = [None if place % 3 == 2 else reward(prompt, text_of(turn), answer) / 4 for place, turn in enumerate(turns)]
     return reward(prompt, "".join(map(text_of, turns)), answer), scores
 

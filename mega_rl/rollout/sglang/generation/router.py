@@ -285,7 +285,7 @@ class ServerRouter:
         self._loop.call_soon_threadsafe(interrupt)
 
     async def _run(self, generation: _Generation, jobs: Sequence[_Job]) -> GenerationResult:
-        """Run until each sample has a response, a failure, or is unserved, and no more will come."""
+        """Run until no more will come and each sample has ended or is unserved."""
 
         async def see_to_end(job: _Job) -> None:
             outcome: Sample | RequestFailure | None

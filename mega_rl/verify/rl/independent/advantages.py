@@ -89,7 +89,7 @@ def generalized(responses: Responses, choice: NamedSettings) -> list[Row]:
 
 
 def estimates(responses: Responses, choice: NamedSettings, decay: Callable[[int], float]) -> list[tuple[Row, Row]]:
-    """Return GAE's advantages and returns of each response, within rows; decay: lambda by tokens of a row.
+    """Return GAE's advantages and returns of each response; decay: lambda by tokens of a row.
 
     With discount_per=turn gamma and lambda are 1 but from one turn to the next.
     """

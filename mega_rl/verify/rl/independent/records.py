@@ -80,7 +80,7 @@ class SampledRow:
 
     @property
     def ends(self) -> list[bool]:
-        """Return, for each sampled token, whether it is the last of its turn, a run of sampled tokens."""
+        """Return for each sampled token if it is the last of its run."""
         return [place + 1 not in self.places for place in self.places]
 
 
