@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 from collections import Counter
@@ -100,6 +101,21 @@ def test_demonstrations_are_what_the_environment_plays(example: tuple[str, Path]
         for one in played
     ]
     assert set(scores) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise SystemExit(0)\ndef f(x):\n    return x\n",
+        "def f(x):\n    raise SystemExit(0)\n",
+        "class Any:\n    def __eq__(self, other): return True\ndef f(x):\n    return Any()\n",
+    ],
+)
+def test_no_edit_decides_the_verdict_of_its_tests(text: str) -> None:
+    skip_without_needs("coding")
+    module = importlib.import_module("examples.coding.environment")
+    assert asyncio.run(module.File("def f(x):\n    return x + 3\n", "[3, 4]").test()) == "passed"
+    assert asyncio.run(module.File(text, "[3, 4]").test()) != "passed"
 
 
 def train_a_step(rank: int, name: str, folder: str) -> dict[str, float]:
