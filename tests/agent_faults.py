@@ -195,8 +195,8 @@ AGENTS: Table = {
         ),
         (
             "a new branch lacks the last answers",
-            "trajectory.open(self._turns.opening(history))",
-            "trajectory.open(self._turns.opening(history[: -len(answers)]))",
+            "if self._reopens:\n            trajectory.open(self._turns.opening(history))",
+            "if self._reopens:\n            trajectory.open(self._turns.opening(history[: -len(answers)]))",
         ),
         (
             "a policy plays without having seen its tools",
@@ -236,7 +236,11 @@ AGENTS: Table = {
     ],
     ("agents", "agents/test_remote.py"): [
         ("an endless answer is read to its end", "if size > self.body_bytes:", "if size < 0:"),
-        ("a server's failure is an answer", "if response.status_code != 200:", "if response.status_code == 0:"),
+        (
+            "a server's failure is an answer",
+            "if response.status_code != 200:\n            said = shorten(whole[",
+            "if response.status_code == 0:\n            said = shorten(whole[",
+        ),
         ("a session stays open", 'await world.ask("close", {})', "pass"),
         ("only the last reward counts", "(trajectory.score or 0.0) + step.reward", "step.reward"),
     ],

@@ -207,7 +207,7 @@ TABLE: Table = {
         ("padding of the vocabulary counts", "count=min(max(vocab_size - first, 0), width)", "count=width"),
     ],
     ("rollout", "rollout/test_hidden_tokens.py"): [
-        ("hidden tokens are sampled", "hide(output.logits[:, -1], self._hidden)", "output.logits[:, -1]")
+        ("hidden tokens are sampled", "hide(output.logits[:, -1], hidden)", "output.logits[:, -1]")
     ],
     ("rollout", "rollout/test_sampling.py"): [
         (

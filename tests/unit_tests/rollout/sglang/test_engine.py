@@ -339,7 +339,7 @@ def test_turns_are_requests_with_seeds_and_limits_of_their_own() -> None:
         answers = turns(engine, asked)
         alone = SampleRequest((5, 1), (3, 4), sampling_seed((0, 3), 5, 1))
         assert answers[0].token_ids == tuple(right_tokens(alone, SAMPLING))
-        assert answers[0] == answers[0]._replace(versions=(1,) * len(answers[0].token_ids), stopped=False)
+        assert answers[0] == replace(answers[0], versions=(1,) * len(answers[0].token_ids), stopped=False)
         seen = {tuple(one["input_ids"]): one["sampling_params"] for one in server.seen}
         assert {ids: one["max_new_tokens"] for ids, one in seen.items()} == {one[0]: one[2] for one in asked}
         assert len({one["sampling_seed"] for one in seen.values()}) == 3
