@@ -198,7 +198,7 @@ class _Session:
     error: BaseException | None = None  # raised by a call, and no mistake of the program
     closed: bool = False
     calls: set[asyncio.Task[Reply]] = field(default_factory=set)
-    _answered: dict[tuple[str, ...], _Answered] = field(default_factory=dict)  # by tools and messages
+    _answered: dict[tuple[str, ...], _Answered] = field(default_factory=dict)  # keys: tools and messages
     _sampled: dict[str, Ids] = field(default_factory=dict)  # newest ids of an answer, by its message
     _has_begun: bool = False  # the first branch is in use
 
@@ -370,7 +370,7 @@ async def _body(request: Request, most: int) -> tuple[dict[str, Any], Asked]:
 
 
 def _waiting(pipe: int) -> bytes:
-    """Return what a pipe holds, without waiting for more."""
+    """Return the bytes that a pipe holds, without waiting for more."""
     try:
         return os.read(pipe, 1 << 20)
     except BlockingIOError:

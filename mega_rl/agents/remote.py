@@ -50,7 +50,7 @@ class RemoteEnvironment(Conversation):
     def __post_init__(self) -> None:
         """Check the address and prove the chat template. Raises UserError."""
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise UserError(f"url={self.url!r} is no address of a server; set it to one that begins with http or ws")
+            raise UserError(f"url={self.url!r} is not a server's address; set it to one that begins with http or ws")
         if self.url.startswith("ws"):
             _websockets()
         self.prove(_OBSERVED)
@@ -155,7 +155,7 @@ class _HttpWorld:
 
 @dataclass
 class _SocketWorld:
-    """Messages of OpenEnv's sessions: each connection has an environment of its own."""
+    """Messages of OpenEnv's sessions: each connection has its environment."""
 
     url: str
     connection: Any

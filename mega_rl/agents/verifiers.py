@@ -22,7 +22,7 @@ _playing: ContextVar[Trajectory] = ContextVar("_playing")
 class Verifiers(Gateway):
     """Base of an environment that is one of verifiers, unchanged: set `name`, or define `load`."""
 
-    name: str = field(default="", kw_only=True)  # of an installed environment, "gsm8k"
+    name: str = field(default="", kw_only=True)  # an installed environment, "gsm8k"
 
     def load(self) -> Any:
         """Return the environment, a `verifiers.Environment`. Raises UserError."""
@@ -56,7 +56,7 @@ class Verifiers(Gateway):
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
         given = self._given.get(_key(messages, prompt.answer))
         if given is None:
-            raise RunError(f"prompt {prompt.index} is no row of the environment; take its rows, and no system prompt")
+            raise RunError(f"prompt {prompt.index} is not a row of the environment; take its rows and no system prompt")
         _, clients, openai = _packages()
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None) as http:
             client = clients.OpenAIChatCompletionsClient(http)

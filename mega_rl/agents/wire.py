@@ -35,13 +35,13 @@ def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str
 class Asked(NamedTuple):
     """A request in the terms of chat templates."""
 
-    tools: dict[str, ToolFunction]  # by name
+    tools: dict[str, ToolFunction]  # keys: names
     messages: list[Message]
     limit: int  # most tokens of the answer; 0: as many as there is room for
 
 
 def asked_in(body: Mapping[str, Any]) -> Asked:
-    """Return what a request asks for. Raises ValueError, KeyError, TypeError and AttributeError."""
+    """Return the content of a request. Raises ValueError, KeyError, TypeError and AttributeError."""
     given = () if body.get("tool_choice") == "none" else body.get("tools") or ()
     tools = [
         ToolFunction(cast(Any, None), {"type": "function", "function": _function(one["function"])}) for one in given
@@ -68,7 +68,7 @@ def _function(given: Mapping[str, Any]) -> dict[str, Any]:
     ]
     kinds = [one.get("type", "") for one in parameters.get("properties", {}).values()]
     if not all(isinstance(one, list) for one in lists) or not all(isinstance(one, (str, list)) for one in kinds):
-        raise TypeError(f"the parameters of the tool {shorten(function['name'])} are no JSON schema")
+        raise TypeError(f"the parameters of the tool {shorten(function['name'])} are not a JSON schema")
     return function
 
 

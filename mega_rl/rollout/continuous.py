@@ -113,7 +113,7 @@ class RunningBatch:
         self._stop_ids, self._device = frozenset(stop_token_ids.tolist()), stop_token_ids.device
         self._check_tokens = check_interval(self._device)
         self.rows = list[TurnRow]()
-        self.read_tokens = 0  # by prefills
+        self.read_tokens = 0  # tokens that prefills have read
         # Of the rows; unset without any.
         self._cache: Cache
         self._logits: Tensor  # [R, V] of the next token

@@ -42,7 +42,7 @@ class PolicyGradientRules:
     # on-policy update until the loss takes the log-probs of its forward, in other steps as the old policy.
     recompute_old_logprobs: bool = True
     filter_truncated: bool = False  # responses that length cut off do not train
-    last_turn: bool = False  # of each trajectory only the last turn trains
+    last_turn: bool = False  # only the last turn of each trajectory trains
 
 
 @dataclass

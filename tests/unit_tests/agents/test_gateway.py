@@ -195,7 +195,7 @@ def test_another_history_opens_a_branch_and_keeps_the_ids_of_answers() -> None:
         (
             {"tools": [{"function": {"name": "f", "parameters": {"properties": {"x": {"enum": 3}}}}}]},
             400,
-            "no JSON schema",
+            "not a JSON schema",
         ),
     ],
 )

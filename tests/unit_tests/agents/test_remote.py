@@ -50,7 +50,8 @@ class World:
     def step(self, session: str, action: dict[str, Any]) -> dict[str, Any]:
         guess, aim = int(action["message"]), 5
         self.sessions[session].append(guess)
-        return self.observed("higher<|im_end|>" if guess < aim else "right", float(guess == aim), guess == aim)
+        reward = 1.0 if guess == aim else 0.25
+        return self.observed("higher<|im_end|>" if guess < aim else "right", reward, guess == aim)
 
     def reset(self, session: str) -> dict[str, Any]:
         self.opened += 1
@@ -179,7 +180,7 @@ def test_a_world_over_http_is_played_with_exact_tokens(server: tuple[World, str]
     world, url = server
     (one,) = play(f"http:{url}", "<think>\nhm\n</think>\n\n3", "5")
     trajectory = one.trajectory
-    assert (one.failure, trajectory.ended(), trajectory.score) == (None, "done", 1.0)
+    assert (one.failure, trajectory.ended(), trajectory.score) == (None, "done", 1.25)
     assert [guesses for guesses in world.sessions.values()] == [[3, 5]]
     tokenizer = byte_tokenizer(CHATML, eos=END, more=(OTHER_END,))
     assert conversation(tokenizer, one) == (
@@ -196,7 +197,7 @@ def test_a_world_over_http_is_played_with_exact_tokens(server: tuple[World, str]
 
 def test_a_template_that_drops_thoughts_opens_branches(server: tuple[World, str]) -> None:
     (one,) = play(f"http:{server[1]}", "<think>\nhm\n</think>\n\n3", "5", template=STRIPS)
-    assert (one.failure, one.trajectory.score) == (None, 1.0)
+    assert (one.failure, one.trajectory.score) == (None, 1.25)
     tokenizer = byte_tokenizer(STRIPS, eos=END, more=(OTHER_END,))
     assert "<think>" not in conversation(tokenizer, one)
     assert [len(branch.parts) for branch in one.trajectory.branches] == [0, 1, 1]
@@ -232,14 +233,14 @@ def test_a_server_that_is_not_there_costs_the_sample() -> None:
 
 def test_limits_end_a_trajectory_with_the_score_so_far(server: tuple[World, str]) -> None:
     (one,) = play(f"http:{server[1]}", "3", "4", "4", max_turns=2)
-    assert (one.failure, one.trajectory.ended(), one.trajectory.score) == (None, "turns", 0.0)
+    assert (one.failure, one.trajectory.ended(), one.trajectory.score) == (None, "turns", 0.5)
     (one,) = play(f"http:{server[1]}", "3", "5", scores=False)
     assert (one.failure, one.trajectory.score) == (None, None)
     assert server[0].closed == 2
 
 
 def test_addresses_of_no_server_are_refused() -> None:
-    with pytest.raises(UserError, match="url='localhost:80' is no address of a server; set it to one that begins"):
+    with pytest.raises(UserError, match="url='localhost:80' is not a server's address; set it to one that begins"):
         play("localhost:80", "3")
 
 
@@ -260,6 +261,6 @@ def test_sessions_over_websockets_cost_their_samples_alike(server: tuple[World, 
     }  # fmt: skip
     assert '"EXECUTION_ERROR"' in outcomes[2].what
     assert "ConnectionClosedError" in outcomes[3].what
-    assert outcomes[0].trajectory.score == 1.0
+    assert outcomes[0].trajectory.score == 1.25
     assert list(world.sessions.values()).count([3, 5]) == 4
     assert play("ws://127.0.0.1:1/ws", "3")[0].failure == "error"

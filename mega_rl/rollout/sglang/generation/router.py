@@ -81,7 +81,7 @@ class _Generation:
     stall_s: float
     deadline_s: Callable[[int], float] | None  # seconds for a number of samples; requests may come. None: all are here
     begin: Callable[[_Job], None] = lambda _: None  # adds a sample
-    jobs: dict[_Job, asyncio.Task[None]] = field(default_factory=dict)  # that have not ended
+    jobs: dict[_Job, asyncio.Task[None]] = field(default_factory=dict)  # jobs in flight
     began: float = 0.0  # loop time of the first of them
     result: GenerationResult = field(default_factory=GenerationResult)
     fresh: deque[_Job] = field(default_factory=deque)  # wait for their first turn

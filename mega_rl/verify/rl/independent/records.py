@@ -47,7 +47,7 @@ class LockstepSettings:
     overlong_filter: bool  # responses that were cut off do not train
     overlong_buffer: int  # tokens before the limit in which a punishment grows; 0: none
     overlong_penalty: float  # punishment at the limit
-    last_turn: bool  # of each response only the last turn trains
+    last_turn: bool  # only the last turn of each response trains
     old_is_rollout: bool  # the ratio is to what sampled; else to the policy before the updates
     kl_placement: str  # none, reward, loss
     kl_estimator: str  # k1, k2, k3
@@ -92,7 +92,7 @@ class ScoredSample:
     prompt: int  # position of the prompt in the step's batch
     reward: float
     rollout_logprobs: Sequence[float]  # log-probs of the tokens by the sampler, row after row
-    turn_scores: Sequence[float] = ()  # of each token, parts of the reward; empty: none
+    turn_scores: Sequence[float] = ()  # parts of the reward, one for each token; empty: none
     earlier_scores: float = 0.0  # the part of the reward of turns that do not train
     parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name; empty for a plain number
     greedy_reward: float = math.nan  # reward of the prompt's greedy response; NaN without one
