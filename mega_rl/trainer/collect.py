@@ -11,22 +11,24 @@ from torch import Tensor
 
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.parallel.boxes import EngineState, Piece, whole
-from mega_rl.protocols import Ranks, RolloutSource, Scorer
+from mega_rl.protocols import Flow, Ranks, RolloutSource, Scorer
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.rows import (
+    Dropped,
     Overlong,
     Samples,
     check_rows,
-    choose,
     first_rows,
+    group_means,
     leave_unscored_out,
     scored_rows,
     share_out,
     spread_of,
 )
+from mega_rl.trainer.selection import Ages, AtOnce, Pool
 from mega_rl.trainer.step_metrics import part_metrics, rollout_metrics
 from mega_rl.trainer.validation import judged_values
-from mega_rl.types import Metrics, Prompt, Rewards, Rollout
+from mega_rl.types import Arrived, Draw, JsonObject, Metrics, Prompt, Rewards, Rollout
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,11 @@ class SamplingPlan:
     """Sizes of a step's sampling. With `waves`, draw until enough prompts have different rewards."""
 
     samples: int = 0  # each prompt's; 0: as many as the source gives
-    waves: int = 0  # most generations of a step with dynamic sampling; 0: one generation, and every prompt trains
-    prompts_per_step: int = 0  # prompts that train, with dynamic sampling
-    prompts: int = 0  # prompts of each generation, with dynamic sampling
+    waves: int = 0  # most draws of a step with dynamic sampling; 0: every prompt trains
+    prompts_per_step: int = 0  # prompts that train, where a step chooses
+    prompts: int = 0  # prompts of each draw, where a step chooses
+    ahead: int = 0  # steps that generation runs ahead, the largest age of a token in versions
+    last: int = 0  # draws that the whole run needs; 0: unknown
     by_parts: bool = False  # a difference in a weighted component counts, even if the totals are equal
     greedy: bool = False  # the estimator compares samples with greedy responses
 
@@ -89,14 +93,15 @@ class Batch(NamedTuple):
     rewards: Rewards  # with the punishment of overlong responses
     # [P] float32, reward of each prompt's greedy response, NaN where there is none; None: the estimator needs none
     greedy: Tensor | None = None
+    dropped: Sequence[Dropped] = ()  # groups drawn for this step that do not train
 
 
 @dataclass
 class Collector:
     """Batch source of a policy's own samples.
 
-    With dynamic sampling the place of a generation in the order seeds its samples. Every rank takes the same decision,
-    from the rewards of all. If generations run out, the earliest groups of equal rewards fill the step.
+    A plain step trains on all prompts that are drawn for it. With dynamic sampling, or generation next to training,
+    groups flow in and a step chooses; if generations run out, the earliest groups of equal rewards fill it.
     """
 
     order: StepOrder
@@ -111,17 +116,30 @@ class Collector:
     count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # given the prompts drawn
     overlong: Overlong = field(default_factory=Overlong)
     success: SuccessMeter | None = None
-    drawn: int = field(default=0, init=False)  # prompts since the run began, with dynamic sampling
+    flow: Flow | None = None  # of generation next to training
+    version: Callable[[], int] = lambda: 0  # of the weights that the trainer has
+    drawn: int = field(default=0, init=False)  # prompts since the run began, where steps choose
+    pool: Pool = field(default_factory=Pool)  # complete groups, where steps choose
+    _begun: dict[int, tuple[Draw, Prompt]] = field(default_factory=dict, init=False)  # by ticket, not yet trained
+
+    def __post_init__(self) -> None:
+        if self.flow is None and self.plan.waves:
+            self.flow = AtOnce(self.source)
 
     def take(self, step: int) -> Batch:
         """Return the samples that a step trains on; collective."""
-        if self.plan.waves:
-            samples = self._until_rewards_differ()
-            greedy = self._greedy_rewards(samples.prompts, step)
-        else:
+        dropped: list[Dropped] = []
+        if self.flow is None:
             prompts = self.order.batch(step)
-            greedy = self._greedy_rewards(prompts, step)
-            samples = self._sample(prompts, step)
+            greedy, first = self._greedy_rewards(prompts, step), self.order.drawn_after(step)
+            with self.stage("generate"):
+                rollout = self.source.generate(prompts, step=step)
+            samples = self._scored(prompts, Arrived([*range(first, first + len(prompts))], [], rollout, None))
+        else:
+            samples, dropped = self._chosen(self.flow)
+            greedy = self._greedy_rewards(samples.prompts, step)
+            with self.stage("generate"):
+                self.flow.go_on(step, samples.prompts)
         with self.stage("reward"):
             rollout, rewards = samples.rollout, samples.rewards
             self.log.add(self.source.metrics() | self.rewards.metrics() | self.staleness(rollout))
@@ -130,54 +148,99 @@ class Collector:
             rollout, rewards = leave_unscored_out(rollout, rewards)
             rewards, metrics = self.overlong.shape(rollout, rewards, self.ranks)
             self.log.add(metrics | self.count_data(self.drawn_after(step + 1)))
-        return Batch(samples, rollout, rewards, greedy)
+        return Batch(samples, rollout, rewards, greedy, dropped)
 
     def drawn_after(self, done: int) -> int:
-        """Return the number of prompts drawn when `done` steps are done; a checkpoint keeps it."""
-        return self.drawn if self.plan.waves else self.order.drawn_after(done)
+        """Return the number of prompts drawn when `done` steps are done."""
+        return self.order.drawn_after(done) if self.flow is None else self.drawn
 
-    def _sample(self, prompts: Sequence[Prompt], step: int) -> Samples:
+    def numbers(self, done: int) -> JsonObject:
+        """Return the prompts drawn when `done` steps are done, and ticket, row and draw of those not trained."""
+        in_flight = [[ticket, prompt.index, *draw] for ticket, (draw, prompt) in self._begun.items()]
+        return {"prompts_drawn": self.drawn_after(done), "in_flight": in_flight}
+
+    def resume(self, drawn: int, in_flight: Sequence[Sequence[int]], pool: Mapping[str, Tensor]) -> None:
+        """Resume from the numbers and the groups of a checkpoint; groups that it lacks are generated again."""
+        self.drawn = drawn
+        for ticket, row, *numbers in in_flight:
+            draw = Draw(*numbers)
+            self._begun[ticket] = (draw, self.order.prompt_of(ticket, row))
+        self.pool.restore(pool, {ticket: prompt for ticket, (_, prompt) in self._begun.items()})
+        complete = [] if self.pool.samples is None else self.pool.samples.tickets.tolist()
+        for draw in dict.fromkeys(draw for draw, _ in self._begun.values()):
+            rest = {t: prompt for t, (own, prompt) in self._begun.items() if own == draw and t not in complete}
+            if rest and self.flow is not None:
+                self.flow.add(draw, rest)
+
+    def _scored(self, prompts: Sequence[Prompt], arrived: Arrived) -> Samples:
+        """Return checked and scored samples; collective."""
+        rollout = arrived.rollout
         with self.stage("generate"):
-            rollout = self.source.generate(prompts, step=step)
             self.watch(rollout)
-            check_rows(rollout, prompts, self.ranks, samples=self.plan.samples)
+            check_rows(rollout, prompts, self.ranks, samples=self.plan.samples, own=arrived.own)
         with self.stage("reward"):
-            samples = Samples(prompts, rollout, self.rewards.score(rollout, prompts))
+            samples = Samples(prompts, rollout, self.rewards.score(rollout, prompts), torch.tensor(arrived.tickets))
             if self.success is not None:
                 self.success.record(samples, self.ranks)
         return samples
 
-    def _until_rewards_differ(self) -> Samples:
-        """Generate until enough prompts have different rewards; return this replica's rows of the chosen prompts."""
-        kept: Samples | None = None
-        spread = torch.zeros(0, dtype=torch.bool)  # for each prompt drawn in this step
+    def _chosen(self, flow: Flow) -> tuple[Samples, list[Dropped]]:
+        """Wait until the step can choose; return this replica's rows of its groups, and the groups it drops."""
+        plan, pool, ages = self.plan, self.pool, Ages(self.version(), self.plan.ahead)
+        count, draws, wait = plan.prompts_per_step, 0, False
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
-        generations = 0
-        while spread.sum() < self.plan.prompts_per_step and generations < self.plan.waves:
-            wave = self._sample(self.order.take(self.drawn, self.plan.prompts), self.drawn)
-            self.drawn += len(wave.prompts)
-            generations += 1
-            known = scored_rows(wave.rollout, wave.rewards) & first_rows(wave.rollout)
-            totals = wave.rewards.totals[known].double()
-            sampled += torch.tensor([float(totals.sum()), float(len(totals))], dtype=torch.float64)
-            spread = torch.cat([spread, spread_of(wave, self.ranks, by_parts=self.plan.by_parts)])
-            chosen = choose(spread, self.plan.prompts_per_step)
-            # Later prompts never displace earlier ones, so drop the rest now.
-            kept = wave if kept is None else kept.join(wave)
-            kept = kept.select(torch.isin(kept.rollout.prompt_index, chosen).nonzero().flatten())
-        assert kept is not None
-        total, count = self.ranks.sum(sampled).tolist()
-        self.log.add(
-            {
-                "rollout/generations": float(generations),
-                "rollout/dropped_groups": float(len(kept.prompts) - len(chosen)),
-                "rollout/filled_groups": float((~spread[chosen]).sum()),
-                "reward/sampled_mean": total / max(count, 1.0),
-            }
-        )
-        samples = share_out(kept, chosen, self.ranks)
-        check_rows(samples.rollout, samples.prompts, self.ranks, samples=self.plan.samples)
-        return samples
+        while len(self._begun) < (plan.ahead + 1) * count and self._draw(flow):
+            draws += 1
+        while True:
+            with self.stage("generate"):
+                arrived = flow.arrived(wait=wait)
+            if arrived is not None:
+                sampled += self._add(arrived)
+            if (chosen := pool.choose(list(flow.waiting.values()), count, ages)) is not None:
+                break
+            wait = True
+            if not flow.waiting:
+                if draws >= max(plan.waves, 1) or not self._draw(flow):
+                    chosen = pool.filled(count)
+                    break
+                draws += 1
+        filled = float((~pool.usable[chosen]).sum())
+        samples, dropped = pool.take(chosen, ages)
+        for ticket in [*samples.tickets.tolist(), *(one.ticket for one in dropped)]:
+            del self._begun[ticket]
+        total, number = self.ranks.sum(sampled).tolist()
+        self.log.add({"rollout/dropped_groups": float(len(dropped))})
+        if plan.waves:
+            self.log.add({"rollout/generations": float(draws), "rollout/filled_groups": filled})
+            self.log.add({"reward/sampled_mean": total / max(number, 1.0)})
+        samples = share_out(samples, self.ranks)
+        check_rows(samples.rollout, samples.prompts, self.ranks, samples=plan.samples)
+        return samples, dropped
+
+    def _draw(self, flow: Flow) -> bool:
+        """Draw prompts and begin their groups; False where the run needs no more."""
+        plan = self.plan
+        if plan.last and self.drawn >= plan.last:
+            return False
+        draw = Draw(self.drawn, plan.prompts, self.drawn if plan.waves else self.drawn // plan.prompts)
+        prompts = dict(enumerate(self.order.take(draw.first, draw.size), draw.first))
+        self._begun |= {ticket: (draw, prompt) for ticket, prompt in prompts.items()}
+        self.drawn += draw.size
+        flow.add(draw, prompts)
+        return True
+
+    def _add(self, arrived: Arrived) -> Tensor:
+        """Score groups and add them to the pool; return [2], sum of this replica's rewards and their number."""
+        prompts = [self._begun[ticket][1] for ticket in arrived.tickets]
+        samples, plan = self._scored(prompts, arrived), self.plan
+        usable = torch.ones(len(prompts), dtype=torch.bool)
+        if plan.waves:
+            usable = spread_of(samples, self.ranks, by_parts=plan.by_parts)
+        means = group_means(samples, self.ranks)
+        self.pool.add(samples, arrived.oldest, usable, means, count=plan.prompts_per_step)
+        known = scored_rows(samples.rollout, samples.rewards) & first_rows(samples.rollout)
+        totals = samples.rewards.totals[known].double()
+        return torch.tensor([float(totals.sum()), float(len(totals))], dtype=torch.float64)
 
     def _greedy_rewards(self, prompts: Sequence[Prompt], step: int) -> Tensor | None:
         """Return [P] float32, the reward of each prompt's greedy response; None if the estimator needs none."""

@@ -60,7 +60,10 @@ class DumpRollouts(Event):
     def validation(self, done: int, outcomes: Sequence[SetOutcome]) -> None:
         """Write samples of each set of held-out prompts."""
         if self.interval:
-            shown = [(one.prompts.name, Samples(*one.samples[2:5])) for one in outcomes]
+            shown = [
+                (one.prompts.name, Samples(*one.samples[2:5], torch.arange(len(one.samples.prompts))))
+                for one in outcomes
+            ]
             rows = [{**row, "set": name} for name, samples in shown for row in self._rows(done, samples)]
             self.sink.dump_rollouts(done, rows, validation=True)
 

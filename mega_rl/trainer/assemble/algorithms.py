@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
@@ -44,8 +45,8 @@ from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
+from mega_rl.trainer.selection import InFlight, Pool
 from mega_rl.types import Rollout
-from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
 if TYPE_CHECKING:
@@ -158,11 +159,20 @@ def build_meter(run: LoadedRun, accelerator: Accelerator, *, in_bf16: bool, scor
     )
 
 
+class Start(NamedTuple):
+    """Where a run begins: zeros, or the numbers of its checkpoint."""
+
+    done: int = 0  # steps
+    drawn: int = 0  # prompts
+    in_flight: Sequence[Sequence[int]] = ()  # `Collector.in_flight`
+    groups: InFlight | None = None  # of generation next to training
+
+
 def build_collector(
     run: LoadedRun, prompts: RunPrompts, rollout: RolloutConfig, success: Kind, overlong: OverlongConfig,
-    stage: Stages, step_log: StepLog, *, drawn: int,
+    stage: Stages, step_log: StepLog, *, start: Start,
 ) -> Collector:  # fmt: skip
-    """Return the source of a step's samples; success: data.curriculum; drawn: prompts before the run begins."""
+    """Return the source of a step's samples; success: data.curriculum."""
     order, sync, method, trainer = prompts.order, run.rollouts.sync, run.roles.method, run.trainer
     dynamic, per_step = rollout.dynamic_sampling, trainer.prompts_per_step
     meter = None
@@ -185,6 +195,8 @@ def build_collector(
             prompts=dynamic.prompts or per_step,
             by_parts=method.needs_parts,
             greedy=method.needs_greedy,
+            ahead=trainer.async_steps,
+            last=0 if dynamic.max_generations else trainer.steps * per_step,
         ),
         ranks=run.replicas,
         stage=stage,
@@ -194,8 +206,11 @@ def build_collector(
         count_data=lambda drawn: order.metrics(drawn) | order.waits(),
         overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         success=meter,
+        flow=run.rollouts.stream,
+        version=lambda: sync.weight_version,
+        pool=Pool() if start.groups is None else start.groups.pool,
     )
-    collector.drawn = drawn
+    collector.resume(start.drawn, start.in_flight, {} if start.groups is None else start.groups.waits)
     return collector
 
 
@@ -203,11 +218,11 @@ def build_algorithm(
     run: LoadedRun, rollout: RolloutConfig, overlong: OverlongConfig, stage: Stages, step_log: StepLog
 ) -> PolicyGradient:
     """Return the algorithm; generation ahead gets its comparison of log-probs."""
-    source, sync = run.rollouts.source, run.rollouts.sync
+    sync = run.rollouts.sync
     current = (lambda: sync.weight_version) if run.trainer.async_steps else None
     guard = MismatchGuard(usual_limits(rollout.mismatch, in_fp32=run.in_fp32), run.replicas, current=current)
-    if isinstance(source, OneStepAhead):
-        source.compare = lambda sampled: guard(sampled, run.roles.actor.evaluate(sampled))
+    if run.rollouts.stream is not None:
+        run.rollouts.stream.compare = lambda sampled: guard(sampled, run.roles.actor.evaluate(sampled))
     return build_policy_gradient(
         run.roles, run.trainer, guard, stage, step_log,
         max_response_tokens=rollout.max_new_tokens, filter_truncated=overlong.filter,

@@ -272,6 +272,19 @@ class ServerRouter:
             self._future.cancel()
             raise RunError(f"a generation continued {_SLACK_S:g} s after its deadline") from None
 
+    def so_far(self) -> GenerationResult:
+        """Return what has ended of the generation that was started last, without waiting for the rest."""
+        generation, result = self._generation, GenerationResult()
+        if generation is None:
+            return result
+        ended = generation.result
+        return _on_loop(self._loop, lambda: replace(result, samples={**ended.samples}, failures={**ended.failures}))
+
+    def has_ended(self, wait_s: float) -> bool:
+        """Wait up to `wait_s` for the end of the generation; `result` then returns at once."""
+        assert self._future is not None, "no generation was started"
+        return not concurrent.futures.wait([self._future], timeout=wait_s).not_done
+
     def interrupt(self) -> None:
         """Stop sending, abort requests in flight and keep their tokens: `result` then returns within seconds."""
         generation = self._generation
@@ -311,6 +324,8 @@ class ServerRouter:
                 _help(generation, "watch", partial(_watch, generation))
                 for job in jobs:
                     begin(job)
+                if not jobs and generation.deadline_s is None:
+                    _close(generation)
         finally:
             self._generation = generation.group = None
             for replica in self._replicas:

@@ -1,0 +1,178 @@
+"""Groups of samples that wait for their step, and which of them a step takes.
+
+A group is the samples of one prompt. Its ticket is the number of the prompt's draw since the run began. Every rank
+makes the same choice, from numbers that are equal on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_rl.protocols import RankState, RolloutSource
+from mega_rl.trainer.rows import Dropped, Samples, columns_of
+from mega_rl.types import Arrived, Draw, Prompt, RewardParts, Rewards, Rollout
+
+
+@dataclass
+class AtOnce:
+    """Flow over a source that generates a whole draw while training waits."""
+
+    source: RolloutSource
+    _draws: list[tuple[Draw, Mapping[int, Prompt]]] = field(default_factory=list, init=False)
+
+    @property
+    def waiting(self) -> Mapping[int, int]:
+        return {ticket: 0 for _, prompts in self._draws for ticket in prompts}
+
+    def add(self, draw: Draw, prompts: Mapping[int, Prompt]) -> None:
+        self._draws.append((draw, prompts))
+
+    def arrived(self, *, wait: bool) -> Arrived | None:
+        if not wait:
+            return None
+        draw, prompts = self._draws.pop(0)
+        rollout = self.source.generate(list(prompts.values()), step=draw.word)
+        return Arrived(list(prompts), [0] * len(prompts), rollout, None)
+
+    def go_on(self, step: int, prompts: Sequence[Prompt]) -> None:
+        """Do nothing: nothing is in progress while a step trains."""
+
+
+class Ages(NamedTuple):
+    """How old a token may be at its step, in versions of the weights."""
+
+    current: int  # version that the trainer has
+    limit: int
+
+    def are_last(self, oldest: Tensor) -> Tensor:
+        """Return [G] bool: groups that would be too old at the next step; oldest: [G] int64."""
+        return oldest <= self.current - self.limit
+
+
+def choose(tickets: Tensor, oldest: Tensor, *, waiting: Sequence[int], count: int, ages: Ages) -> Tensor | None:
+    """Return [count] places of the groups that a step takes, by ticket; None: it must wait for more.
+
+    First come the groups that would be too old at the next step, then the others, each by ticket. Before any is taken,
+    those in progress that would be too old are waited for: else short responses would win.
+
+    Args:
+        tickets: [G] int64, complete groups that may train.
+        oldest: [G] int64, version of each one's oldest token.
+        waiting: the same of the groups in progress.
+    """
+    late = ages.are_last(torch.tensor(list(waiting), dtype=torch.int64)).any()
+    if late or len(tickets) < count:
+        return None
+    by_ticket = tickets.argsort()
+    chosen = torch.cat([by_ticket[last] for last in _split(ages.are_last(oldest[by_ticket]))])[:count]
+    return chosen[tickets[chosen].argsort()]
+
+
+def _split(mask: Tensor) -> tuple[Tensor, Tensor]:
+    return mask.nonzero().flatten(), (~mask).nonzero().flatten()
+
+
+@dataclass
+class Pool:
+    """Complete groups that no step has taken; equal on all ranks but for the rows, which are this replica's."""
+
+    samples: Samples | None = None
+    oldest: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # [G]
+    usable: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # [G] they may train
+    means: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))  # of `group_means`
+
+    def add(self, samples: Samples, oldest: Sequence[int], usable: Tensor, means: Tensor, *, count: int) -> None:
+        """Add scored groups; count: of a step. Rows that cannot train in any case are dropped."""
+        self.oldest = torch.cat([self.oldest, torch.tensor(oldest, dtype=torch.int64)])
+        self.usable, self.means = torch.cat([self.usable, usable]), torch.cat([self.means, means])
+        self.samples = samples if self.samples is None else self.samples.join(samples)
+        needed = self.usable.index_fill(0, self.filled(count), True)
+        self.samples = self.samples.select(needed[self.samples.rollout.prompt_index].nonzero().flatten())
+
+    def choose(self, waiting: Sequence[int], count: int, ages: Ages) -> Tensor | None:
+        """Return the places of the groups that a step takes, or None, as `choose`."""
+        usable = self.usable.nonzero().flatten()
+        if self.samples is None:
+            return None
+        tickets = self.samples.tickets[usable]
+        chosen = choose(tickets, self.oldest[usable], waiting=waiting, count=count, ages=ages)
+        return None if chosen is None else usable[chosen]
+
+    def filled(self, count: int) -> Tensor:
+        """Return the places of the usable groups, filled with the first others; by ticket."""
+        assert self.samples is not None
+        by_ticket = self.samples.tickets.argsort()
+        chosen = torch.cat([by_ticket[part] for part in _split(self.usable[by_ticket])])[:count]
+        return chosen[self.samples.tickets[chosen].argsort()]
+
+    def take(self, chosen: Tensor, ages: Ages) -> tuple[Samples, list[Dropped]]:
+        """Remove and return the chosen groups, and drop those that no later step may take."""
+        assert self.samples is not None
+        taken, left = self.samples.only(chosen), torch.ones(len(self.oldest), dtype=torch.bool)
+        left[chosen] = False
+        late = ages.are_last(self.oldest)
+        dropped = [
+            Dropped(int(self.samples.tickets[place]), self._reason(place, ages), *self.means[place].tolist())
+            for place in (left & (late | ~self.usable)).nonzero().flatten().tolist()
+        ]
+        kept = (left & self.usable & ~late).nonzero().flatten()
+        self.samples = self.samples.only(kept) if len(kept) else None
+        self.oldest, self.usable, self.means = self.oldest[kept], self.usable[kept], self.means[kept]
+        return taken, dropped
+
+    def _reason(self, place: int, ages: Ages) -> str:
+        return ("expired" if ages.limit else "surplus") if self.usable[place] else "equal"
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the groups as tensors, without their prompts; empty without a group."""
+        if self.samples is None:
+            return {}
+        rewards = self.samples.rewards
+        parts = None if rewards.parts is None else [rewards.parts.names, rewards.parts.weights]
+        tables = {"oldest": self.oldest, "usable": self.usable, "means": self.means, "tickets": self.samples.tickets}
+        words = torch.frombuffer(bytearray(json.dumps([rewards.scored, parts]).encode()), dtype=torch.uint8)
+        rows = {f"rows/{name}": column for name, column in columns_of(self.samples.rollout).items()}
+        return {**tables, **rows, "rewards": rewards.columns(), "parts": words}
+
+    def restore(self, tensors: Mapping[str, Tensor], prompts: Mapping[int, Prompt]) -> None:
+        """Restore the groups of `state`; prompts: by ticket."""
+        if not tensors:
+            return
+        rows = {name.removeprefix("rows/"): column for name, column in tensors.items() if name.startswith("rows/")}
+        scored, parts = json.loads(bytes(tensors["parts"].numpy()))
+        columns = tensors["rewards"]
+        known = None if parts is None else RewardParts(tuple(parts[0]), tuple(parts[1]), columns[:, 1:])
+        tickets = tensors["tickets"]
+        of_tickets = [prompts[ticket] for ticket in tickets.tolist()]
+        rewards = Rewards(columns[:, 0], known, scored)
+        self.samples = Samples(of_tickets, Rollout.from_rows(**rows), rewards, tickets)
+        self.oldest, self.usable, self.means = tensors["oldest"], tensors["usable"], tensors["means"]
+
+
+@dataclass
+class InFlight:
+    """`protocols.RankState` of all groups that no step has trained: those in progress, and those that wait."""
+
+    flow: RankState
+    pool: Pool = field(default_factory=Pool)
+    waits: dict[str, Tensor] = field(default_factory=dict, init=False)  # `Pool.state` of the checkpoint
+
+    def state(self) -> dict[str, Tensor]:
+        own = {"flow": self.flow.state(), "pool": self.pool.state()}
+        return {f"{part}/{name}": tensor for part, tensors in own.items() for name, tensor in tensors.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
+        parts: dict[str, dict[str, Tensor]] = {"flow": {}, "pool": {}}
+        for name, tensor in (tensors or {}).items():
+            part, _, own = name.partition("/")
+            parts[part][own] = tensor
+        self.waits = parts["pool"]
+        self.flow.restore(parts["flow"])
