@@ -123,6 +123,7 @@ class FakeRun:
             "staleness": lambda rollout: {},
             "overlong": Overlong(),
             "success": None,
+            "flow": None,
             "sync": policy,
             "ranks": FakeRanks(),
             "timer": FakeTimer(),
@@ -148,6 +149,7 @@ class FakeRun:
         batches = Collector(
             self.prompts, self.rollout, self.reward, self.plan, self.ranks, stage, log,
             staleness=self.staleness, overlong=self.overlong, success=self.success,
+            flow=self.flow, version=lambda: self.sync.weight_version,
         )  # fmt: skip
         algorithm = PolicyGradient(
             self.actor, self.critic, self.reference, self.estimator, self.minibatches, self.guard,
