@@ -55,22 +55,26 @@ class Ages(NamedTuple):
         return oldest <= self.current - self.limit
 
 
-def choose(tickets: Tensor, oldest: Tensor, *, waiting: Sequence[int], count: int, ages: Ages) -> Tensor | None:
+def choose(tickets: Tensor, oldest: Tensor, *, waiting: Tensor, count: int, ages: Ages) -> Tensor | None:
     """Return [count] places of the groups that a step takes, by ticket; None: it must wait for more.
 
-    First come the groups that would be too old at the next step, then the others, each by ticket. Before any is taken,
-    those in progress that would be too old are waited for: else short responses would win.
+    It takes those that will be too old first, and by ticket among them. It waits for groups in progress where, without
+    them, more groups would be left than the steps until they are too old can take: else short responses would win.
 
     Args:
         tickets: [G] int64, complete groups that may train.
         oldest: [G] int64, version of each one's oldest token.
-        waiting: the same of the groups in progress.
+        waiting: [W] int64, the same of the groups in progress.
     """
-    late = ages.are_last(torch.tensor(list(waiting), dtype=torch.int64)).any()
-    if late or len(tickets) < count:
+    if len(tickets) < count:
         return None
+    for later in range(ages.limit + 1):  # steps after this one
+        last = ages.current - ages.limit + later
+        complete, alive = int((oldest <= last).sum()), int((oldest <= last).sum() + (waiting <= last).sum())
+        if complete < min(count, alive - later * count):
+            return None
     by_ticket = tickets.argsort()
-    chosen = torch.cat([by_ticket[last] for last in _split(ages.are_last(oldest[by_ticket]))])[:count]
+    chosen = by_ticket[oldest[by_ticket].argsort(stable=True)][:count]
     return chosen[tickets[chosen].argsort()]
 
 
@@ -97,11 +101,11 @@ class Pool:
 
     def choose(self, waiting: Sequence[int], count: int, ages: Ages) -> Tensor | None:
         """Return the places of the groups that a step takes, or None, as `choose`."""
-        usable = self.usable.nonzero().flatten()
         if self.samples is None:
             return None
+        usable, others = self.usable.nonzero().flatten(), torch.tensor(waiting, dtype=torch.int64)
         tickets = self.samples.tickets[usable]
-        chosen = choose(tickets, self.oldest[usable], waiting=waiting, count=count, ages=ages)
+        chosen = choose(tickets, self.oldest[usable], waiting=others, count=count, ages=ages)
         return None if chosen is None else usable[chosen]
 
     def filled(self, count: int) -> Tensor:

@@ -106,8 +106,10 @@ class SglangRolloutEngine:
         requests, result = list[SampleRequest](), GenerationResult()
 
         def ask() -> None:
-            requests[:] = requests or self.requests(prompts, prompt_index, n=n, seed=seed, limits=limits, draws=draws)
-            rest = [one for one in requests if one.key in result.unserved] if result.unserved else requests
+            if not requests:
+                requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, limits=limits, draws=draws))
+                result.unserved = {request.key: Sample() for request in requests}
+            rest = [request for request in requests if request.key in result.unserved]
             result.add(self.ask(rest, result.unserved, sampling))
 
         run_on_all(ask, self._world)
