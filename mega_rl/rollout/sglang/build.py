@@ -219,7 +219,7 @@ def connect(
     actor: ModelEngine,
     world: Ranks,
     hidden_tokens: IdRanges,
-    mixed_versions: bool,
+    mixed_versions: bool = False,
 ) -> Connection:
     """Return the connection with servers that are ready; `resources` closes it.
 
