@@ -105,6 +105,11 @@ AGENTS: Table = {
             '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
             '*("routing", "token_versions", "failed", "turn", "turn_scores"),',
         ),
+        (
+            "a replay forgets the scores of turns",
+            '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
+            '*("routing", "token_versions", "failed", "branch", "turn"),',
+        ),
     ],
     ("agents", "tracking/report/test_page.py -k folded"): [
         (
