@@ -26,7 +26,7 @@ from mega_rl.verify.rl.compare import UpdateErrors, off
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, generalized
 from mega_rl.verify.rl.independent.formulas import Row, divergence, gae, value_term, whitened
-from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample, Way
+from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample, TokenPath
 from mega_rl.verify.rl.independent.trainer import EvaluatedSample, IndependentTrainer
 from mega_rl.verify.rl.inputs import (
     AGENT,
@@ -108,7 +108,7 @@ def _bootstrapped(rewards: Row, values: Row, gammas: Row, lambdas: Row) -> tuple
 update_actor, scored, ways = IndependentTrainer._update_actor, RewardRule.scored, ScoredSample.ways
 
 
-def _apart(sample: ScoredSample) -> list[Way]:
+def _apart(sample: ScoredSample) -> list[TokenPath]:
     """Return the ways of a sample as if each of its rows stood alone."""
     return ways(replace(sample, rows=[replace(row, after=None) for row in sample.rows]))
 

@@ -87,7 +87,7 @@ class SampledRow:
 
 
 @dataclass(frozen=True)
-class Way:
+class TokenPath:
     """Tokens of a response from a first one to an end, over rows that continue each other."""
 
     share: float  # among the ways from the same first token
@@ -98,10 +98,10 @@ class Way:
         """Return the numbers of the way's tokens."""
         return [numbers[token] for token in self.tokens]
 
-    def longer(self, after: Sequence[tuple[int, bool]]) -> list[Way]:
+    def longer(self, after: Sequence[tuple[int, bool]]) -> list[TokenPath]:
         """Return the way with each of the successors of its last token; without any, itself."""
         share = self.share / max(len(after), 1)
-        return [Way(share, (*self.tokens, token), (*self.ends, ends)) for token, ends in after] or [self]
+        return [TokenPath(share, (*self.tokens, token), (*self.ends, ends)) for token, ends in after] or [self]
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,16 @@ class ScoredSample:
         logprobs, scores = self.rollout_logprobs[-left:], self.turn_scores[-left:]
         return replace(self, rows=rows, rollout_logprobs=logprobs, turn_scores=scores, earlier_scores=earlier)
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[TokenPath]:
         """Return each way from a first token to an end; one for each row that continues no other."""
         firsts = [0, *accumulate(len(row.places) for row in self.rows)]
         after: list[list[tuple[int, bool]]] = [[] for _ in range(firsts[-1])]  # successors of each token
-        found = list[Way]()
+        found = list[TokenPath]()
         for first, row in zip(firsts, self.rows, strict=False):
             for number, ends in enumerate(row.ends[:-1], first):
                 after[number].append((number + 1, ends))
             if row.places and row.after is None:
-                found.append(Way(1.0, (first,), ()))
+                found.append(TokenPath(1.0, (first,), ()))
             elif row.places and row.after is not None:
                 after[firsts[row.after[0]] + row.after[1]].append((first, row.after[2] + 1 != row.places[0]))
         while any(after[way.tokens[-1]] for way in found):
