@@ -147,17 +147,17 @@ class ScoredSample:
         """Return each way from a first token to an end; one for each row that continues no other."""
         firsts = [0, *accumulate(len(row.places) for row in self.rows)]
         after: list[list[tuple[int, bool]]] = [[] for _ in range(firsts[-1])]  # successors of each token
-        found = list[TokenPath]()
+        paths = list[TokenPath]()
         for first, row in zip(firsts, self.rows, strict=False):
             for number, ends in enumerate(row.ends[:-1], first):
                 after[number].append((number + 1, ends))
             if row.places and row.after is None:
-                found.append(TokenPath(1.0, (first,), ()))
+                paths.append(TokenPath(1.0, (first,), ()))
             elif row.places and row.after is not None:
                 after[firsts[row.after[0]] + row.after[1]].append((first, row.after[2] + 1 != row.places[0]))
-        while any(after[way.tokens[-1]] for way in found):
-            found = [longer for way in found for longer in way.longer(after[way.tokens[-1]])]
-        return [replace(way, ends=(*way.ends, True)) for way in found]
+        while any(after[way.tokens[-1]] for way in paths):
+            paths = [longer for way in paths for longer in way.longer(after[way.tokens[-1]])]
+        return [replace(way, ends=(*way.ends, True)) for way in paths]
 
 
 @dataclass(frozen=True)
