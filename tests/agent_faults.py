@@ -181,6 +181,8 @@ AGENTS: Table = {
         ("a score that is not finite trains", "> torch.finfo(torch.float32).max", "> 1e300"),
     ],
     ("agents", "rollout/test_continuous.py"): [
+        ("a cancelled turn decodes to its end", "batch.drop_cancelled()", "batch.rows"),
+        ("a turn that its trajectory leaves behind decodes on", "own in self._open.items() if own == key", "own in ()"),
         (
             "the cache of another branch is read",
             "for place, (a, b) in pairs if a != b)",
@@ -210,6 +212,7 @@ AGENTS: Table = {
             "for task in (*generation.jobs.values(), *generation.helpers.values()):",
             "for task in generation.helpers.values():",
         ),
+        ("a server decodes a cancelled turn on", "job.asked.client.abort, job.rid,", "job.asked.client.check_alive,"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
     ],
     ("agents", "agents/test_chat.py"): [

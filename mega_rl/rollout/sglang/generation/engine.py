@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl.agents.environment import Answer, TurnQueue, TurnSampling
+from mega_rl.agents.environment import Answer, TurnQueue, TurnSampling, give_answer
 from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
@@ -154,6 +154,7 @@ class SglangRolloutEngine:
                     )
                     request = SampleRequest(key, ids, seed=seed, limit=limit)
                     router.ask(request, partial(_answer, future))
+                    future.add_done_callback(partial(_drop_cancelled, router, request))
         finally:
             self._since.add(router.result())
 
@@ -277,11 +278,16 @@ def _answer(future: Future[Answer], outcome: Sample | RequestFailure | None) -> 
     """Answer a turn; no outcome: no server was left."""
     if isinstance(outcome, Sample):
         ids, logprobs, versions = tuple(outcome.token_ids), tuple(outcome.logprobs), tuple(outcome.versions)
-        future.set_result(Turn(ids, logprobs, versions, outcome.finish == "stop"))
+        give_answer(future, Turn(ids, logprobs, versions, outcome.finish == "stop"))
         return
     if outcome is not None:
         log.warning("a turn has no answer: %s", outcome.message)
-    future.set_result("lost" if outcome is None else "turn")
+    give_answer(future, "lost" if outcome is None else "turn")
+
+
+def _drop_cancelled(router: ServerRouter, request: SampleRequest, future: Future[Answer]) -> None:
+    if future.cancelled():
+        router.drop(request)
 
 
 def _settle_failures(sampled: Sampled, world: Ranks, share: float) -> bool:

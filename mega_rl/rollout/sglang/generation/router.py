@@ -67,6 +67,8 @@ class _Job:
     attempt: asyncio.Task[Sample | RequestFailure] | None = None  # its try in flight
     evicted: RequestFailure | None = None  # why we cut its try short
     asked: Replica | None = None  # server of its last try
+    rid: str = ""  # of its last try
+    dropped: bool = False  # nobody waits for its answer
     last: str = "no server had room for it"  # how its last try stands or ended
 
 
@@ -255,6 +257,23 @@ class ServerRouter:
 
         self._loop.call_soon_threadsafe(add)
 
+    def drop(self, request: SampleRequest) -> None:
+        """End a request of an open generation whose answer nobody waits for; its server stops decoding."""
+        generation = self._generation
+
+        def drop() -> None:
+            if generation is None:
+                return
+            for job, task in [*generation.jobs.items()]:
+                if job.request is request:
+                    job.dropped = True
+                    self._loop.call_soon(task.cancel)  # a task that has not begun would not see to its end
+                    if job.asked is not None and job in generation.flying:
+                        abort = partial(job.asked.client.abort, job.rid, timeout_s=self._grace_s)
+                        _help(generation, f"abort {job.rid}", abort)
+
+        self._loop.call_soon_threadsafe(drop)
+
     def result(self) -> GenerationResult:
         """Wait for the generation's result. Raises RunError for one that runs on after its deadline.
 
@@ -292,6 +311,10 @@ class ServerRouter:
             try:
                 async with asyncio.timeout_at(job.deadline):
                     outcome = await self._sample(generation, job)
+            except asyncio.CancelledError:
+                if not job.dropped:
+                    raise
+                outcome = None
             except TimeoutError:
                 outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
             _end(generation, job, outcome, self._loop.time())
@@ -354,6 +377,7 @@ class ServerRouter:
         result.retries += job.tries > 0
         job.tries += 1
         job.evicted, job.asked = None, replica
+        job.rid = f"{generation.nonce}-{job.request.key[0]}-{job.request.key[1]}-{result.requests}"
         job.last = f"{replica.client.name} had not answered try {job.tries}"
         remaining = job.expires - now
         # A server that lost the request must not use up its time: the first try gets half, the next half of the rest.
@@ -365,7 +389,7 @@ class ServerRouter:
                 return await replica.client.generate(
                     job.request,
                     generation.sampling,
-                    rid=f"{generation.nonce}-{key[0]}-{key[1]}-{job.tries}",
+                    rid=job.rid,
                     version=generation.version,
                     timeout_s=timeout_s,
                     partial=job.partial,
