@@ -206,7 +206,8 @@ def test_a_cancelled_turn_decodes_no_further_token(
         assert not self.rows or {len(layer.keys) for layer in self._cache.layers} == {len(self.rows)}  # type: ignore[union-attr]
         if len(counts) == 4:
             begun.set()
-            while not any(row.answer.cancelled() for row in self.rows):
+            end = time.monotonic() + 5.0
+            while not any(row.answer.cancelled() for row in self.rows) and time.monotonic() < end:
                 time.sleep(0.001)
         return has_ended
 
