@@ -20,7 +20,7 @@ from mega_rl.rollout.sglang.weights.cuda_ipc import (
     _DEVICE_ARGUMENT,
     CudaDevice,
     CudaIpcTransport,
-    _Handle,
+    Handle,
     as_json,
     from_json,
     payload,
@@ -78,7 +78,7 @@ def test_payload_says_where_tensors_are() -> None:
 def test_payload_has_no_name_that_sglang_refuses() -> None:
     """Of a handle as torch makes it on a GPU; and none of SGLang's, which is not installed here."""
     arguments = (torch.Tensor, torch.Size([8]), (1,), 0, torch.TypedStorage, torch.uint8, "GPU-1", b"", 8, 0, False)
-    names = globals_in(payload(_Handle((rebuild_cuda_tensor, arguments)), BUCKET, torch.bfloat16))
+    names = globals_in(payload(Handle((rebuild_cuda_tensor, arguments)), BUCKET, torch.bfloat16))
     assert {("types", "SimpleNamespace"), ("torch.multiprocessing.reductions", "rebuild_cuda_tensor")} <= names
     assert names <= ADMITTED
 
