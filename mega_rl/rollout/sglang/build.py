@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +19,6 @@ from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import ADAPTER, Control
@@ -31,9 +29,7 @@ from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, Starte
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
-from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
-from mega_rl.rollout.sglang.weights.delta import DeltaTransport, sends_changes
-from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
+from mega_rl.rollout.sglang.weights.choice import transport_for
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
@@ -290,14 +286,15 @@ def _weights(
 def _transport(
     rollout: RolloutConfig, weights: TrainerWeights, pool: ServerPool, servers: Sequence[Server], world: Ranks
 ) -> Transport:
-    """Return CUDA IPC to servers on the trainer's GPUs, else changes over a slow link, else process groups."""
-    bucket_bytes, timeout_s = rollout.bucket_mib << 20, rollout.sglang.sync.timeout_s
-    takes_turns, setting = pool.colocated and weights.engine.device.type == "cuda", rollout.sglang.sync.delta
-    controls = [one.receiver for one in servers if one.receiver is not None]
-    choose = partial(sends_changes, setting, controls, joined=bool(rollout.sglang.urls), takes_turns=takes_turns)
-    if run_on_one(choose, world):
-        return DeltaTransport(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-    if takes_turns:
-        hosts = [rank // pool.ranks_per_host for rank in range(world.size)]
-        return CudaIpcTransport(weights, servers, hosts=hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-    return DistributedTransport(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    """Return the way of weights to these servers."""
+    takes_turns = pool.colocated and weights.engine.device.type == "cuda"
+    return transport_for(
+        weights,
+        servers,
+        world,
+        delta=rollout.sglang.sync.delta,
+        joined=bool(rollout.sglang.urls),
+        shared=[rank // pool.ranks_per_host for rank in range(world.size)] if takes_turns else None,
+        bucket_bytes=rollout.bucket_mib << 20,
+        timeout_s=rollout.sglang.sync.timeout_s,
+    )

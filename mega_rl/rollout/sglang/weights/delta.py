@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_storage_filename, rebuild_tensor, rebuild_typed_storage
 
-from mega_rl.config.rules.rollout import is_loopback
-from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.rollout.sglang.control import Control, ServerError
 from mega_rl.rollout.sglang.server.store import BUCKETS, CONFLICT, READY, Words, digest_of, encode
@@ -38,56 +34,6 @@ from mega_rl.rollout.sglang.weights.transport import (
     open_ranks,
 )
 from mega_rl.types import Metrics
-
-log = logging.getLogger(__name__)
-
-_NOT_FOUND = 404
-_TEST_BYTES = 4 << 20  # of a message that measures a link
-# What a bucket costs besides its link, both ends together: comparing, two digests, loading from memory.
-_WORK_RATE = 300e6  # bytes/s of one core
-_TYPICAL_SHARE = 0.06  # of the bytes travels: four steps at a learning rate of 1e-5, the most that was measured
-
-
-def pays_off(link_rate: float) -> bool:
-    """Return whether changes arrive sooner than all weights over a link of so many bytes per second."""
-    return 1 / _WORK_RATE + _TYPICAL_SHARE / link_rate < 1 / link_rate
-
-
-def sends_changes(setting: str, controls: Sequence[Control], *, joined: bool, takes_turns: bool) -> bool:
-    """Return whether servers get changes instead of all weights.
-
-    setting: rollout.sglang.sync.delta. takes_turns: servers give back their weights' memory between generations.
-    Raises UserError where changes are set and cannot be; ServerError where a server does not answer.
-    """
-    if setting == "off" or (setting == "auto" and not joined):
-        return False
-    near = joined and all(is_loopback(urlsplit(one.endpoint.url).hostname or "") for one in controls)
-    if setting == "auto" and near:
-        return False
-    rates = [None if takes_turns else _link_rate(control) for control in controls]
-    for control, rate in zip(controls, rates, strict=True):
-        if rate is None and setting == "on":
-            raise UserError(
-                f"rollout.sglang.sync.delta=on: server {control.endpoint.index} at {control.endpoint.url} takes no "
-                "changes; start it on one host, with its own devices, by mega_rl.rollout.sglang.server.launcher"
-            )
-    slowest = min((rate for rate in rates if rate is not None), default=0.0)
-    chosen = None not in rates and (setting == "on" or pays_off(slowest))
-    log.info("weights go %s: the slowest link moves %.3g MB/s", "as changes" if chosen else "whole", slowest / 1e6)
-    return chosen
-
-
-def _link_rate(control: Control) -> float | None:
-    """Return the bytes per second to a server; None if it takes no changes."""
-    try:
-        control.call("GET", BUCKETS)
-    except ServerError as error:
-        if error.status != _NOT_FOUND:
-            raise
-        return None
-    start = time.perf_counter()
-    control.call("POST", BUCKETS, content=b"{}\n" + bytes(_TEST_BYTES))
-    return _TEST_BYTES / (time.perf_counter() - start)
 
 
 @dataclass

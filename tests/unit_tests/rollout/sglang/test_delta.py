@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch
 
 from mega_rl.config.schema import MegatronConfig
 from mega_rl.errors import UserError
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.control import Control, Endpoint, ServerError
 from mega_rl.rollout.sglang.server.store import Refused, WeightStore, apply, digest_of, encode
-from mega_rl.rollout.sglang.weights import delta
+from mega_rl.rollout.sglang.weights import choice, delta
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
@@ -261,7 +263,7 @@ def test_no_wrong_weight_is_served_over_a_bad_network(root: Path) -> None:
 @pytest.mark.parametrize(("rate", "expected"), [(12.5e6, True), (125e6, True), (1.25e9, False), (25e9, False)])
 def test_slow_links_get_changes(rate: float, expected: bool) -> None:
     """100 Mbit/s, 1, 10 and 200 Gbit/s."""
-    assert delta.pays_off(rate) is expected
+    assert choice.pays_off(rate) is expected
 
 
 class Answering:
@@ -292,15 +294,18 @@ class Answering:
 def test_setting_and_link_choose(
     monkeypatch: pytest.MonkeyPatch, setting: str, joined: bool, url: str, status: int, slow: bool, expected: bool
 ) -> None:
-    monkeypatch.setattr(delta, "pays_off", lambda rate: slow)
-    controls: Any = [Answering(url, status), Answering(url)]
-    assert delta.sends_changes(setting, controls, joined=joined, takes_turns=False) is expected
+    monkeypatch.setattr(choice, "pays_off", lambda rate: slow)
+    servers: Any = [delta.Server(0, 1, (), Answering(url, status)), delta.Server(1, 1, (), Answering(url))]  # type: ignore[arg-type]
+    weights: Any = SimpleNamespace(buckets=lambda nbytes, by_stage: ())
+    given: dict[str, Any] = {"delta": setting, "joined": joined, "shared": None, "bucket_bytes": 1, "timeout_s": 1.0}
+    made = choice.transport_for(weights, servers, SingleRank(), **given)
+    assert (type(made) is delta.DeltaTransport) is expected
 
 
 def test_changes_that_cannot_be_are_refused() -> None:
     plain, good, gone = Answering(status=404), Answering(), Answering(status=None)
     for controls, takes_turns in (([good, plain], False), ([good], True)):
         with pytest.raises(UserError, match=r"rollout\.sglang\.sync\.delta=on: server 0 .* takes no changes"):
-            delta.sends_changes("on", controls, joined=True, takes_turns=takes_turns)  # type: ignore[arg-type]
+            choice.sends_changes("on", controls, takes_turns=takes_turns)  # type: ignore[arg-type]
     with pytest.raises(ServerError):
-        delta.sends_changes("auto", [gone], joined=True, takes_turns=False)  # type: ignore[list-item]
+        choice.sends_changes("auto", [gone], takes_turns=False)  # type: ignore[list-item]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from mega_rl.config.schema import RolloutConfig
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang import build
@@ -126,7 +127,7 @@ def weights(device: str = "cpu", **layout: int) -> Any:
     ],
 )
 def test_shared_devices_have_cuda_ipc(device: str, colocated: bool, transport: type) -> None:
-    rollout: Any = SimpleNamespace(bucket_mib=1, sglang=SimpleNamespace(sync=SimpleNamespace(timeout_s=1.0)))
+    rollout: Any = RolloutConfig(bucket_mib=1)
     pool: Any = SimpleNamespace(colocated=colocated, ranks_per_host=2)
     servers = [Server(0, 2, (0,))]
     made = build._transport(rollout, weights(device), pool, servers, SimpleNamespace(size=2))  # type: ignore[arg-type]
