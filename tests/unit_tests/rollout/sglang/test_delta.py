@@ -137,7 +137,7 @@ def send_changes(rank: int, root: str, cases: list[str]) -> dict[str, list[Any]]
     from mega_rl.parallel.agreement import broadcast_json
     from mega_rl.parallel.comm import GroupRanks
 
-    found: dict[str, list[Any]] = {}
+    updates: dict[str, list[Any]] = {}
     for case in cases:
         with ExitStack() as stack:
             servers = [stack.enter_context(StoreServer(i, tp=1 + i)) for i in range(2)]
@@ -148,13 +148,13 @@ def send_changes(rank: int, root: str, cases: list[str]) -> dict[str, list[Any]]
                 transport._servers = [
                     delta.Server(i, 1 + i, (), stack.enter_context(_closing(one))) for i, one in enumerate(controls)
                 ]
-                found[case] = []
+                updates[case] = []
 
                 def update(what: str, to: list[int] | None = None) -> None:
                     expected = exported(engine)
-                    failed = transport.send(version=len(found[case]) + 1, servers=to)  # noqa: B023
+                    failed = transport.send(version=len(updates[case]) + 1, servers=to)  # noqa: B023
                     wrong = [] if rank else [differences(expected, servers[i]) for i in to or (0, 1)]  # noqa: B023
-                    found[case].append((what, failed, wrong, transport.report))  # noqa: B023
+                    updates[case].append((what, failed, wrong, transport.report))  # noqa: B023
 
                 update("first")
                 for seed in range(3):
@@ -172,8 +172,8 @@ def send_changes(rank: int, root: str, cases: list[str]) -> dict[str, list[Any]]
                 for _ in range(3):
                     step(0.5)
                 update("all")
-                found[case].append([one.versions for one in servers])
-    return found
+                updates[case].append([one.versions for one in servers])
+    return updates
 
 
 @contextmanager
