@@ -193,7 +193,7 @@ class Policy:
         if not isinstance(answer, Turn):
             self.failure = answer
             raise LimitReached("error")
-        branch.parts.append(answer)
+        branch.add(answer)
         if not answer.stopped and branch.room < 1:
             trajectory.end = "length"
         return answer
