@@ -131,6 +131,12 @@ AGENTS: Table = {
             "- self._waited - (now - self._since if self._waiting else 0.0)",
             "- 0.0 * self._waited",
         ),
+        ("a trajectory that was cancelled has ended well", "elif failure is None and run.cancelled():", "elif False:"),
+        (
+            "tasks outlive their generation",
+            "self.loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))",
+            "pass",
+        ),
         (
             "more turns than the limit",
             "len(trajectory.turns) >= self.max_turns",
