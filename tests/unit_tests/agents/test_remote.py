@@ -52,6 +52,7 @@ class World:
     sessions: dict[str, list[Any]] = field(default_factory=dict)
     opened: int = 0
     closed: int = 0
+    ports: list[int] = field(default_factory=list)  # the client's, of each request
 
     def observed(self, text: str, reward: float | None, done: bool) -> dict[str, Any]:
         return {"observation": {"text": text}, "reward": reward, "done": done}
@@ -69,6 +70,7 @@ class World:
 
     async def respond(self, request: Request) -> Response:
         kind, body = request.url.path.strip("/"), await request.json()
+        self.ports.append(request.scope["client"][1])
         if kind == "close":
             self.closed += 1
             return JSONResponse({})
@@ -79,7 +81,7 @@ class World:
             return answer
         match request.cookies["fault"]:
             case "hangs":
-                await asyncio.sleep(60)
+                await asyncio.sleep(3000)
             case "fails":
                 return Response("out of memory", 500)
             case "garbage":
@@ -106,7 +108,7 @@ class World:
                     fault = self.faults[given["seed"] % len(self.faults)] if self.faults else "none"
                     answer = self.reset(session)
                 elif fault == "hangs":
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(3000)
                 elif fault == "megabytes":
                     answer = {"observation": "x" * (1 << 21)}
                 elif fault == "vanishes":
@@ -259,6 +261,13 @@ def test_what_a_server_does_costs_the_sample_by_kind(server: tuple[World, str]) 
     assert not [one for one in left if one.get_loop().is_closed()]  # the server's is open
     time.sleep(0.5)  # for the server to see that connections have ended
     assert (process.num_fds(), process.children(recursive=True), threading.enumerate()) == before
+
+
+def test_each_request_has_its_connection(server: tuple[World, str]) -> None:
+    """A server that closes an idle one at that moment would lose an action."""
+    world, url = server
+    play(f"http:{url}", "3", "5")
+    assert len(set(world.ports)) == len(world.ports) == 4
 
 
 def test_a_server_that_is_not_there_costs_the_sample() -> None:
