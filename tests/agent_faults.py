@@ -231,6 +231,28 @@ AGENTS: Table = {
         ("arguments of another type reach a tool", "if kinds and not _is_of(value, kinds):", "if kinds and not kinds:"),
         ("true is a whole number", 'return "boolean" in kinds', "return True"),
     ],
+    ("agents", "agents/test_sglang_calls.py"): [
+        (
+            "only the first of llama3's calls is made",
+            "own, calls = (calls[:end], rest[1:].strip())",
+            'own, calls = (calls[:end], "")',
+        ),
+        (
+            "half a pair of GLM costs its argument",
+            'is no pair of key and value" if left else "")',
+            'is no pair" if not rest else "")',
+        ),
+        (
+            "thoughts that name a tool call it",
+            'recipient = re.search(r"\\bto=([^\\s<]+)", header)',
+            'recipient = re.search(r"\\bto=([^\\s<]+)", header + body)',
+        ),
+        (
+            "a key that is misspelt costs the arguments",
+            'if unknown := given.keys() - {"name",',
+            'if unknown := given.keys() & {"",',
+        ),
+    ],
     ("agents", "agents/test_tool_servers.py"): [
         (
             "a server of tools that died stays dead",
@@ -248,6 +270,11 @@ AGENTS: Table = {
             "if response.status_code == 0:\n            said = shorten(whole[",
         ),
         ("a session stays open", 'await world.ask("close", {})', "pass"),
+        (
+            "an idle connection is used again",
+            "_LIMITS = httpx.Limits(max_keepalive_connections=0)",
+            "_LIMITS = httpx.Limits()",
+        ),
         ("only the last reward counts", "(trajectory.score or 0.0) + step.reward", "step.reward"),
     ],
     ("agents", "agents/test_verifiers.py"): [
