@@ -85,6 +85,26 @@ AGENTS: Table = {
             "torch.where(active, x.float().gather(1, order), 0.0) for x in (rewards, values)",
             "x.float().gather(1, order) for x in (rewards, values)",
         ),
+        (
+            "values behind a fork add up",
+            "share = 1 / successors.clamp(min=1)",
+            "share = 1 / successors.clamp(min=1, max=1)",
+        ),
+        (
+            "a reward counts where a row ends and in the row that continues it",
+            "torch.where(self.forks.continued(self.mask), 0.0, scores)",
+            "scores",
+        ),
+        (
+            "a shared turn hears nothing of its later branches",
+            "torch.where(own[self.rows], into * sums[self.rows, 0], 0.0)",
+            "torch.where(own[self.rows], 0 * into, 0.0)",
+        ),
+        (
+            "a fork right after a turn is a step of turns",
+            "torch.where(forks.touches, 1.0, one)",
+            "one",
+        ),
         ("the last turn of each row trains", "return own & (places == last[number])[:, None]", "return own"),
         (
             "a group lacks trajectories whose first row does not train",
@@ -104,6 +124,11 @@ AGENTS: Table = {
             "a replay forgets which rows are of one trajectory",
             '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
             '*("routing", "token_versions", "failed", "turn", "turn_scores"),',
+        ),
+        (
+            "a replay forgets the scores of turns",
+            '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
+            '*("routing", "token_versions", "failed", "branch", "turn"),',
         ),
     ],
     ("agents", "tracking/report/test_page.py -k folded"): [
