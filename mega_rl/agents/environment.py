@@ -288,6 +288,8 @@ class _Play:
         )
         if failure is None and late:
             failure, what = "timeout", f"took more than timeout_s={self.environment.timeout_s:g} s of its own"
+        elif failure is None and run.cancelled():
+            failure, what = "error", "was cancelled by what it awaited"
         elif failure is None and error is not None and not limits:
             place = place_in_users_code(error) or type(self.environment).__name__
             failure, what = "error", f"raised {type(error).__name__}: {str(error)[:300]} ({place})"
