@@ -52,7 +52,7 @@ ORDER: Table = {
             "            rewards = self.rewards.score(rollout, prompts).totals\n",
             "            rewards = self.rewards.score(rollout, prompts)\n"
             "            if self.success is not None:\n"
-            "                self.success.record(Samples(prompts, rollout, rewards), self.ranks)\n"
+            "                self.success.record(Samples(prompts, rollout, rewards, torch.arange(0)), self.ranks)\n"
             "            rewards = rewards.totals\n",
         ),
     ],

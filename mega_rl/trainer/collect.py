@@ -14,11 +14,13 @@ from mega_rl.parallel.boxes import EngineState, Piece, whole
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.rows import (
+    Dropped,
     Overlong,
     Samples,
     check_rows,
     choose,
     first_rows,
+    group_means,
     leave_unscored_out,
     scored_rows,
     share_out,
@@ -89,6 +91,7 @@ class Batch(NamedTuple):
     rewards: Rewards  # with the punishment of overlong responses
     # [P] float32, reward of each prompt's greedy response, NaN where there is none; None: the estimator needs none
     greedy: Tensor | None = None
+    dropped: Sequence[Dropped] = ()  # groups drawn for this step that do not train
 
 
 @dataclass
@@ -116,12 +119,12 @@ class Collector:
     def take(self, step: int) -> Batch:
         """Return the samples that a step trains on; collective."""
         if self.plan.waves:
-            samples = self._until_rewards_differ()
+            samples, dropped = self._until_rewards_differ()
             greedy = self._greedy_rewards(samples.prompts, step)
         else:
             prompts = self.order.batch(step)
-            greedy = self._greedy_rewards(prompts, step)
-            samples = self._sample(prompts, step)
+            greedy, dropped = self._greedy_rewards(prompts, step), []
+            samples = self._sample(prompts, step, ticket=self.order.drawn_after(step))
         with self.stage("reward"):
             rollout, rewards = samples.rollout, samples.rewards
             self.log.add(self.source.metrics() | self.rewards.metrics() | self.staleness(rollout))
@@ -130,37 +133,41 @@ class Collector:
             rollout, rewards = leave_unscored_out(rollout, rewards)
             rewards, metrics = self.overlong.shape(rollout, rewards, self.ranks)
             self.log.add(metrics | self.count_data(self.drawn_after(step + 1)))
-        return Batch(samples, rollout, rewards, greedy)
+        return Batch(samples, rollout, rewards, greedy, dropped)
 
     def drawn_after(self, done: int) -> int:
         """Return the number of prompts drawn when `done` steps are done; a checkpoint keeps it."""
         return self.drawn if self.plan.waves else self.order.drawn_after(done)
 
-    def _sample(self, prompts: Sequence[Prompt], step: int) -> Samples:
+    def _sample(self, prompts: Sequence[Prompt], step: int, *, ticket: int) -> Samples:
+        """Return scored samples of prompts that were drawn one after another, from `ticket` on; collective."""
         with self.stage("generate"):
             rollout = self.source.generate(prompts, step=step)
             self.watch(rollout)
             check_rows(rollout, prompts, self.ranks, samples=self.plan.samples)
         with self.stage("reward"):
-            samples = Samples(prompts, rollout, self.rewards.score(rollout, prompts))
+            tickets = torch.arange(ticket, ticket + len(prompts))
+            samples = Samples(prompts, rollout, self.rewards.score(rollout, prompts), tickets)
             if self.success is not None:
                 self.success.record(samples, self.ranks)
         return samples
 
-    def _until_rewards_differ(self) -> Samples:
-        """Generate until enough prompts have different rewards; return this replica's rows of the chosen prompts."""
+    def _until_rewards_differ(self) -> tuple[Samples, list[Dropped]]:
+        """Generate until enough prompts have different rewards; return this replica's rows of them, and the rest."""
         kept: Samples | None = None
         spread = torch.zeros(0, dtype=torch.bool)  # for each prompt drawn in this step
+        means = torch.zeros(0, 2, dtype=torch.float64)  # for each as well, response tokens and reward
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
         generations = 0
         while spread.sum() < self.plan.prompts_per_step and generations < self.plan.waves:
-            wave = self._sample(self.order.take(self.drawn, self.plan.prompts), self.drawn)
+            wave = self._sample(self.order.take(self.drawn, self.plan.prompts), self.drawn, ticket=self.drawn)
             self.drawn += len(wave.prompts)
             generations += 1
             known = scored_rows(wave.rollout, wave.rewards) & first_rows(wave.rollout)
             totals = wave.rewards.totals[known].double()
             sampled += torch.tensor([float(totals.sum()), float(len(totals))], dtype=torch.float64)
             spread = torch.cat([spread, spread_of(wave, self.ranks, by_parts=self.plan.by_parts)])
+            means = torch.cat([means, group_means(wave, self.ranks)])
             chosen = choose(spread, self.plan.prompts_per_step)
             # Later prompts never displace earlier ones, so drop the rest now.
             kept = wave if kept is None else kept.join(wave)
@@ -175,9 +182,13 @@ class Collector:
                 "reward/sampled_mean": total / max(count, 1.0),
             }
         )
+        left = sorted(set(range(len(kept.prompts))) - set(chosen.tolist()))
+        dropped = [
+            Dropped(int(kept.tickets[one]), "surplus" if spread[one] else "equal", *means[one].tolist()) for one in left
+        ]
         samples = share_out(kept, chosen, self.ranks)
         check_rows(samples.rollout, samples.prompts, self.ranks, samples=self.plan.samples)
-        return samples
+        return samples, dropped
 
     def _greedy_rewards(self, prompts: Sequence[Prompt], step: int) -> Tensor | None:
         """Return [P] float32, the reward of each prompt's greedy response; None if the estimator needs none."""

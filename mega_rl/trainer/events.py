@@ -22,7 +22,7 @@ from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.policy_gradient import Evaluated
 from mega_rl.trainer.rows import ReadResponse, Samples
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
-from mega_rl.trainer.validation import Evaluation, SetOutcome, named
+from mega_rl.trainer.validation import Evaluation, ScoredSamples, SetOutcome, named
 from mega_rl.types import ENDS, Experience, JsonObject, Metrics, Rewards, Rollout, TokenOutputs, row_numbers
 
 if TYPE_CHECKING:
@@ -60,11 +60,12 @@ class DumpRollouts(Event):
     def validation(self, done: int, outcomes: Sequence[SetOutcome]) -> None:
         """Write samples of each set of held-out prompts."""
         if self.interval:
-            shown = [(one.prompts.name, Samples(*one.samples[2:5])) for one in outcomes]
-            rows = [{**row, "set": name} for name, samples in shown for row in self._rows(done, samples)]
+            rows = [{**row, "set": one.prompts.name} for one in outcomes for row in self._rows(done, one.samples)]
             self.sink.dump_rollouts(done, rows, validation=True)
 
-    def _rows(self, done: int, samples: Samples, advantages: Tensor | None = None) -> list[Mapping[str, Any]]:
+    def _rows(
+        self, done: int, samples: Samples | ScoredSamples, advantages: Tensor | None = None
+    ) -> list[Mapping[str, Any]]:
         with self.stage("log"):
             return sample_rows(
                 samples, self.read, render=self.render, step=done, count=self.count, advantages=advantages
@@ -176,7 +177,7 @@ _WEIGHTED = (
 
 
 def sample_rows(
-    samples: Samples,
+    samples: Samples | ScoredSamples,
     read: ReadResponse,
     *,
     render: Callable[[Sequence[int]], str],

@@ -32,10 +32,11 @@ class Samples(NamedTuple):
     prompts: Sequence[Prompt]  # the global batch, into which `rollout.prompt_index` points
     rollout: Rollout
     rewards: Rewards  # one for each row
+    tickets: Tensor  # [P] int64, number of each prompt's draw since the run began
 
     def select(self, rows: Tensor) -> Samples:
         """Return the rows with these numbers, in their order; rows: [n] int64."""
-        return Samples(self.prompts, select(self.rollout, rows), self.rewards[rows])
+        return self._replace(rollout=select(self.rollout, rows), rewards=self.rewards[rows])
 
     def join(self, other: Samples) -> Samples:
         """Return the rows and prompts of both, padded to one width; `other` numbers prompts from 0.
@@ -61,7 +62,27 @@ class Samples(NamedTuple):
             own = () if one.parts is None else one.parts.names
             values.append(with_parts(one.columns(), own, names, first=1, missing=torch.nan if own else 0.0))
         rewards = known.with_columns(torch.cat(values))
-        return Samples([*self.prompts, *other.prompts], Rollout.from_rows(**fields), rewards)
+        tickets = torch.cat([self.tickets, other.tickets])
+        return Samples([*self.prompts, *other.prompts], Rollout.from_rows(**fields), rewards, tickets)
+
+
+class Dropped(NamedTuple):
+    """A group that was drawn and that no step trains; equal on all ranks."""
+
+    ticket: int
+    reason: str  # "equal", "surplus", "expired" or "failed"
+    tokens: float  # mean of its samples' response tokens; not a number without an answer
+    reward: float  # mean of its samples; not a number without an answer
+
+
+def group_means(samples: Samples, ranks: Ranks) -> Tensor:
+    """Return [P, 2] float64, response tokens and reward of each prompt's mean scored sample; collective."""
+    rollout, scored = samples.rollout, scored_rows(samples.rollout, samples.rewards)
+    first = scored & first_rows(rollout)
+    rows = torch.stack([first, scored * rollout.loss_mask.sum(1), first * samples.rewards.totals.nan_to_num()], dim=1)
+    sums = torch.zeros(len(samples.prompts), 3, dtype=torch.float64)
+    sums = ranks.sum(sums.index_add(0, rollout.prompt_index, rows.double()))
+    return sums[:, 1:] / sums[:, :1]
 
 
 def with_parts(table: Tensor, own: Sequence[str], names: Sequence[str], *, first: int, missing: float) -> Tensor:
@@ -220,7 +241,7 @@ def share_out(samples: Samples, chosen: Tensor, ranks: Ranks) -> Samples:
     width = int(own.lengths.max()) if len(own.lengths) else own.tokens.size(1)
     own = select(own, own_keys.argsort(), width=width)
     rewards = rewards.with_columns(columns[torch.searchsorted(keys.sort().values, own_keys.sort().values)])
-    return Samples([samples.prompts[number] for number in chosen.tolist()], own, rewards)
+    return Samples([samples.prompts[number] for number in chosen.tolist()], own, rewards, samples.tickets[chosen])
 
 
 def leave_unscored_out(rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rewards]:

@@ -157,7 +157,8 @@ class _OwnRows:
         starts = zip(index[first], tokens[first], ends[first], strict=True)
         own = {int(number): tuple(ids[:end].tolist()) for number, ids, end in starts}
         prompts = [Prompt(number, own[number], text="", answer=None) for number in range(description.prompts)]
-        return Samples(prompts, rollout, Rewards(self.column("rewards"), parts, scored=scored))
+        rewards = Rewards(self.column("rewards"), parts, scored=scored)
+        return Samples(prompts, rollout, rewards, torch.arange(len(prompts)))
 
     def column(self, name: str) -> Tensor:
         """Return a recorded tensor of this replica's rows."""

@@ -24,7 +24,7 @@ from tests.unit_tests.agents.test_examples import ROOT, read, skip_without_needs
 
 pytestmark = [
     pytest.mark.skipif(not FULL, reason="make test-full: minutes of training"),
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1800),  # coding over SGLang: 1,009 s on two busy cores
 ]
 RATES = {"calculator": (0.6, 0.95), "search": (0.4, 0.9), "coding": (0.4, 0.9)}  # held-out: most before, least after
 SGLANG = (

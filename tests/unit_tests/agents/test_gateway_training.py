@@ -144,17 +144,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list
     return {client: (folder / client, own) for client, own in zip(clients, sampled, strict=True)}
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_unchanged_clients_train_on_sampled_ids(runs: dict[str, tuple[Path, list[Any]]], client: str) -> None:
-    """Each turn that the engine sampled trains once, with its log-probs, behind what it had read; nothing else does.
-
-    Every second turn read the first one as it was sampled.
-    """
-    if reason := missing(client):
-        pytest.skip(reason)
-    folder, sampled = runs[client]
+def trained_turns(folder: Path, steps: int) -> list[Any]:
+    """Return the turns that a run's records train: what was read, ids and log-probs."""
     trained: list[Any] = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         record = read_record(folder / "records" / f"step_{step:06d}")
         columns = [record.tensors[name] for name in ("tokens", "loss_mask", "rollout_logprobs")]
         for tokens, mask, logprobs in zip(*columns, strict=True):
@@ -167,6 +160,19 @@ def test_unchanged_clients_train_on_sampled_ids(runs: dict[str, tuple[Path, list
                 ids, numbers = tokens[first:end].tolist(), logprobs[first:end].tolist()
                 trained.append((tuple(tokens[:first].tolist()), tuple(ids), tuple(numbers)))
         assert set(record.tensors["end"]) <= {ENDS.index("done"), ENDS.index("length")}
+    return trained
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_unchanged_clients_train_on_sampled_ids(runs: dict[str, tuple[Path, list[Any]]], client: str) -> None:
+    """Each turn that the engine sampled trains once, with its log-probs, behind what it had read; nothing else does.
+
+    Every second turn read the first one as it was sampled.
+    """
+    if reason := missing(client):
+        pytest.skip(reason)
+    folder, sampled = runs[client]
+    trained = trained_turns(folder, STEPS)
     assert Counter(trained) == Counter(sampled)
     assert len(trained) == 2 * STEPS * PROMPTS * SAMPLES
     firsts = {(*read, *ids) for read, ids, _ in sampled}

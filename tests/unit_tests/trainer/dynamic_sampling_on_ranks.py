@@ -92,10 +92,13 @@ def sampled_steps(ranks: Ranks) -> list[dict[str, Any]]:
     dynamic, steps = collector(ranks), []
     for step in range(4):
         dynamic.log.begin()
-        prompts, rollout, rewards = dynamic.take(step).samples
+        batch = dynamic.take(step)
+        prompts, rollout, rewards, tickets = batch.samples
         steps.append(
             {
                 "prompts": [prompt.index for prompt in prompts],
+                "tickets": tickets.tolist(),
+                "dropped": list(map(list, batch.dropped)),
                 "rollout": {name: field for name, field in rollout.items() if field is not None},
                 "rewards": rewards.columns(),
                 "metrics": dynamic.log.metrics,

@@ -40,7 +40,10 @@ def test_a_row_says_what_became_of_a_sample() -> None:
     advantages = torch.tensor([[0.0, 0.0, 1.0, 2.0, 6.0], [0.0, 0.0, -1.0, 0.5, 0.0]])
     given = {"render": str, "step": 7, "count": 2}
     first, second = sample_rows(
-        Samples(PROMPTS, rollout, Rewards(torch.tensor([1.0, -1.0]))), read_row, advantages=advantages, **given
+        Samples(PROMPTS, rollout, Rewards(torch.tensor([1.0, -1.0])), torch.arange(1)),
+        read_row,
+        advantages=advantages,
+        **given,
     )  # type: ignore[arg-type]
     assert (first["response"], first["response_tokens"], first["finished"]) == ("all of row 0", 3, True)
     assert (second["response"], second["response_tokens"], second["finished"]) == ("all of row 1", 2, False)
@@ -48,6 +51,6 @@ def test_a_row_says_what_became_of_a_sample() -> None:
     assert (first["reward"], first["weight_version"], first["step"]) == (1.0, 4, 7)
     assert "newest_weight_version" not in first
     rollout.token_versions = torch.tensor([[0, 0, 4, 5, 5], [0, 0, 4, 4, 0]])
-    first, second = sample_rows(Samples(PROMPTS, rollout, Rewards(torch.zeros(2))), read_row, **given)  # type: ignore[arg-type]
+    first, second = sample_rows(Samples(PROMPTS, rollout, Rewards(torch.zeros(2)), torch.arange(1)), read_row, **given)  # type: ignore[arg-type]
     assert (first["newest_weight_version"], second["newest_weight_version"]) == (5, 4)
     assert "advantage_mean" not in first

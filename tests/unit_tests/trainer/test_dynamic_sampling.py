@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -33,11 +34,12 @@ def sampled_by_loops(drawn: int, plan: SamplingPlan) -> tuple[list[dict[str, Any
             responses = [cases.response(drawn, position, sample) for sample in range(cases.SAMPLES)]
             rewards = [cases.score(prompt, tokens) for tokens in responses]
             spread = len(set(rewards)) > 1
-            groups.append({"prompt": prompt, "responses": responses, "rewards": rewards, "spread": spread})
+            group = {"prompt": prompt, "responses": responses, "rewards": rewards, "spread": spread}
+            groups.append(group | {"ticket": drawn + position})
         drawn += plan.prompts
         generations += 1
     for group in groups:
-        group["sampled"] = len(groups)
+        group["sampled"] = groups
     good = [number for number, group in enumerate(groups) if group["spread"]]
     rest = [number for number, group in enumerate(groups) if not group["spread"]]
     chosen = sorted([*good, *rest][: plan.prompts_per_step])
@@ -52,13 +54,25 @@ def plan_of(prompts_per_step: int, prompts: int, waves: int) -> SamplingPlan:
     "plan", [cases.PLAN, plan_of(6, 2, 3), plan_of(8, 5, 2), plan_of(2, 9, 1), plan_of(4, 4, 5)], ids=str
 )
 def test_a_step_keeps_the_groups_that_a_loop_keeps(plan: SamplingPlan) -> None:
-    """Prompts, tokens, rewards and numbers of five steps in a row; some fill up with groups of equal rewards."""
+    """Prompts, tokens, rewards, tickets of five steps in a row, and what is dropped; some fill up with equal groups."""
     dynamic = cases.collector(FakeRanks(), plan)
     drawn = 0
     for step in range(5):
         expected, generations, drawn = sampled_by_loops(drawn, plan)
         dynamic.log.begin()
-        prompts, rollout, rewards = dynamic.take(step).samples
+        batch = dynamic.take(step)
+        prompts, rollout, rewards, tickets = batch.samples
+        assert tickets.tolist() == [group["ticket"] for group in expected]
+        left = [group for group in expected[0]["sampled"] if group not in expected]
+        assert batch.dropped == [
+            (
+                group["ticket"],
+                "surplus" if group["spread"] else "equal",
+                mean(map(len, group["responses"])),
+                mean(group["rewards"]),
+            )
+            for group in left
+        ]
         assert [prompt.index for prompt in prompts] == [group["prompt"].index for group in expected]
         assert rewards.totals.tolist() == [reward for group in expected for reward in group["rewards"]]
         responses = [tokens for group in expected for tokens in group["responses"]]
@@ -70,14 +84,14 @@ def test_a_step_keeps_the_groups_that_a_loop_keeps(plan: SamplingPlan) -> None:
         metrics = dynamic.log.metrics
         assert metrics["rollout/generations"] == generations
         assert metrics["rollout/filled_groups"] == sum(not group["spread"] for group in expected)
-        assert metrics["rollout/dropped_groups"] == expected[0]["sampled"] - len(expected)
+        assert metrics["rollout/dropped_groups"] == len(left)
         assert metrics["data/prompts"] == dynamic.drawn_after(step + 1) == drawn
 
 
 def test_failed_samples_make_no_spread() -> None:
     """Their reward of 0 does not count. A generation with failures and one without make one step."""
     dynamic = cases.collector(FakeRanks(), plan_of(5, 3, 4), failing=True)
-    prompts, rollout, rewards = dynamic.take(0).samples
+    prompts, rollout, rewards, _ = dynamic.take(0).samples
     assert rollout.failed is not None
     assert rollout.failed.any()
     assert not rollout.failed.all()
@@ -149,7 +163,7 @@ def test_two_ranks_keep_the_groups_of_one(runs: dict[str, Any]) -> None:
     for step, expected in enumerate(cases.sampled_steps(FakeRanks())):
         ranks = [numbers[step] for numbers in runs["numbers"]]
         for rank in ranks:
-            assert rank["prompts"] == expected["prompts"]
+            assert all(rank[name] == expected[name] for name in ("prompts", "tickets", "dropped"))
             assert rank["metrics"] == expected["metrics"]
             assert len(rank["rollout"]["tokens"]) == 2 * cases.SAMPLES
         assert torch.equal(torch.cat([rank["rewards"] for rank in ranks]), expected["rewards"])

@@ -127,7 +127,7 @@ def test_metrics_of_rewards_are_of_scored_samples() -> None:
 
 def test_dumps_show_which_samples_do_not_count() -> None:
     def rows(kind: str) -> Any:
-        return sample_rows(Samples(PROMPTS, *batch(kind)), read_ids, render=str, step=1, count=12)
+        return sample_rows(Samples(PROMPTS, *batch(kind), torch.arange(4)), read_ids, render=str, step=1, count=12)
 
     unscored, failed = rows("unscored"), rows("failed")
     assert [row["reward"] is None for row in unscored] == LEFT_OUT.tolist()

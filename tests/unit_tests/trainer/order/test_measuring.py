@@ -29,7 +29,7 @@ def measured(
     rollout = make_rollout([1] * len(totals))
     rollout.failed = None if failed is None else torch.tensor(failed)
     known = None if parts is None else RewardParts(("correct",), (1.0,), torch.tensor(parts)[:, None])
-    samples = Samples(prompts, rollout, Rewards(torch.tensor(totals), known))
+    samples = Samples(prompts, rollout, Rewards(torch.tensor(totals), known), torch.arange(len(prompts)))
     SuccessMeter(rates, right_above=0.5, right_part=part).record(samples, SingleRank())
     return [rates.right.tolist(), rates.samples.tolist()]
 
