@@ -202,7 +202,7 @@ class Policy:
         if not isinstance(answer, Turn):
             self.failure = answer
             raise LimitReached("error")
-        branch.parts.append(answer)
+        branch.add(answer)
         if not answer.stopped and branch.room < 1:
             trajectory.end = "length"
         return answer
@@ -297,6 +297,8 @@ class _Play:
         )
         if failure is None and late:
             failure, what = "timeout", f"took more than timeout_s={self.environment.timeout_s:g} s of its own"
+        elif failure is None and run.cancelled():
+            failure, what = "error", "was cancelled by what it awaited"
         elif failure is None and error is not None and not limits:
             place = place_in_users_code(error) or type(self.environment).__name__
             failure, what = "error", f"raised {type(error).__name__}: {str(error)[:300]} ({place})"
