@@ -155,8 +155,8 @@ class SglangRolloutEngine:
                         sampling_seed(how.seed, prompt, sample, number),
                     )
                     request = SampleRequest(key, ids, seed=seed, limit=limit)
-                    router.ask(request, partial(_answer, future, len(ids), routed))
-                    future.add_done_callback(partial(_drop_cancelled, router, request))
+                    drop = router.ask(request, partial(_answer, future, len(ids), routed))
+                    future.add_done_callback(partial(_drop_cancelled, drop))
         finally:
             self._since.add(router.result())
 
@@ -296,9 +296,9 @@ def _answer(
     give_answer(future, "lost" if outcome is None else "turn")
 
 
-def _drop_cancelled(router: ServerRouter, request: SampleRequest, future: Future[Answer]) -> None:
+def _drop_cancelled(drop: Callable[[], object], future: Future[Answer]) -> None:
     if future.cancelled():
-        router.drop(request)
+        drop()
 
 
 def _settle_failures(sampled: Sampled, world: Ranks, share: float) -> bool:

@@ -240,10 +240,10 @@ class ServerRouter:
         self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
         _on_loop(self._loop, lambda: None)  # it has begun
 
-    def ask(self, request: SampleRequest, answer: Answered) -> None:
+    def ask(self, request: SampleRequest, answer: Answered) -> Callable[[], object]:
         """Add a request to an open generation; the event loop calls `answer` at its end.
 
-        Raises UserError as `start`.
+        The function that it returns drops the request, whose server then stops decoding. Raises UserError as `start`.
         """
         _check(request, self._vocab_size)
         generation = self._generation
@@ -251,28 +251,22 @@ class ServerRouter:
         deadline_s = generation.deadline_s
         assert deadline_s is not None
 
+        job = _Job(request, Sample(), math.inf, answer)
+
         def add() -> None:
-            deadline = self._loop.time() + deadline_s(len(generation.jobs) + 1)
-            generation.begin(_Job(request, Sample(), deadline, answer))
-
-        self._loop.call_soon_threadsafe(add)
-
-    def drop(self, request: SampleRequest) -> None:
-        """End a request of an open generation whose answer nobody waits for; its server stops decoding."""
-        generation = self._generation
+            job.deadline = self._loop.time() + deadline_s(len(generation.jobs) + 1)
+            generation.begin(job)
 
         def drop() -> None:
-            if generation is None:
-                return
-            for job, task in [*generation.jobs.items()]:
-                if job.request is request:
-                    job.dropped = True
-                    self._loop.call_soon(task.cancel)  # a task that has not begun would not see to its end
-                    if job.asked is not None and job in generation.flying:
-                        abort = partial(job.asked.client.abort, job.rid, timeout_s=self._grace_s)
-                        _help(generation, f"abort {job.rid}", abort)
+            if job in generation.jobs:
+                job.dropped = True
+                self._loop.call_soon(generation.jobs[job].cancel)  # a task that has not begun would not see to its end
+                if job.asked is not None and job in generation.flying:
+                    abort = partial(job.asked.client.abort, job.rid, timeout_s=self._grace_s)
+                    _help(generation, f"abort {job.rid}", abort)
 
-        self._loop.call_soon_threadsafe(drop)
+        self._loop.call_soon_threadsafe(add)
+        return partial(self._loop.call_soon_threadsafe, drop)
 
     def result(self) -> GenerationResult:
         """Wait for the generation's result. Raises RunError for one that runs on after its deadline.
