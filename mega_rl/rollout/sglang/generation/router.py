@@ -287,11 +287,8 @@ class ServerRouter:
 
     def so_far(self) -> GenerationResult:
         """Return what has ended of the generation that was started last, without waiting for the rest."""
-        generation, result = self._generation, GenerationResult()
-        if generation is None:
-            return result
-        ended = generation.result
-        return _on_loop(self._loop, lambda: replace(result, samples={**ended.samples}, failures={**ended.failures}))
+        ended = GenerationResult() if self._generation is None else self._generation.result
+        return _on_loop(self._loop, lambda: GenerationResult({**ended.samples}, {**ended.failures}))
 
     def has_ended(self, wait_s: float) -> bool:
         """Wait up to `wait_s` for the end of the generation; `result` then returns at once."""
