@@ -172,8 +172,8 @@ class Flow(Protocol):
     def arrived(self, *, wait: bool) -> Arrived | None:
         """Return the groups that became complete since the last call, or None; wait: until there is one."""
 
-    def go_on(self, step: int, prompts: Sequence[Prompt]) -> None:
-        """Continue what is in progress while a step trains on these prompts."""
+    def go_on(self) -> None:
+        """Continue what is in progress while the step trains."""
 
 
 class Scorer(Measured, Protocol):

@@ -166,12 +166,16 @@ RL: Table = {
             "return min((min(sample.versions, default=current) for sample",
             "return min((max(sample.versions, default=current) for sample",
         ),
-        ("a resumed run samples anew what was in flight", "self._saved.pop(one.key, Sample())", "Sample()"),
-        ("a checkpoint forgets the groups that wait", '"pool": self.pool.state()}', '"pool": {}}'),
+        ("a resumed run samples anew what was in flight", "self._saved.pop(key, Sample())", "Sample()"),
+        (
+            "a checkpoint forgets the groups that wait",
+            '"flow": self.state_of_flow.state(), "pool": self.pool.state()}',
+            '"flow": self.state_of_flow.state()}',
+        ),
         (
             "a resumed run draws the tickets in flight again",
-            "self.drawn = drawn\n",
-            "self.drawn = drawn - len(in_flight)\n",
+            'self.drawn = int(numbers["prompts_drawn"])',
+            'self.drawn = int(numbers["prompts_drawn"]) - len(numbers["in_flight"])',
         ),
         (
             "the youngest groups train first",

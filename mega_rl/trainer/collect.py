@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.parallel.boxes import EngineState, Piece, whole
-from mega_rl.protocols import Flow, Ranks, RolloutSource, Scorer
+from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.rows import (
     Dropped,
@@ -25,7 +25,7 @@ from mega_rl.trainer.rows import (
     share_out,
     spread_of,
 )
-from mega_rl.trainer.selection import Ages, AtOnce, Pool
+from mega_rl.trainer.selection import Stock
 from mega_rl.trainer.step_metrics import part_metrics, rollout_metrics
 from mega_rl.trainer.validation import judged_values
 from mega_rl.types import Arrived, Draw, JsonObject, Metrics, Prompt, Rewards, Rollout
@@ -41,6 +41,7 @@ class SamplingPlan:
     prompts: int = 0  # prompts of each draw, where a step chooses
     ahead: int = 0  # steps that generation runs ahead, the largest age of a token in versions
     last: int = 0  # draws that the whole run needs; 0: unknown
+    overlong: Overlong = field(default_factory=Overlong)
     by_parts: bool = False  # a difference in a weighted component counts, even if the totals are equal
     greedy: bool = False  # the estimator compares samples with greedy responses
 
@@ -114,63 +115,44 @@ class Collector:
     watch: Callable[[Rollout], None] = lambda rollout: None  # called with every generation that trains
     staleness: Callable[[Rollout], Metrics] = lambda rollout: {}  # raises for samples older than the run allows
     count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # given the prompts drawn
-    overlong: Overlong = field(default_factory=Overlong)
     success: SuccessMeter | None = None
-    flow: Flow | None = None  # of generation next to training
-    version: Callable[[], int] = lambda: 0  # of the weights that the trainer has
-    drawn: int = field(default=0, init=False)  # prompts since the run began, where steps choose
-    pool: Pool = field(default_factory=Pool)  # complete groups, where steps choose
-    _begun: dict[int, tuple[Draw, Prompt]] = field(default_factory=dict, init=False)  # by ticket, not yet trained
-
-    def __post_init__(self) -> None:
-        if self.flow is None and self.plan.waves:
-            self.flow = AtOnce(self.source)
+    stock: Stock | None = None  # groups among which steps choose; None: a step trains on its own prompts
 
     def take(self, step: int) -> Batch:
         """Return the samples that a step trains on; collective."""
         dropped: list[Dropped] = []
-        if self.flow is None:
+        if self.stock is None:
             prompts = self.order.batch(step)
             greedy, first = self._greedy_rewards(prompts, step), self.order.drawn_after(step)
             with self.stage("generate"):
                 rollout = self.source.generate(prompts, step=step)
             samples = self._scored(prompts, Arrived([*range(first, first + len(prompts))], [], rollout, None))
         else:
-            samples, dropped = self._chosen(self.flow)
+            samples, dropped = self._chosen(self.stock)
             greedy = self._greedy_rewards(samples.prompts, step)
-            with self.stage("generate"):
-                self.flow.go_on(step, samples.prompts)
+            self.stock.flow.go_on()
         with self.stage("reward"):
             rollout, rewards = samples.rollout, samples.rewards
             self.log.add(self.source.metrics() | self.rewards.metrics() | self.staleness(rollout))
             self.log.add(rollout_metrics(rollout, rewards, self.ranks))
             self.log.add(part_metrics(rewards.parts, rollout, self.ranks))
             rollout, rewards = leave_unscored_out(rollout, rewards)
-            rewards, metrics = self.overlong.shape(rollout, rewards, self.ranks)
+            rewards, metrics = self.plan.overlong.shape(rollout, rewards, self.ranks)
             self.log.add(metrics | self.count_data(self.drawn_after(step + 1)))
         return Batch(samples, rollout, rewards, greedy, dropped)
 
     def drawn_after(self, done: int) -> int:
         """Return the number of prompts drawn when `done` steps are done."""
-        return self.order.drawn_after(done) if self.flow is None else self.drawn
+        return self.order.drawn_after(done) if self.stock is None else self.stock.drawn
 
     def numbers(self, done: int) -> JsonObject:
-        """Return the prompts drawn when `done` steps are done, and ticket, row and draw of those not trained."""
-        in_flight = [[ticket, prompt.index, *draw] for ticket, (draw, prompt) in self._begun.items()]
-        return {"prompts_drawn": self.drawn_after(done), "in_flight": in_flight}
+        """Return the numbers of a checkpoint after `done` steps."""
+        return {"prompts_drawn": self.order.drawn_after(done)} if self.stock is None else self.stock.numbers()
 
-    def resume(self, drawn: int, in_flight: Sequence[Sequence[int]], pool: Mapping[str, Tensor]) -> None:
-        """Resume from the numbers and the groups of a checkpoint; groups that it lacks are generated again."""
-        self.drawn = drawn
-        for ticket, row, *numbers in in_flight:
-            draw = Draw(*numbers)
-            self._begun[ticket] = (draw, self.order.prompt_of(ticket, row))
-        self.pool.restore(pool, {ticket: prompt for ticket, (_, prompt) in self._begun.items()})
-        complete = [] if self.pool.samples is None else self.pool.samples.tickets.tolist()
-        for draw in dict.fromkeys(draw for draw, _ in self._begun.values()):
-            rest = {t: prompt for t, (own, prompt) in self._begun.items() if own == draw and t not in complete}
-            if rest and self.flow is not None:
-                self.flow.add(draw, rest)
+    def resume(self, numbers: JsonObject) -> None:
+        """Resume from the `numbers` of a checkpoint, empty for a new run; collective."""
+        if self.stock is not None and numbers:
+            self.stock.resume(numbers, self.order.prompt_of)
 
     def _scored(self, prompts: Sequence[Prompt], arrived: Arrived) -> Samples:
         """Return checked and scored samples; collective."""
@@ -184,30 +166,28 @@ class Collector:
                 self.success.record(samples, self.ranks)
         return samples
 
-    def _chosen(self, flow: Flow) -> tuple[Samples, list[Dropped]]:
+    def _chosen(self, stock: Stock) -> tuple[Samples, list[Dropped]]:
         """Wait until the step can choose; return this replica's rows of its groups, and the groups it drops."""
-        plan, pool, ages = self.plan, self.pool, Ages(self.version(), self.plan.ahead)
+        plan, flow, pool = self.plan, stock.flow, stock.pool
         count, draws, wait = plan.prompts_per_step, 0, False
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
-        while len(self._begun) < (plan.ahead + 1) * count and self._draw(flow):
+        while len(stock.begun) < (plan.ahead + 1) * count and self._draw(stock):
             draws += 1
         while True:
             with self.stage("generate"):
                 arrived = flow.arrived(wait=wait)
             if arrived is not None:
-                sampled += self._add(arrived)
-            if (chosen := pool.choose(list(flow.waiting.values()), count, ages)) is not None:
+                sampled += self._add(stock, arrived)
+            if (chosen := stock.choose(count, limit=plan.ahead)) is not None:
                 break
             wait = True
             if not flow.waiting:
-                if draws >= max(plan.waves, 1) or not self._draw(flow):
+                if draws >= max(plan.waves, 1) or not self._draw(stock):
                     chosen = pool.filled(count)
                     break
                 draws += 1
         filled = float((~pool.usable[chosen]).sum())
-        samples, dropped = pool.take(chosen, ages)
-        for ticket in [*samples.tickets.tolist(), *(one.ticket for one in dropped)]:
-            del self._begun[ticket]
+        samples, dropped = stock.take(chosen, limit=plan.ahead)
         total, number = self.ranks.sum(sampled).tolist()
         self.log.add({"rollout/dropped_groups": float(len(dropped))})
         if plan.waves:
@@ -217,27 +197,24 @@ class Collector:
         check_rows(samples.rollout, samples.prompts, self.ranks, samples=plan.samples)
         return samples, dropped
 
-    def _draw(self, flow: Flow) -> bool:
+    def _draw(self, stock: Stock) -> bool:
         """Draw prompts and begin their groups; False where the run needs no more."""
-        plan = self.plan
-        if plan.last and self.drawn >= plan.last:
+        first, size = stock.drawn, self.plan.prompts
+        if self.plan.last and first >= self.plan.last:
             return False
-        draw = Draw(self.drawn, plan.prompts, self.drawn if plan.waves else self.drawn // plan.prompts)
-        prompts = dict(enumerate(self.order.take(draw.first, draw.size), draw.first))
-        self._begun |= {ticket: (draw, prompt) for ticket, prompt in prompts.items()}
-        self.drawn += draw.size
-        flow.add(draw, prompts)
+        draw = Draw(first, size, first if self.plan.waves else first // size)
+        stock.begin(draw, self.order.take(first, size))
         return True
 
-    def _add(self, arrived: Arrived) -> Tensor:
+    def _add(self, stock: Stock, arrived: Arrived) -> Tensor:
         """Score groups and add them to the pool; return [2], sum of this replica's rewards and their number."""
-        prompts = [self._begun[ticket][1] for ticket in arrived.tickets]
-        samples, plan = self._scored(prompts, arrived), self.plan
+        prompts, plan = [stock.begun[ticket][1] for ticket in arrived.tickets], self.plan
+        samples = self._scored(prompts, arrived)
         usable = torch.ones(len(prompts), dtype=torch.bool)
         if plan.waves:
             usable = spread_of(samples, self.ranks, by_parts=plan.by_parts)
         means = group_means(samples, self.ranks)
-        self.pool.add(samples, arrived.oldest, usable, means, count=plan.prompts_per_step)
+        stock.pool.add(samples, arrived.oldest, usable, means, count=plan.prompts_per_step)
         known = scored_rows(samples.rollout, samples.rewards) & first_rows(samples.rollout)
         totals = samples.rewards.totals[known].double()
         return torch.tensor([float(totals.sum()), float(len(totals))], dtype=torch.float64)

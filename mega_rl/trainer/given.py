@@ -90,6 +90,9 @@ class ExampleSource:
         """Return the rows drawn when `done` steps are done, for a checkpoint."""
         return {"prompts_drawn": self.drawn_after(done)}
 
+    def resume(self, numbers: JsonObject) -> None:
+        """Do nothing: the order is a function of the step."""
+
     def drawn_after(self, done: int) -> int:
         """Return the number of rows drawn when `done` steps are done."""
         return self.order.drawn_after(done)

@@ -7,16 +7,16 @@ makes the same choice, from numbers that are equal on all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mega_rl.protocols import RankState, RolloutSource
+from mega_rl.protocols import Flow, RankState, RolloutSource
 from mega_rl.trainer.rows import Dropped, Samples, columns_of
-from mega_rl.types import Arrived, Draw, Prompt, RewardParts, Rewards, Rollout
+from mega_rl.types import Arrived, Draw, JsonObject, Prompt, RewardParts, Rewards, Rollout
 
 
 @dataclass
@@ -40,12 +40,12 @@ class AtOnce:
         rollout = self.source.generate(list(prompts.values()), step=draw.word)
         return Arrived(list(prompts), [0] * len(prompts), rollout, None)
 
-    def go_on(self, step: int, prompts: Sequence[Prompt]) -> None:
+    def go_on(self) -> None:
         """Do nothing: nothing is in progress while a step trains."""
 
 
 class Ages(NamedTuple):
-    """How old a token may be at its step, in versions of the weights."""
+    """Age that a token may have at its step, in versions of the weights."""
 
     current: int  # version that the trainer has
     limit: int
@@ -162,21 +162,72 @@ class Pool:
 
 
 @dataclass
-class InFlight:
-    """`protocols.RankState` of all groups that no step has trained: those in progress, and those that wait."""
+class Stock:
+    """Groups that no step has trained, in progress or complete, with their state for checkpoints.
 
-    flow: RankState
-    pool: Pool = field(default_factory=Pool)
-    waits: dict[str, Tensor] = field(default_factory=dict, init=False)  # `Pool.state` of the checkpoint
+    flow: also a `RankState`, where groups are in progress while a step trains.
+    """
+
+    flow: Flow
+    version: Callable[[], int] = lambda: 0  # of the weights that the trainer has
+    state_of_flow: RankState | None = None
+    pool: Pool = field(default_factory=Pool, init=False)
+    begun: dict[int, tuple[Draw, Prompt]] = field(default_factory=dict, init=False)  # by ticket
+    drawn: int = field(default=0, init=False)  # prompts since the run began
+    _complete: dict[str, Tensor] = field(default_factory=dict, init=False)  # state of the pool in the checkpoint
+
+    def begin(self, draw: Draw, prompts: Sequence[Prompt]) -> None:
+        """Begin the groups of a draw."""
+        of_tickets = dict(enumerate(prompts, draw.first))
+        self.begun |= {ticket: (draw, prompt) for ticket, prompt in of_tickets.items()}
+        self.drawn += draw.size
+        self.flow.add(draw, of_tickets)
+
+    def choose(self, count: int, *, limit: int) -> Tensor | None:
+        """Return the places of the groups in the pool that a step takes, or None, as `choose`."""
+        return self.pool.choose(list(self.flow.waiting.values()), count, Ages(self.version(), limit))
+
+    def take(self, chosen: Tensor, *, limit: int) -> tuple[Samples, list[Dropped]]:
+        """Remove and return the chosen groups, and drop those that no later step may take."""
+        samples, dropped = self.pool.take(chosen, Ages(self.version(), limit))
+        for ticket in [*samples.tickets.tolist(), *(one.ticket for one in dropped)]:
+            del self.begun[ticket]
+        return samples, dropped
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def numbers(self) -> JsonObject:
+        """Return the prompts drawn, and ticket, row of the data and draw of those not trained."""
+        in_flight = [[ticket, prompt.index, *draw] for ticket, (draw, prompt) in self.begun.items()]
+        return {"prompts_drawn": self.drawn, "in_flight": in_flight}
+
+    def resume(self, numbers: JsonObject, prompt_of: Callable[[int, int], Prompt]) -> None:
+        """Resume from `numbers`, after `restore`; prompt_of: given ticket and row.
+
+        Groups that the checkpoint lacks, since it is of another layout, are generated again.
+        """
+        self.drawn = int(numbers["prompts_drawn"])
+        for ticket, row, *draw in numbers.get("in_flight", ()):
+            self.begun[ticket] = (Draw(*draw), prompt_of(ticket, row))
+        self.pool.restore(self._complete, {ticket: prompt for ticket, (_, prompt) in self.begun.items()})
+        complete = [] if self.pool.samples is None else self.pool.samples.tickets.tolist()
+        rest: dict[Draw, dict[int, Prompt]] = {}
+        for ticket, (own, prompt) in self.begun.items():
+            if ticket not in complete:
+                rest.setdefault(own, {})[ticket] = prompt
+        for own, prompts in rest.items():
+            self.flow.add(own, prompts)
 
     def state(self) -> dict[str, Tensor]:
-        own = {"flow": self.flow.state(), "pool": self.pool.state()}
+        own = {} if self.state_of_flow is None else {"flow": self.state_of_flow.state(), "pool": self.pool.state()}
         return {f"{part}/{name}": tensor for part, tensors in own.items() for name, tensor in tensors.items()}
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Restore the tensors of `state`, for `resume`."""
         parts: dict[str, dict[str, Tensor]] = {"flow": {}, "pool": {}}
         for name, tensor in (tensors or {}).items():
             part, _, own = name.partition("/")
             parts[part][own] = tensor
-        self.waits = parts["pool"]
-        self.flow.restore(parts["flow"])
+        self._complete = parts["pool"]
+        if self.state_of_flow is not None:
+            self.state_of_flow.restore(parts["flow"])

@@ -27,10 +27,10 @@ from mega_rl.rollout.sglang.generation.samples import (
 )
 from mega_rl.trainer.collect import Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.selection import InFlight
+from mega_rl.trainer.selection import Stock
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from mega_rl.workers.rollout import RolloutWorker
-from mega_rl.workers.stream import RolloutStream
+from mega_rl.workers.stream import RolloutStream, ServerFlow
 from tests.helpers.fakes import FakeSink, FakeTimer
 
 STOP, VOCABULARY, LONGEST, N = 0, 8, 12, 2
@@ -69,6 +69,7 @@ class FakeFleet:
     everyone: Ranks
     pace: Callable[[Key, int], int] = lambda key, number: LONGEST
     fails: Callable[[Key], bool] = lambda key: False
+    sampling: Sampling = SAMPLING
     looks: int = 0
     _begun: int = 0  # looks before the round
     _asked: Sequence[SampleRequest] = ()
@@ -88,14 +89,14 @@ class FakeFleet:
     def begin(self, requests: Sequence[SampleRequest], partials: Mapping[Key, Sample]) -> None:
         self._asked, self._partials, self._begun = requests, partials, self.looks
 
-    def has_ended(self, wait_s: float) -> bool:
-        self.looks += wait_s > 0
-        return not self._played(interrupt=True).unserved
+    @property
+    def router(self) -> FakeFleet:
+        return self
 
-    def so_far(self) -> GenerationResult:
+    def so_far(self, wait_s: float = 0.0) -> tuple[GenerationResult, bool]:
         self.looks += 1
         result = self._played(interrupt=True)
-        return replace(result, unserved={})
+        return replace(result, unserved={}), not result.unserved
 
     def end(self, *, interrupt: bool = False) -> GenerationResult:
         self.looks += 1
@@ -103,9 +104,6 @@ class FakeFleet:
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
         assert not lost()
-
-    def is_whole(self, request: SampleRequest, sample: Sample) -> bool:
-        return sample.is_whole(request, SAMPLING)
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
         has_failed = bool(self.everyone.max(torch.tensor(len(failures))))
@@ -178,30 +176,45 @@ class StreamRun:
         engine = FakeFleet(self.policy, self.ranks, **self.fleet)
         worker = RolloutWorker(engine, self.ranks, SingleRank(), N, seed=7)  # type: ignore[arg-type]
         quantum = 0 if self.free else self.quantum or -(-LONGEST // self.k)
-        self.stream = RolloutStream(
-            worker, engine, self.policy, self.ranks, quantum, timeout_s=2.0, beat_s=0.01, look_s=0.0
-        )  # type: ignore[arg-type]
-        self.in_flight = InFlight(self.stream)
+        version = lambda: self.policy.weight_version  # noqa: E731
+        self.flow = ServerFlow(
+            worker,
+            engine,
+            self.ranks,
+            version,
+            quantum,
+            timeout_s=2.0,
+            beat_s=0.01,
+            look_s=0.0,  # type: ignore[arg-type]
+        )
+        self.stream, self.stock = RolloutStream(self.flow, self.policy), Stock(self.flow, version, self.flow)
         last = 0 if self.waves else self.steps * self.per_step
         plan = SamplingPlan(N, self.waves, self.per_step, self.per_step, ahead=self.k, last=last)
+        stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
         self.collector = Collector(
-            Numbered(), self.stream, Lengths(), plan, self.ranks, Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer()),  # type: ignore[arg-type]
-            flow=self.stream, version=lambda: self.policy.weight_version, pool=self.in_flight.pool,
-        )  # fmt: skip
+            Numbered(),
+            self.stream,
+            Lengths(),
+            plan,
+            self.ranks,
+            stage,
+            log,
+            stock=self.stock,  # type: ignore[arg-type]
+        )
         self.done = 0
         self.taken: list[Any] = []  # batch of each step
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank."""
-        tensors = {name: tensor.clone() for name, tensor in self.in_flight.state().items()}
+        tensors = {name: tensor.clone() for name, tensor in self.stock.state().items()}
         numbers = {"done": self.done, "version": self.policy.weight_version, **self.collector.numbers(self.done)}
         return {**numbers, "weights": self.policy.weights.clone(), "tensors": tensors}
 
     def resume(self, saved: Mapping[str, Any], *, same_layout: bool = True) -> StreamRun:
         self.done, self.policy.weights = saved["done"], saved["weights"].clone()
         self.policy.resume_at(saved["version"])
-        self.in_flight.restore(saved["tensors"] if same_layout else None)
-        self.collector.resume(saved["prompts_drawn"], saved["in_flight"], self.in_flight.waits)
+        self.stock.restore(saved["tensors"] if same_layout else None)
+        self.collector.resume(saved)
         return self
 
     def run(self, steps: int | None = None) -> StreamRun:

@@ -218,12 +218,8 @@ def connect(
     actor: ModelEngine,
     world: Ranks,
     hidden_tokens: IdRanges,
-    mixed_versions: bool = False,
 ) -> Connection:
-    """Return the connection with servers that are ready; `resources` closes it.
-
-    hidden_tokens: never in a response. mixed_versions: responses may continue under later weights.
-    """
+    """Return the connection with servers that are ready; `resources` closes it. hidden_tokens: never in a response."""
     sglang, hf = rollout.sglang, actor.sharding.merged.hf
     # Every rank has a control of every server; only the one that leads a server uses it.
     controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
@@ -245,7 +241,6 @@ def connect(
         max_concurrency=near or per_rank,
         retries=sglang.retries,
         request_timeout_s=sglang.request_timeout_s,
-        allow_mixed_versions=mixed_versions,
     )
     resources.callback(router.close)
     own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
@@ -45,7 +44,7 @@ from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
-from mega_rl.trainer.selection import InFlight, Pool
+from mega_rl.trainer.selection import AtOnce, Stock
 from mega_rl.types import Rollout
 from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
@@ -159,18 +158,9 @@ def build_meter(run: LoadedRun, accelerator: Accelerator, *, in_bf16: bool, scor
     )
 
 
-class Start(NamedTuple):
-    """Where a run begins: zeros, or the numbers of its checkpoint."""
-
-    done: int = 0  # steps
-    drawn: int = 0  # prompts
-    in_flight: Sequence[Sequence[int]] = ()  # `Collector.in_flight`
-    groups: InFlight | None = None  # of generation next to training
-
-
 def build_collector(
     run: LoadedRun, prompts: RunPrompts, rollout: RolloutConfig, success: Kind, overlong: OverlongConfig,
-    stage: Stages, step_log: StepLog, *, start: Start,
+    stage: Stages, step_log: StepLog,
 ) -> Collector:  # fmt: skip
     """Return the source of a step's samples; success: data.curriculum."""
     order, sync, method, trainer = prompts.order, run.rollouts.sync, run.roles.method, run.trainer
@@ -184,7 +174,7 @@ def build_collector(
         if not trainer.async_steps:
             run.roles.work.count(float(rollout.loss_mask.sum()) / run.roles.actor_engine.replica.size)
 
-    collector = Collector(
+    return Collector(
         order=order,
         source=run.rollouts.source,
         rewards=run.scorer,
@@ -197,6 +187,7 @@ def build_collector(
             greedy=method.needs_greedy,
             ahead=trainer.async_steps,
             last=0 if dynamic.max_generations else trainer.steps * per_step,
+            overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         ),
         ranks=run.replicas,
         stage=stage,
@@ -204,14 +195,9 @@ def build_collector(
         watch=count,
         staleness=StalenessGuard(trainer.async_steps, run.replicas, current=lambda: sync.weight_version),
         count_data=lambda drawn: order.metrics(drawn) | order.waits(),
-        overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         success=meter,
-        flow=run.rollouts.stream,
-        version=lambda: sync.weight_version,
-        pool=Pool() if start.groups is None else start.groups.pool,
+        stock=run.rollouts.stock or (Stock(AtOnce(run.rollouts.source)) if dynamic.max_generations else None),
     )
-    collector.resume(start.drawn, start.in_flight, {} if start.groups is None else start.groups.waits)
-    return collector
 
 
 def build_algorithm(

@@ -22,6 +22,9 @@ class Batches(BatchSource, Protocol):
     def numbers(self, done: int) -> JsonObject:
         """Return the prompts drawn when `done` steps are done, and which of them have not been trained."""
 
+    def resume(self, numbers: JsonObject) -> None:
+        """Resume from the `numbers` of a checkpoint, empty for a new run."""
+
 
 Parts = tuple[Batches, Algorithm, list[Event]]  # of a run's loop
 

@@ -26,6 +26,7 @@ from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.tokens import ids_of, with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
+from mega_rl.trainer.selection import Stock
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import (
@@ -35,7 +36,7 @@ from mega_rl.workers.rollout import (
     RolloutWorker,
     WeightsToSource,
 )
-from mega_rl.workers.stream import RolloutStream
+from mega_rl.workers.stream import RolloutStream, ServerFlow
 
 if TYPE_CHECKING:
     from mega_rl.trainer.assemble.load import Inputs
@@ -83,8 +84,9 @@ class Rollouts:
     source: RolloutSource
     sync: WeightSync
     devices: Residency
-    pending: RankState | None = None  # state of a user's source that a checkpoint keeps
-    stream: RolloutStream | None = None  # generation next to training
+    pending: RankState | None = None  # state that a checkpoint keeps
+    stream: RolloutStream | None = None  # source and sync of generation ahead
+    stock: Stock | None = None  # its groups
 
 
 def build_rollouts(
@@ -127,7 +129,6 @@ def build_rollouts(
             actor=actor,
             world=world,
             hidden_tokens=hidden,
-            mixed_versions=trainer.async_steps > 0,
         )
         engine = build_sglang_engine(plan, rollout, world, connection, token_versions=trainer.async_steps > 0)
         sync, worker = connection.sync, RolloutWorker(engine, *own)
@@ -135,8 +136,9 @@ def build_rollouts(
         devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
         if trainer.async_steps:
             stream = _stream(rollout, trainer, world, worker, engine, sync)
-            resources.callback(stream.close)
-            return Rollouts(stream, stream, devices, stream=stream)
+            resources.callback(stream.flow.close)
+            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow)
+            return Rollouts(stream, stream, devices, stock, stream, stock)
         if shared is not None:
             connection.sync.add_listener(devices.after_send)
     if inputs.rollouts is None:
@@ -250,14 +252,18 @@ def _stream(
 ) -> RolloutStream:  # fmt: skip
     rows = math.ceil((trainer.async_steps + 1) * trainer.prompts_per_step / world.size) * rollout.n
     by_tokens = rollout.sglang.arrival == "lock"
-    return RolloutStream(
+    flow = ServerFlow(
         worker=worker,
         engine=engine,
-        sync=sync,
         everyone=world,
+        version=lambda: sync.weight_version,
         # A response that began k versions ago is complete.
         quantum=math.ceil(rollout.max_new_tokens / trainer.async_steps) if by_tokens else 0,
         timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s,
+    )
+    return RolloutStream(
+        flow,
+        sync,
         check_interval=rollout.verify_interval,
         check_prompts=world.size,
         check_draws=Draws(1, rollout.temperature, stream=CHECK),

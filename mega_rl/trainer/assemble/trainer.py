@@ -22,7 +22,7 @@ from mega_rl.protocols import Ranks
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.sinks import make_sink
-from mega_rl.trainer.assemble.algorithms import Start, build_algorithm, build_collector, build_meter
+from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector, build_meter
 from mega_rl.trainer.assemble.data import RunPrompts, build_prompts, prompt_reader, with_length
 from mega_rl.trainer.assemble.given import Batches, Parts, build_given
 from mega_rl.trainer.assemble.load import LoadedRun, build_evaluation, load_run, read_inputs
@@ -31,7 +31,6 @@ from mega_rl.trainer.assemble.records import build_recorder, show_run
 from mega_rl.trainer.collect import OrderState
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.loop import Stages, StepLog, Trainer
-from mega_rl.trainer.selection import InFlight
 from mega_rl.types import JsonObject
 from mega_rl.workers.tenants import Base
 
@@ -71,41 +70,38 @@ def build_trainer(
     )  # fmt: skip
     resources.enter_context(checkpoints)
     run = load_run(inputs, config.rollout, trainer, accelerator, groups, resources)
-    start = restore(checkpoints, run, prompts)
+    done, numbers = restore(checkpoints, run, prompts)
     checkpoints.move_earlier_run(run_dir)
     if world.rank == 0:
         show_run(config, run, prompts)
     sink = make_sink(
         config.metrics, run_dir,
-        is_writer=world.rank == 0, resume_step=start.done + 1, total_steps=trainer.steps, settings=record,
+        is_writer=world.rank == 0, resume_step=done + 1, total_steps=trainer.steps, settings=record,
     )  # fmt: skip
     resources.push(lambda kind, *_: sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt)))
     in_bf16, scores = config.model.dtype == "bf16", config.reward.source.name != "none"
-    meter = build_meter(run, accelerator, in_bf16=in_bf16, scores=scores, done=start.done)
+    meter = build_meter(run, accelerator, in_bf16=in_bf16, scores=scores, done=done)
     stage, steps = Stages(meter, run.rollouts.devices), StepLog(sink, meter)
     if is_sampled(config):
-        parts = build_sampled(config, run, prompts, stage, steps, start)
+        parts = build_sampled(config, run, prompts, stage, steps, done)
     else:
         longest = config.data.max_prompt_tokens
         parts = build_given(kind, run, prompts, stage, steps, longest=longest)
     batches, algorithm, events = parts
-    saves = build_saves(
-        run, config.checkpoint, checkpoints, batches, stage, steps, done=start.done, stop=stop_requested
-    )
+    batches.resume(numbers)
+    saves = build_saves(run, config.checkpoint, checkpoints, batches, stage, steps, done=done, stop=stop_requested)
     sync, turn = run.rollouts.sync, base or Base()
     take_turn = partial(turn.take_turn, inputs.plan.name, inputs.plan.engine, sync)
-    return Trainer(batches, algorithm, sync, [*events, saves], stage, steps, trainer.steps, start.done, take_turn)
+    return Trainer(batches, algorithm, sync, [*events, saves], stage, steps, trainer.steps, done, take_turn)
 
 
-def build_sampled(
-    config: Config, run: LoadedRun, prompts: RunPrompts, stage: Stages, log: StepLog, start: Start
-) -> Parts:
+def build_sampled(config: Config, run: LoadedRun, prompts: RunPrompts, stage: Stages, log: StepLog, done: int) -> Parts:
     """Return batches, algorithm and events of a run that samples."""
     rollout, overlong, metrics, trainer = config.rollout, config.reward.overlong, config.metrics, run.trainer
-    batches = build_collector(run, prompts, rollout, config.data.curriculum, overlong, stage, log, start=start)
+    batches = build_collector(run, prompts, rollout, config.data.curriculum, overlong, stage, log)
     algorithm = build_algorithm(run, rollout, overlong, stage, log)
     evaluation = build_evaluation(run, config.validation, prompts.held_out, stage.hold)
-    recorder = build_recorder(run, metrics.records, as_record(config), stage, done=start.done)
+    recorder = build_recorder(run, metrics.records, as_record(config), stage, done=done)
     dumps = DumpRollouts(
         log.sink, run.tokens.reader.written, run.tokens.render, stage,
         steps=trainer.steps, interval=metrics.rollout_interval, count=metrics.rollout_samples,
@@ -127,8 +123,8 @@ def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
     return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 
-def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) -> Start:
-    """Restore the latest checkpoint, if there is one; collective."""
+def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) -> tuple[int, JsonObject]:
+    """Restore the latest checkpoint; return (steps done, the run's numbers), nothing for a new run; collective."""
     roles, trainer, sync = run.roles, run.trainer, run.rollouts.sync
     if prompts.rates is not None or prompts.order.numbers():
         checkpoints.add_engine(ORDER, OrderState(prompts.order, prompts.rates, run.world))
@@ -137,20 +133,19 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) ->
             checkpoints.add_engine(role, roles.models.stored(role))
     if roles.average is not None:
         checkpoints.add_engine("reference", roles.average)
-    groups = None if run.rollouts.stream is None else InFlight(run.rollouts.stream)
-    if (pending := groups or run.rollouts.pending) is not None:
-        checkpoints.add_rank_state("rollout", pending)
+    if run.rollouts.pending is not None:
+        checkpoints.add_rank_state("rollout", run.rollouts.pending)
     with progress.phase("reading the checkpoint"):
         checkpoint = checkpoints.restore()
     if checkpoint is None:
-        return Start(groups=groups)
+        return 0, {}
     step, state = checkpoint.step, checkpoint.state
     roles.kl.restore(state["kl"])
     sync.resume_at(state["weight_version"])
     log.info("resumed after step %d", step)
     if step >= trainer.steps:
         log.info("step %d of %d is done: nothing is left to train; raise trainer.steps or epochs", step, trainer.steps)
-    return Start(step, int(state["prompts_drawn"]), state.get("in_flight", ()), groups)
+    return step, state
 
 
 def build_saves(

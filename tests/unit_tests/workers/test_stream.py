@@ -106,7 +106,7 @@ def assert_once(*runs: StreamRun) -> None:
     ends = Counter(ticket for run in runs for step in trained(run) for ticket in step)
     ends += Counter(one.ticket for run in runs for batch in run.taken for one in batch.dropped)
     ends += Counter(ticket for ticket, *_ in runs[-1].collector.numbers(0)["in_flight"])
-    assert ends == Counter(range(runs[-1].collector.drawn))
+    assert ends == Counter(range(runs[-1].stock.drawn))
 
 
 @pytest.mark.parametrize("free", [False, True])
@@ -145,15 +145,15 @@ def test_a_group_about_to_be_too_old_is_waited_for() -> None:
 
 def test_a_late_group_ends_the_run() -> None:
     run = StreamRun(2, SingleRank(), free=True, fleet={"pace": lambda key, number: 0})
-    run.stream.timeout_s = 0.2
+    run.flow.timeout_s = 0.2
     with pytest.raises(RunError, match=r"waited 0\.2 s for a group of samples"):
         run.run()
 
 
 def test_evaluations_pause_the_round() -> None:
     run = StreamRun(2, SingleRank(), free=True, fleet=erratic(3)).run(2)
-    engine: Any = run.stream.engine
-    run.stream.go_on(2, [])
+    engine: Any = run.flow.engine
+    run.flow.go_on()
     before = engine.looks
     engine.generate = lambda prompts, places, **_: run.taken[0].samples.rollout
     run.stream.generate([], step=2, greedy=True)

@@ -79,7 +79,8 @@ class SglangRolloutEngine:
         weight_version: of the weights last published.
         bring_back: restarts these servers if they are dead, and sends them the weights; collective.
         """
-        self._router, self._world, self._settings = router, everyone, settings
+        self.router, self._world, self._settings = router, everyone, settings
+        self.sampling = settings.sampling
         self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
         self._since = GenerationResult()  # counts since the last `settle`
@@ -110,7 +111,8 @@ class SglangRolloutEngine:
                 requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, limits=limits, draws=draws))
                 result.unserved = {request.key: Sample() for request in requests}
             rest = [request for request in requests if request.key in result.unserved]
-            result.add(self.ask(rest, result.unserved, sampling))
+            self.begin(rest, result.unserved, sampling)
+            result.add(self.end())
 
         run_on_all(ask, self._world)
         self.settle(lambda: len(result.unserved), lambda: ask() if result.unserved else None)
@@ -143,42 +145,23 @@ class SglangRolloutEngine:
         self, requests: Sequence[SampleRequest], partials: Mapping[Key, Sample], sampling: Sampling | None = None
     ) -> None:
         """Start a generation, by default of samples for training; partials: responses so far."""
-        sampling, deadline = sampling or self._sampling(False, None), time.monotonic() + self.deadline_s(len(requests))
-        self._router.start(requests, sampling, version=self._version(), deadline=deadline, partials=partials)
-
-    def so_far(self) -> GenerationResult:
-        """Return the samples and failures of the generation that is running."""
-        return self._router.so_far()
-
-    def has_ended(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for the end of the generation."""
-        return self._router.has_ended(wait_s)
+        deadline, mixed = time.monotonic() + self.deadline_s(len(requests)), self._settings.token_versions
+        given = sampling or self._sampling(False, None)
+        version = self._version()
+        self.router.start(requests, given, version=version, deadline=deadline, partials=partials, mixed_versions=mixed)
 
     def end(self, *, interrupt: bool = False) -> GenerationResult:
         """Return the result of the generation, once it has ended; interrupt: at once, with what there is."""
-        if interrupt:
-            self._router.interrupt()
-        result = self._router.result()
+        result = self.router.result(interrupt=interrupt)
         self._since.add(replace(result, samples={}, failures={}, unserved={}))
         return result
-
-    def ask(
-        self, requests: Sequence[SampleRequest], partials: Mapping[Key, Sample], sampling: Sampling | None = None
-    ) -> GenerationResult:
-        """Run one generation to its end."""
-        self.begin(requests, partials, sampling)
-        return self.end()
-
-    def is_whole(self, request: SampleRequest, sample: Sample) -> bool:
-        """Return whether a sample for training has its full length or ends with a stop token."""
-        return sample.is_whole(request, self._settings.sampling)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
         """Answer each turn as its own request, with "lost" where no server is left."""
         routed = self._settings.routed if not how.greedy and how.draws is None else None
-        router = self._router
+        router = self.router
         sampling = replace(self._sampling(how.greedy, how.draws), return_routing=routed is not None)
         router.start((), sampling, version=self._version(), deadline_s=self.deadline_s)
         try:
@@ -227,7 +210,7 @@ class SglangRolloutEngine:
         Raises RunError when the restarts are used up.
         """
         for times in range(self._settings.restarts + 1):
-            states = self._router.states()
+            states = self.router.states()
             out = [int(state is not State.READY) for state, _ in states]
             dead = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
             unserved = int(self._world.sum(torch.tensor(lost())))

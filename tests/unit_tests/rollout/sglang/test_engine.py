@@ -74,7 +74,7 @@ class ScriptedFleet:
         )
         return self
 
-    def result(self) -> GenerationResult:
+    def result(self, *, interrupt: bool = False) -> GenerationResult:
         return self.answer
 
 
