@@ -1,4 +1,4 @@
-"""`mega-rl verify`, `card`, `replay`, `bench`: exit codes 0 all agree, 1 not, 2 a mistake."""
+"""`mega-rl verify`, `card`, `audit`, `replay`, `bench`: exit codes 0 all agree, 1 not, 2 a mistake."""
 
 from __future__ import annotations
 
@@ -227,6 +227,32 @@ def replay(
     if as_json:
         print_json({"record": str(record.folder), "step": step.step, "good": good, "layouts": facts})
     end(good)
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with metrics.records.interval=1.")],
+    versions: Annotated[
+        int,
+        typer.Option(
+            "--versions", min=0, metavar="N", help="Most versions of the weights under which log-probs are computed."
+        ),
+    ] = 4,
+    as_json: Json = False,
+) -> None:
+    """Prove from a run's records that each prompt and token trained once, in time, with its own reward.
+
+    The page is also written to RUN/audit.json, which `mega-rl report` shows.
+    """
+    begin("audit")
+    with progress.importing("PyTorch"):
+        from mega_rl.verify.audit import AUDIT_FILE, page_of
+        from mega_rl.verify.audit_run import audit_run
+    with tempfile.TemporaryDirectory(prefix="audit_") as work:
+        found = audit_run(run, Path(work), versions=versions)
+    page, facts = page_of(found, str(run)), plain({**asdict(found), "good": not found.breaches})
+    disk.replace_text(run / AUDIT_FILE, json.dumps({**facts, "page": page}, indent=1) + "\n")
+    show(facts, page, as_json=as_json)
+    end(not found.breaches)
 
 
 def card(
