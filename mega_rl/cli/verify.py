@@ -22,6 +22,7 @@ from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
+from mega_rl.tracking.report.content import AUDIT
 from mega_rl.verify.layouts import TOLERANCES, UPDATES, Layout, Plan, fsdp, read_changes, resolve_all, tolerances, usual
 from mega_rl.verify.learn.tasks import MOST_SEEDS, TASKS, TaskResult, record
 from mega_rl.verify.rl.inputs import STEPS, read_run
@@ -245,12 +246,12 @@ def audit(
     """
     begin("audit")
     with progress.importing("PyTorch"):
-        from mega_rl.verify.audit import AUDIT_FILE, page_of
+        from mega_rl.verify.audit import page_of
         from mega_rl.verify.audit_run import audit_run
     with tempfile.TemporaryDirectory(prefix="audit_") as work:
         found = audit_run(run, Path(work), versions=versions)
     page, facts = page_of(found, str(run)), plain({**asdict(found), "good": not found.breaches})
-    disk.replace_text(run / AUDIT_FILE, json.dumps({**facts, "page": page}, indent=1) + "\n")
+    disk.replace_text(run / AUDIT, json.dumps({**facts, "page": page}, indent=1) + "\n")
     show(facts, page, as_json=as_json)
     end(not found.breaches)
 

@@ -16,7 +16,6 @@ import numpy as np
 from mega_rl.errors import UserError
 from mega_rl.tracking.records.reader import FOLDER, Array, Record, read_record, records
 
-AUDIT_FILE = "audit.json"  # in the run's folder
 # What each rule says, in the order of the page.
 RULES: Mapping[str, str] = {
     "order": "a ticket's prompt is the one that the order of the data says",

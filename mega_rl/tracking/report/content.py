@@ -32,10 +32,10 @@ from mega_rl.tracking.report.page import (
     theme_of,
 )
 from mega_rl.tracking.report.symptoms import RULES, symptoms_of
-from mega_rl.untrusted import JsonFields, read_file
+from mega_rl.untrusted import JsonFields, parse_object, read_file
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
-MAX_CONFIG_BYTES = 4 << 20
+METRICS, CONFIG, AUDIT = "metrics.jsonl", "config.yaml", "audit.json"
+MAX_CONFIG_BYTES, MAX_AUDIT_BYTES = 4 << 20, 64 << 20
 # Settings in which repetitions of one run differ.
 OF_A_REPETITION = frozenset({"trainer.seed", "trainer.run_dir", "metrics.run_name"})
 
@@ -221,8 +221,20 @@ def content_of(runs: Sequence[Run], *, max_characters: int = MAX_CURVES) -> Json
         "differing": differing_keys(runs),
         "changed": changed_settings(runs[0].config) if len(runs) == 1 else {},
         "symptoms": [[asdict(symptom) for symptom in symptoms_of(run.series)] for run in runs],
+        "audits": [_read_audit(run.folder / AUDIT) for run in runs],
         "samples": [{"rows": rows, "left_out": left_out} for rows, left_out in samples],
     }
+
+
+def _read_audit(file: Path) -> str:
+    """Return the page of a run's audit; empty without one. Raises UserError."""
+    if not file.is_file():
+        return ""
+    try:
+        page = parse_object(read_file(file, MAX_AUDIT_BYTES))["page"]
+        return "\n".join(map(str, page))[:MAX_CHARACTERS]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: is not an audit; run mega-rl audit again, or remove it") from error
 
 
 def _facts(run: Run) -> JsonFields:

@@ -19,7 +19,8 @@ from mega_rl.cli.app import main
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.tracking.records.reader import RECORD_FILE
-from mega_rl.verify.audit import AUDIT_FILE, Audit, audit_records, page_of, read_steps
+from mega_rl.tracking.report.content import AUDIT
+from mega_rl.verify.audit import Audit, audit_records, page_of, read_steps
 from mega_rl.verify.audit_run import audit_run
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import replaced
@@ -84,7 +85,7 @@ def test_the_command_writes_a_page(folder: Path, capsys: pytest.CaptureFixture[s
     assert main(["audit", str(folder / "dynamic"), "--versions", "0"]) == 0
     page = capsys.readouterr().out
     assert "no breach" in page
-    assert json.loads((folder / "dynamic" / AUDIT_FILE).read_text())["page"] == page.splitlines()
+    assert json.loads((folder / "dynamic" / AUDIT).read_text())["page"] == page.splitlines()
     assert len(page.splitlines()) < 60
 
 
