@@ -48,6 +48,7 @@ class Run:
     label: str  # shortest name that differs from the other runs of the report
     series: Mapping[str, Series]  # metric -> values
     config: Mapping[str, str]  # "optim.lr": "1e-06"; empty without config.yaml
+    audit: str = ""  # page of `mega-rl audit`; empty without one
 
     @property
     def last_step(self) -> int:
@@ -79,7 +80,8 @@ def _read_run(folder: Path, label: str) -> Run:
         reason = f"has no {METRICS}" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {reason}; give the folder of a run (trainer.run_dir)")
     series = read_series(folder / METRICS) if has_metrics else {}  # the first step has not ended yet
-    return Run(folder, label, series, _read_config(config) if config.is_file() else {})
+    settings = _read_config(config) if config.is_file() else {}
+    return Run(folder, label, series, settings, _read_audit(folder / AUDIT))
 
 
 def _read_config(file: Path) -> dict[str, str]:
@@ -221,7 +223,7 @@ def content_of(runs: Sequence[Run], *, max_characters: int = MAX_CURVES) -> Json
         "differing": differing_keys(runs),
         "changed": changed_settings(runs[0].config) if len(runs) == 1 else {},
         "symptoms": [[asdict(symptom) for symptom in symptoms_of(run.series)] for run in runs],
-        "audits": [_read_audit(run.folder / AUDIT) for run in runs],
+        "audits": [run.audit for run in runs],
         "samples": [{"rows": rows, "left_out": left_out} for rows, left_out in samples],
     }
 
