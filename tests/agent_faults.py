@@ -36,6 +36,12 @@ AGENTS: Table = {
             "fork.parts, fork.shared = branch.parts[:parts], parts",
             "fork.parts = branch.parts[:parts]",
         ),
+        ("an input has its neighbour's experts", "yield place - 1, part.routing", "yield place, part.routing"),
+        (
+            "a turn's inputs have the experts of the last turn that read them",
+            "turn.routing = turn.routing[known:].clone()",
+            "turn.routing = turn.routing.clone()",
+        ),
         ("a trajectory without room counts as done", 'self.end = "length"\n            raise', "raise"),
         (
             "a group counts rows",
@@ -85,6 +91,26 @@ AGENTS: Table = {
             "torch.where(active, x.float().gather(1, order), 0.0) for x in (rewards, values)",
             "x.float().gather(1, order) for x in (rewards, values)",
         ),
+        (
+            "values behind a fork add up",
+            "share = 1 / successors.clamp(min=1)",
+            "share = 1 / successors.clamp(min=1, max=1)",
+        ),
+        (
+            "a reward counts where a row ends and in the row that continues it",
+            "torch.where(self.forks.continued(self.mask), 0.0, scores)",
+            "scores",
+        ),
+        (
+            "a shared turn hears nothing of its later branches",
+            "torch.where(own[self.rows], into * sums[self.rows, 0], 0.0)",
+            "torch.where(own[self.rows], 0 * into, 0.0)",
+        ),
+        (
+            "a fork right after a turn is a step of turns",
+            "torch.where(forks.touches, 1.0, one)",
+            "one",
+        ),
         ("the last turn of each row trains", "return own & (places == last[number])[:, None]", "return own"),
         (
             "a group lacks trajectories whose first row does not train",
@@ -104,6 +130,11 @@ AGENTS: Table = {
             "a replay forgets which rows are of one trajectory",
             '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
             '*("routing", "token_versions", "failed", "turn", "turn_scores"),',
+        ),
+        (
+            "a replay forgets the scores of turns",
+            '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
+            '*("routing", "token_versions", "failed", "branch", "turn"),',
         ),
     ],
     ("agents", "tracking/report/test_page.py -k folded"): [
@@ -131,6 +162,12 @@ AGENTS: Table = {
             "- self._waited - (now - self._since if self._waiting else 0.0)",
             "- 0.0 * self._waited",
         ),
+        ("a trajectory that was cancelled has ended well", "elif failure is None and run.cancelled():", "elif False:"),
+        (
+            "tasks outlive their generation",
+            "self.loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))",
+            "pass",
+        ),
         (
             "more turns than the limit",
             "len(trajectory.turns) >= self.max_turns",
@@ -154,8 +191,11 @@ AGENTS: Table = {
             'fault = "" if True else score_fault(',
         ),
         ("a score that is not finite trains", "> torch.finfo(torch.float32).max", "> 1e300"),
+        ("the experts of turns are lost before the rows", "own += shapes[0] if shapes else (0, 0)", "own += (0, 0)"),
     ],
     ("agents", "rollout/test_continuous.py"): [
+        ("a cancelled turn decodes to its end", "batch.drop_cancelled()", "batch.rows"),
+        ("a turn that its trajectory leaves behind decodes on", "own in self._open.items() if own == key", "own in ()"),
         (
             "the cache of another branch is read",
             "for place, (a, b) in pairs if a != b)",
@@ -185,6 +225,8 @@ AGENTS: Table = {
             "for task in (*generation.jobs.values(), *generation.helpers.values()):",
             "for task in generation.helpers.values():",
         ),
+        ("a server decodes a cancelled turn on", "job.asked.client.abort, job.rid,", "job.asked.client.check_alive,"),
+        ("turns do not ask for their experts", "return_routing=routed is not None", "return_routing=False"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
     ],
     ("agents", "agents/test_chat.py"): [
@@ -225,6 +267,28 @@ AGENTS: Table = {
         ("arguments of another type reach a tool", "if kinds and not _is_of(value, kinds):", "if kinds and not kinds:"),
         ("true is a whole number", 'return "boolean" in kinds', "return True"),
     ],
+    ("agents", "agents/test_sglang_calls.py"): [
+        (
+            "only the first of llama3's calls is made",
+            "own, calls = (calls[:end], rest[1:].strip())",
+            'own, calls = (calls[:end], "")',
+        ),
+        (
+            "half a pair of GLM costs its argument",
+            'is no pair of key and value" if left else "")',
+            'is no pair" if not rest else "")',
+        ),
+        (
+            "thoughts that name a tool call it",
+            'recipient = re.search(r"\\bto=([^\\s<]+)", header)',
+            'recipient = re.search(r"\\bto=([^\\s<]+)", header + body)',
+        ),
+        (
+            "a key that is misspelt costs the arguments",
+            'if unknown := given.keys() - {"name",',
+            'if unknown := given.keys() & {"",',
+        ),
+    ],
     ("agents", "agents/test_tool_servers.py"): [
         (
             "a server of tools that died stays dead",
@@ -242,6 +306,11 @@ AGENTS: Table = {
             "if response.status_code == 0:\n            said = shorten(whole[",
         ),
         ("a session stays open", 'await world.ask("close", {})', "pass"),
+        (
+            "an idle connection is used again",
+            "_LIMITS = httpx.Limits(max_keepalive_connections=0)",
+            "_LIMITS = httpx.Limits()",
+        ),
         ("only the last reward counts", "(trajectory.score or 0.0) + step.reward", "step.reward"),
     ],
     ("agents", "agents/test_verifiers.py"): [

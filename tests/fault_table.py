@@ -49,7 +49,7 @@ TABLE: Table = {
         )
     ],
     ("algorithms", "algorithms/test_advantages.py"): [
-        ("GAE off by one token", "next_values[:, :-1] = values[:, 1:]", "next_values[:, :-1] = values[:, :-1]"),
+        ("GAE off by one token", "discount[:, :-1] * values[:, 1:]", "discount[:, :-1] * values[:, :-1]"),
         (
             "whitening over the local batch",
             "return whiten(x, self.mask, sum_over_ranks=self.sum_over_ranks)",
@@ -99,8 +99,8 @@ TABLE: Table = {
         ),
         (
             "the critic learns from the policy's lambda",
-            "advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam, per_turn=per_turn)",
-            "advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=lam, per_turn=per_turn)",
+            "advantages, _ = estimate(scores, values, mask, lam=lam)",
+            "advantages, returns = estimate(scores, values, mask, lam=lam)",
         ),
     ],
     ("advantages", "algorithms/test_group_advantages.py"): [
@@ -141,7 +141,7 @@ TABLE: Table = {
             "advantages = torch.where(right, all_missed, all_missed - missed)",
             "advantages = torch.where(right, 1 - all_missed, all_missed - missed)",
         ),
-        ("REINFORCE++ without the later tokens", "gamma=gamma, lam=1.0)", "gamma=gamma, lam=0.0)"),
+        ("REINFORCE++ without the later tokens", "gamma=gamma, lam=1.0, forks", "gamma=gamma, lam=0.0, forks"),
         (
             "REINFORCE++ whitens the rank's own batch",
             "return whiten(x, self.mask, sum_over_ranks=self.sum_over_ranks)",

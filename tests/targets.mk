@@ -1,7 +1,7 @@
 # Campaigns, upstream releases, images and clusters; `make test` and `make test-fast` stand in the Makefile.
 .PHONY: test-full test-nccl test-ray test-slurm test-newest compare-sglang test-versions test-swanlab test-triton special-distributed \
-	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults cards two-hosts \
-	wheel-check real-models doc-commands image-cpu image-lint test-image
+	campaign-agents campaign-checkpoint campaign-faults campaign-rl campaign-sandbox campaign-templates planted-faults cards two-hosts \
+	slow-link wheel-check real-models doc-commands image-cpu image-lint test-image
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
 test-full: setup sglang te peers kubernetes triton linters
@@ -75,6 +75,15 @@ CAMPAIGN ?= --faults 1000
 campaign-faults: setup sglang ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_campaign $(CAMPAIGN)
 
+# 10,000 trajectories in environments of which every tenth goes wrong, in a process and over HTTP; ten minutes.
+campaign-agents: setup
+	@MEGA_RL_TESTS=full OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'hostile or costs_the_sample_by_kind' \
+		tests/unit_tests/agents/test_environment.py tests/unit_tests/agents/test_remote.py
+
+# 1,000 conversations with each chat template of ours and of TRL.
+campaign-templates: setup peers
+	@MEGA_RL_TESTS=full $(PYTEST_WORKERS) --dist load tests/unit_tests/agents/test_templates.py
+
 # Hostile programs in the sandbox of this machine, as a table, and a run whose answers they are; ten minutes.
 # SANDBOX='--only memory' takes some.
 SANDBOX ?=
@@ -100,6 +109,10 @@ cards: setup
 # Weights to two SGLang servers on two hosts, network namespaces of this machine; as root.
 two-hosts: setup sglang
 	@$(BIN)/python -m tests.two_hosts
+
+# Changes of weights against all of them, over 100 Mbit/s between two namespaces, to a real SGLang server; as root.
+slow-link: setup sglang
+	@$(BIN)/python -m tests.slow_link
 
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
 wheel-check: setup

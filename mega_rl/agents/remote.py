@@ -21,7 +21,9 @@ from mega_rl.types import Prompt
 from mega_rl.untrusted import parse_object, shorten
 
 CONNECT_S = 10.0
-CLOSE_S = 2.0  # for a server to take leave
+CLOSE_S = 10.0  # for a server to take leave
+# A server closes an idle connection after some seconds, and an action that it gets at that moment is lost.
+_LIMITS = httpx.Limits(max_keepalive_connections=0)
 _OBSERVED: Message = {"role": "user", "content": "!"}
 
 
@@ -98,7 +100,7 @@ class RemoteEnvironment(Conversation):
     @asynccontextmanager
     async def _http(self, session: str) -> AsyncIterator[_World]:
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        async with httpx.AsyncClient(verify=_tls(), timeout=timeout, trust_env=False) as http:
+        async with httpx.AsyncClient(verify=_tls(), timeout=timeout, limits=_LIMITS, trust_env=False) as http:
             world = _HttpWorld(self.url.rstrip("/"), session, self.body_bytes, http)
             try:
                 yield world

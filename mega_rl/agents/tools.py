@@ -58,6 +58,8 @@ def _object_call(text: str) -> Call:
         given = parse_object(text.strip())
     except ValueError as error:
         return Call("", {}, f"the call: {error}")
+    if unknown := given.keys() - {"name", "arguments", "parameters", "type", "id"}:
+        return Call(str(given.get("name")), {}, f"the call: {shorten(min(unknown))!r} is no key of a call")
     return _call(given.get("name"), given.get("arguments", given.get("parameters", {})))
 
 
@@ -67,9 +69,17 @@ def _hermes(text: str) -> Iterator[Call]:
 
 
 def _llama3(text: str) -> Iterator[Call]:
-    text = re.sub(r"<\|\w+\|>$", "", text.strip()).strip()
-    if text.startswith("<|python_tag|>") or re.match(r'\{\s*"(name|type|parameters)"', text):
-        yield _object_call(text.removeprefix("<|python_tag|>"))
+    calls = re.sub(r"<\|\w+\|>$", "", text.strip()).strip()
+    if not re.match(r'\{\s*"(name|type|parameters)"', calls):
+        calls = calls.partition("<|python_tag|>")[2].strip()
+    while calls:
+        try:
+            _, end = json.JSONDecoder().raw_decode(calls)
+        except (ValueError, RecursionError):
+            end = len(calls)
+        rest = calls[end:].strip()
+        own, calls = (calls[:end], rest[1:].strip()) if rest.startswith(";") else (calls, "")
+        yield _object_call(own)
 
 
 def _deepseek(text: str) -> Iterator[Call]:
@@ -84,15 +94,17 @@ def _deepseek(text: str) -> Iterator[Call]:
 def _glm(text: str) -> Iterator[Call]:
     for part in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL):
         name, _, rest = part.partition("<arg_key>")
-        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", f"<arg_key>{rest}", re.DOTALL)
-        yield Call(name.strip(), {key: Untyped(value) for key, value in pairs})
+        pair, rest = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", f"<arg_key>{rest}" if rest else ""
+        pairs = {key: Untyped(value) for key, value in re.findall(pair, rest, re.DOTALL)}
+        left = re.sub(pair, "", rest, flags=re.DOTALL).strip()
+        yield Call(name.strip(), pairs, f"the arguments: {shorten(left)} is no pair of key and value" if left else "")
 
 
 def _mistral(text: str) -> Iterator[Call]:
     for part in re.sub(r"</s>$", "", text.strip()).split("[TOOL_CALLS]")[1:]:
         name, separator, arguments = part.partition("[ARGS]")
         if separator:
-            yield _call(name.strip(), arguments.strip())
+            yield _call(name.partition("[CALL_ID]")[0].strip(), arguments.strip())
             continue
         try:
             calls = json.loads(part)
@@ -105,10 +117,13 @@ def _mistral(text: str) -> Iterator[Call]:
 
 
 def _harmony(text: str) -> Iterator[Call]:
-    for name, part in re.findall(
-        r"to=functions\.([^\s<]+)(?:(?!<\|message\|>).)*<\|message\|>(.*?)(?:<\|call\|>|$)", text, re.DOTALL
-    ):
-        yield _call(name, part)
+    message = r"(.*?)<\|message\|>(.*?)(?:<\|(?:call|end|return)\|>|(?=<\|start\|>)|$)"
+    for header, body in re.findall(message, text, re.DOTALL):
+        recipient = re.search(r"\bto=([^\s<]+)", header)
+        if recipient is not None:
+            name = recipient[1].removeprefix("functions.")
+            is_tool = name != recipient[1]
+            yield _call(name, body) if is_tool else Call(name, {}, "a call begins with to=functions.NAME")
 
 
 STYLES: dict[str, Callable[[str], Iterator[Call]]] = {

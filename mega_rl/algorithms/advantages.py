@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from mega_rl.config.setting import Kind, by_name, setting
@@ -201,7 +202,8 @@ class GAE(AdvantageKind):
         A_t = delta_t + gamma * lambda * A_{t+1}      delta_t = r_t + gamma * V_{t+1} - V_t
 
     The policy's lambda may differ from that of the critic's targets. r_t has the environment's scores of turns. With
-    discount_per="turn" gamma and lambda are 1 but for the last token of each turn.
+    discount_per="turn" gamma and lambda are 1 but for the last token of each turn. A turn that several branches share
+    continues in the mean of them.
     Source: Schulman et al. 2016, arXiv:1506.02438; decoupled: Yuan et al. 2025 (VC-PPO), arXiv:2503.01491; Yue et al.
     2025 (VAPO), arXiv:2504.05118.
     """
@@ -242,11 +244,11 @@ class GAE(AdvantageKind):
         from mega_rl.algorithms.inputs import gae, length_adaptive_lambda
 
         mask, values, scores = inputs.mask, inputs.experience.values, inputs.turn_rewards()
-        per_turn = self.discount_per == "turn"
-        advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=self.gae_lambda, per_turn=per_turn)
+        estimate = partial(gae, gamma=self.gamma, per_turn=self.discount_per == "turn", forks=inputs.forks)
+        advantages, returns = estimate(scores, values, mask, lam=self.gae_lambda)
         if self.policy_lambda or self.length_alpha:
             lam = length_adaptive_lambda(mask, alpha=self.length_alpha) if self.length_alpha else self.policy_lambda
-            advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam, per_turn=per_turn)
+            advantages, _ = estimate(scores, values, mask, lam=lam)
         if self.whiten:
             advantages = inputs.whitened(advantages)
         return advantages, returns

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class AdvantageInputs:
     greedy_rewards: Tensor | None = None
     reward_parts: RewardParts | None = None  # `rewards` is their weighted sum; None: rewards are single numbers
     turn_scores: Tensor | None = None  # [B, S] float32, parts of `rewards` at the last token of each turn; None: none
+    turn: Tensor | None = None  # [B, S] int16, as in `Rollout`
 
     @property
     def mask(self) -> Tensor:
@@ -50,9 +52,17 @@ class AdvantageInputs:
         """Return the groups of only the rows that are chosen, [B] bool."""
         return PromptGroups.of(self.experience.prompt_index, self.mask & chosen[:, None], self.experience.branch)
 
+    @cached_property
+    def forks(self) -> Forks | None:
+        """Return which rows continue other rows; None: none does."""
+        if self.turn is None or self.experience.branch is None:
+            return None
+        return Forks.of(self.mask, self.turn, self.experience.branch)
+
     def token_rewards(self, scores: Tensor) -> Tensor:
-        """Return token rewards [B, S] of scores [B], less the KL penalty of each token."""
-        return token_rewards(scores, self.mask, self.kl_penalty)
+        """Return token rewards [B, S] of scores [B], where no row continues, less the KL penalty of each token."""
+        own = scores if self.forks is None else torch.where(self.forks.continued(self.mask), 0.0, scores)
+        return token_rewards(own, self.mask, self.kl_penalty)
 
     def turn_rewards(self) -> Tensor:
         """Return token rewards [B, S]: turns' scores where they end, the rest at the end."""
@@ -63,7 +73,7 @@ class AdvantageInputs:
 
     def returns(self, rewards: Tensor, *, gamma: float) -> Tensor:
         """Return [B, S] float32: discounted sums of token rewards [B, S] from each response token on."""
-        returns, _ = gae(rewards, torch.zeros_like(rewards), self.mask, gamma=gamma, lam=1.0)
+        returns, _ = gae(rewards, torch.zeros_like(rewards), self.mask, gamma=gamma, lam=1.0, forks=self.forks)
         return returns
 
     def whitened(self, x: Tensor) -> Tensor:
@@ -127,9 +137,61 @@ class PromptGroups:
         return torch.where(self.answered, rewards - mean, 0.0)
 
 
+@dataclass(frozen=True)
+class Forks:
+    """Rows that continue another row of their trajectory, F of them, after a token that trains there.
+
+    The token's successors are the next response token of its own row and the first ones of the F rows.
+    """
+
+    rows: Tensor  # [F] int64
+    parents: Tensor  # [F] int64, the continued rows
+    steps: Tensor  # [F] int64, number of the last shared token among the parent's response tokens
+    touches: Tensor  # [F] bool, nothing was read between that token and the row's first
+    branch: Tensor  # [B] int64; a parent's is below its child's
+
+    @classmethod
+    def of(cls, mask: Tensor, turn: Tensor, branch: Tensor) -> Forks | None:
+        """Return the forks of rows; None: there are none. mask [B, S] bool; turn [B, S], as in `Rollout`."""
+        keys = (((branch == 0).cumsum(0) - 1)[:, None] << 16) + turn.long()  # of turns
+        last = mask.clone()
+        last[:, :-1] &= ~mask[:, 1:] | (turn[:, 1:] != turn[:, :-1])
+        places = torch.arange(mask.size(1), device=mask.device)
+        first = torch.where(mask, places, mask.size(1)).amin(dim=1)
+        before = torch.where((turn > 0) & (places < first[:, None]), places, -1).amax(dim=1)
+        rows = ((before >= 0) & mask.any(dim=1)).nonzero()[:, 0]
+        ends = {int(keys[row, place]): (int(row), int(place)) for row, place in last.nonzero()} if len(rows) else {}
+        shared = [ends.get(int(key)) for key in keys[rows, before[rows]]]
+        known = [place for place, end in enumerate(shared) if end is not None]
+        if not known:
+            return None
+        parents, columns = torch.tensor([end for end in shared if end is not None], device=mask.device).unbind(1)
+        rows, steps = rows[known], mask.cumsum(dim=1)[parents, columns] - 1
+        return cls(rows, parents, steps, before[rows] + 1 == first[rows], branch)
+
+    def continued(self, mask: Tensor) -> Tensor:
+        """Return [B] bool: rows whose last response token has a successor in another row."""
+        at_end = self.steps == mask.sum(dim=1)[self.parents] - 1
+        return torch.zeros_like(mask[:, 0]).index_fill(0, self.parents[at_end], value=True)
+
+    def add(self, x: Tensor, numbers: Tensor) -> None:
+        """Add numbers [F] to x [B, S] at the last shared tokens; columns of x are response tokens."""
+        x.index_put_((self.parents, self.steps), numbers.to(x.dtype), accumulate=True)
+
+    def discounted_sums(self, x: Tensor, decay: Tensor, into: Tensor) -> Tensor:
+        """Return the sums of `discounted_sums` with those of later rows; into [F]: decay from parent to row."""
+        x, sums = x.clone(), torch.zeros_like(x)
+        for number in reversed(range(int(self.branch.max()) + 1)):
+            own = self.branch == number
+            sums[own] = discounted_sums(x[own], decay[own])
+            self.add(x, torch.where(own[self.rows], into * sums[self.rows, 0], 0.0))
+        return sums
+
+
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor, per_turn: bool = False
-) -> tuple[Tensor, Tensor]:
+    rewards: Tensor, values: Tensor, mask: Tensor, *,
+    gamma: float, lam: float | Tensor, per_turn: bool = False, forks: Forks | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (advantages, returns) of generalized advantage estimation.
 
         delta_t = r_t + gamma * V_{t+1} - V_t
@@ -140,20 +202,32 @@ def gae(
     so tokens between two turns neither discount nor have a value. V_t is the value just before token t
     is emitted; after the last response token both V and A are 0: a response ends the episode, also one cut off by
     length. per_turn: gamma and lam count at the last token of a turn and are 1 before it; a turn is a run of response
-    tokens. Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11-16.
+    tokens. forks: the last shared token has the mean of its successors' V and A.
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11-16.
     """
     order = response_order(mask)
-    discount = torch.tensor(gamma, dtype=torch.float32, device=mask.device)
-    decay = torch.as_tensor(gamma * lam, dtype=torch.float64, device=mask.device)
+    discount = torch.tensor(gamma, dtype=torch.float32, device=mask.device).expand(mask.shape)
+    decay = torch.as_tensor(gamma * lam, dtype=torch.float64, device=mask.device).expand(mask.shape)
+    active = mask.gather(1, order)
+    rewards, values = (torch.where(active, x.float().gather(1, order), 0.0) for x in (rewards, values))
+    into = None if forks is None else [one[forks.parents, forks.steps] for one in (discount, decay)]
     if per_turn:
         ends = turn_ends(mask).gather(1, order)
         discount, decay = (torch.where(ends, one, 1.0) for one in (discount, decay))
-    active = mask.gather(1, order)
-    rewards, values = (torch.where(active, x.float().gather(1, order), 0.0) for x in (rewards, values))
-    next_values = torch.zeros_like(values)
-    next_values[:, :-1] = values[:, 1:]
-    deltas = torch.where(active, rewards + discount * next_values - values, 0.0)
-    advantages = discounted_sums(deltas, decay)
+        into = None if forks is None or into is None else [torch.where(forks.touches, 1.0, one) for one in into]
+    later = torch.zeros_like(values)
+    later[:, :-1] = discount[:, :-1] * values[:, 1:]
+    if forks is None or into is None:
+        deltas = torch.where(active, rewards + later - values, 0.0)
+        advantages = discounted_sums(deltas, decay)
+    else:
+        successors = torch.zeros_like(values)
+        successors[:, :-1] += active[:, 1:]
+        forks.add(successors, torch.ones_like(forks.rows))
+        share = 1 / successors.clamp(min=1)
+        forks.add(later, into[0] * values[forks.rows, 0])
+        deltas = torch.where(active, rewards + share * later - values, 0.0)
+        advantages = forks.discounted_sums(deltas, decay * share, into[1] * share[forks.parents, forks.steps])
     blank = torch.zeros_like(advantages)
     return blank.scatter(1, order, advantages), blank.scatter(1, order, advantages + values)
 

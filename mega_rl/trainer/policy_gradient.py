@@ -161,7 +161,7 @@ def build_experience(
     inputs = AdvantageInputs(
         experience, rewards.totals, penalty, sum_over_ranks,
         greedy_rewards=None if greedy is None else greedy[rollout.prompt_index],
-        reward_parts=rewards.parts, turn_scores=rollout.turn_scores,
+        reward_parts=rewards.parts, turn_scores=rollout.turn_scores, turn=rollout.turn,
     )  # fmt: skip
     experience.advantages, experience.returns = estimator(inputs)
     return experience

@@ -26,7 +26,7 @@ from mega_rl.verify.rl.compare import UpdateErrors, off
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, generalized
 from mega_rl.verify.rl.independent.formulas import Row, divergence, gae, value_term, whitened
-from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
+from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample, TokenPath
 from mega_rl.verify.rl.independent.trainer import EvaluatedSample, IndependentTrainer
 from mega_rl.verify.rl.inputs import (
     AGENT,
@@ -105,7 +105,12 @@ def _bootstrapped(rewards: Row, values: Row, gammas: Row, lambdas: Row) -> tuple
     return gae([*rewards[:-1], rewards[-1] + gammas[-1] * values[-1]], values, gammas, lambdas)
 
 
-update_actor, scored = IndependentTrainer._update_actor, RewardRule.scored
+update_actor, scored, ways = IndependentTrainer._update_actor, RewardRule.scored, ScoredSample.ways
+
+
+def _apart(sample: ScoredSample) -> list[TokenPath]:
+    """Return the ways of a sample as if each of its rows stood alone."""
+    return ways(replace(sample, rows=[replace(row, after=None) for row in sample.rows]))
 
 
 def _of_next(self: RewardRule, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
@@ -224,6 +229,7 @@ FAULTS = (
     Fault("divergence without temperature", "teacher_reverse_kl", "loss", _divergence(lambda p, q, t: (p, q, 1.0))),
     Fault("teacher without temperature", "teacher_forward_kl", "loss", _divergence(lambda p, q, t: (p, q * t, t))),
     Fault("discounts within turns", "agent_turns", "advantages", _per_token),
+    Fault("rows continue no other", "agent_turns", "advantages", patch.object(ScoredSample, "ways", _apart)),
     Fault("scores of turns at the end", "agent_turns", "advantages", _WHOLE),
     Fault("all turns train", "agent_last_turn", "log-probs", _run(last_turn=False)),
     Fault("beta of the other model", "teacher_jensen_shannon", "loss", _other_beta),

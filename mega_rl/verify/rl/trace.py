@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ FACTS = ("role", "step", "update", "loss", "grad_norm")  # numbers of an update 
 TENSORS = ("tokens", "gradients", "weights")  # fields of `Figures`, each tensors by name
 ROWS = (
     *("tokens", "loss_mask", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs"),
-    *("turn_scores", "rewards"),  # not of every run
+    *("turn", "turn_scores", "rewards"),  # not of every run
 )
 
 
@@ -72,7 +73,7 @@ def _samples(path: Path) -> list[ScoredSample]:
         own = list(places)
         samples.append(
             ScoredSample(
-                rows=[_row(rows, i) for i in own],
+                rows=[_row(rows, i, own) for i in own],
                 prompt=prompt,
                 reward=float(rows["rewards"][own[0]]) if "rewards" in rows else math.nan,
                 rollout_logprobs=_of_tokens(rows, "rollout_logprobs", own),
@@ -87,9 +88,16 @@ def _of_tokens(rows: dict[str, Tensor], name: str, own: list[int]) -> list[float
     return [number for i in own for number in rows[name][i][rows["loss_mask"][i]].tolist()]
 
 
-def _row(rows: dict[str, Tensor], i: int) -> SampledRow:
-    tokens, places = rows["tokens"][i, : int(rows["lengths"][i])], rows["loss_mask"][i].nonzero().flatten()
-    return SampledRow(tokens.tolist(), int(rows["prompt_lengths"][i]), places.tolist())
+def _row(rows: dict[str, Tensor], i: int, own: list[int]) -> SampledRow:
+    """Return a row of a sample; own: the sample's rows."""
+    tokens, places = rows["tokens"][i, : int(rows["lengths"][i])], rows["loss_mask"][i].nonzero().flatten().tolist()
+    row = SampledRow(tokens.tolist(), int(rows["prompt_lengths"][i]), places)
+    read = rows["turn"][i, : places[0]].nonzero().flatten().tolist() if places and "turn" in rows else []
+    for number, other in enumerate(own if read else ()):
+        trained = rows["turn"][other][rows["loss_mask"][other]] == rows["turn"][i, read[-1]]
+        if trained.any():
+            return replace(row, after=(number, int(trained.nonzero()[-1]), read[-1]))
+    return row
 
 
 def read_figures(folder: Path, role: str, number: int) -> Figures | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.agents.trajectory import Trajectory, rows_of, score_fault
+from mega_rl.agents.trajectory import Trajectory, Turn, rows_of, score_fault
 from mega_rl.algorithms.advantages import ESTIMATORS, AdvantageKind
 from mega_rl.algorithms.inputs import gae
 from mega_rl.algorithms.losses import AGGREGATIONS, clipped_value_loss
@@ -30,7 +32,10 @@ SAMPLES: list[tuple[list[tuple[int, ...]], list[float | None], float | None]] = 
 
 
 def trajectories(kind: str) -> list[Trajectory]:
-    """Four samples whose turns have tokens that were read between them; in one row, or each turn in a row or fork."""
+    """Four samples whose turns have tokens that were read between them.
+
+    kind: "row"; "rows", each turn in another context; "forks", each after the first turn; "chain", each after the last.
+    """
     made = []
     for place, (turns, scores, score) in enumerate(SAMPLES):
         one = Trajectory(PROMPTS[place // 2], place // 2, place % 2, limit=30)
@@ -39,6 +44,8 @@ def trajectories(kind: str) -> list[Trajectory]:
                 one.open((3, 4, *range(60, 60 + number)))
             elif number and kind == "forks":
                 one.fork(one.branches[0], 1)
+            elif number and kind == "chain":
+                one.fork(one.branch, len(one.branch.parts))
             if number:
                 one.give((50, 51)[:number])
             one.branch.parts.append(turn(ids))
@@ -95,33 +102,49 @@ def test_a_turn_of_a_wrong_score_is_a_fault() -> None:
     assert score_fault(one, is_read=True) == "set the score 6e+38; legal: a finite number"
 
 
-def expected(kind: str, gamma: float, lam: float, *, per_turn: bool) -> tuple[dict[int, float], dict[int, float]]:
-    """Advantages and returns by token, in float64: each row's tokens backwards, one after the other."""
+Numbers = dict[int, float]
+
+
+def value_of(token: int) -> float:
+    return float(torch.sin(torch.tensor(float(token), dtype=torch.float64)))
+
+
+def expected(sampled: list[Trajectory], gamma: float, lam: float, *, per_turn: bool) -> tuple[Numbers, Numbers]:
+    """Advantages and returns by token, over each trajectory's tree in float64; token ids are distinct."""
     advantages, returns = {}, {}
-    for turns, scores, score in SAMPLES:
-        every = list(zip(turns, scores, strict=True))
-        rows = [every] if kind == "row" else [[one] for one in every]
-        for row in rows:
-            later, following = 0.0, 0.0
-            for ids, own in reversed(row):
-                for token in reversed(ids):
-                    ends_turn, ends_row = token == ids[-1], token == row[-1][0][-1]
-                    reward = (own or 0.0) * ends_turn + (score or 0.0) * ends_row
-                    counts = ends_turn or not per_turn
-                    value = float(torch.sin(torch.tensor(float(token), dtype=torch.float64)))
-                    error = reward + (gamma if counts else 1.0) * following - value
-                    later = error + (gamma * lam if counts else 1.0) * later
-                    advantages[token], returns[token], following = later, later + value, value
+    for one in sampled:
+        after: dict[int, dict[int, bool]] = {token: {} for own in one.turns for token in own.token_ids}
+        for branch in one.branches:
+            place, last = 0, None
+            for part in branch.parts:
+                ids = part.token_ids if isinstance(part, Turn) else part
+                for token in ids if isinstance(part, Turn) else ():
+                    if last is not None:
+                        after[last[0]][token] = place > last[1] + 1  # a step from one turn to the next
+                    last, place = (token, place), place + 1
+                place += 0 if isinstance(part, Turn) else len(ids)
+        scores = {own.token_ids[-1]: own.score or 0.0 for own in one.turns}
+
+        def advantage(token: int, after=after, scores=scores, score=one.score) -> float:  # type: ignore[no-untyped-def]
+            total = scores.get(token, 0.0) + (0.0 if after[token] else score or 0.0) - value_of(token)
+            for child, is_step in after[token].items():
+                counts = is_step or not per_turn
+                total += (gamma if counts else 1.0) * value_of(child) / len(after[token])
+                total += (gamma * lam if counts else 1.0) * advantage(child) / len(after[token])
+            return total
+
+        advantages |= {token: advantage(token) for token in after}
+        returns |= {token: advantages[token] + value_of(token) for token in after}
     return advantages, returns
 
 
-@pytest.mark.parametrize("kind", ["row", "rows", "forks"])
+@pytest.mark.parametrize("kind", ["row", "rows", "forks", "chain"])
 @pytest.mark.parametrize("per", ["token", "turn"])
 def test_returns_over_turns(per: str, kind: str) -> None:
     """Advantages, targets, and gradients of both losses; tokens that were read count nothing."""
     estimator = ESTIMATORS["gae"](gamma=0.7, gae_lambda=0.6, whiten=False, discount_per=per)
     batch = minibatch(kind, estimator)
-    advantages, returns = expected(kind, 0.7, 0.6, per_turn=per == "turn")
+    advantages, returns = expected(trajectories(kind), 0.7, 0.6, per_turn=per == "turn")
     assert by_token(batch, batch.advantages) == pytest.approx(advantages, abs=1e-6)
     assert by_token(batch, batch.returns) == pytest.approx(returns, abs=1e-6)
     logprobs = batch.old_logprobs.clone().requires_grad_()
@@ -154,6 +177,43 @@ def test_discounts_count_turns(seed: int, length: int, density: float) -> None:
             wanted[row, t], following = later, float(values[row, t])
     torch.testing.assert_close(advantages.double(), wanted, rtol=1e-5, atol=3e-5)
     torch.testing.assert_close(returns.double(), torch.where(mask, wanted + values, 0.0), rtol=1e-5, atol=3e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**16), per_turn=st.booleans())
+def test_values_flow_back_through_any_tree(seed: int, per_turn: bool) -> None:
+    """Forks of forks, other contexts, turns with nothing between them, branches that end in a fork."""
+    dice, token, sampled = random.Random(seed), 10, []
+    for place in range(3):
+        one = Trajectory(PROMPTS[place // 2], place // 2, place % 2, limit=500)
+        for _ in range(dice.randrange(1, 9)):
+            old = dice.choice(one.branches)
+            kind = dice.random()
+            if kind < 0.4 and old.parts:
+                one.fork(old, dice.randrange(1, len(old.parts) + 1))
+            elif kind < 0.5:
+                one.open((3,))
+            if dice.random() < 0.5:
+                one.give((5, 6)[: dice.randrange(1, 3)])
+            ids = tuple(range(token, token := token + dice.randrange(1, 4)))
+            one.branch.parts.append(turn(ids))
+            one.turns[-1].score = dice.choice([None, dice.uniform(-1, 1)])
+        one.score = dice.uniform(-1, 1)
+        sampled.append(one)
+    rows = rows_of(sampled, version=3, with_branches=True, with_scores=True)
+    assert rows.scores is not None
+    outputs = (TokenOutputs(logprobs=rows.rollout_logprobs), TokenOutputs(), TokenOutputs(values=values_of(rows)))
+    kind = ESTIMATORS["gae"](gamma=0.9, gae_lambda=0.8, whiten=False, discount_per="turn" if per_turn else "token")
+    made = build_experience(rows, Rewards(rows.scores), outputs=outputs, estimator=kind, sum_over_ranks=lambda x: x)
+    advantages, returns = expected(sampled, 0.9, 0.8, per_turn=per_turn)
+    assert by_token(made, made.advantages) == pytest.approx(advantages, abs=1e-5)
+    assert by_token(made, made.returns) == pytest.approx(returns, abs=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_rows_that_continue_are_as_one_row(estimator: str) -> None:
+    chain, row = (minibatch(kind, ESTIMATORS[estimator]()) for kind in ("chain", "row"))
+    assert by_token(chain, chain.advantages) == pytest.approx(by_token(row, row.advantages), abs=1e-6)
 
 
 def test_whitened_returns_read_scores_of_turns() -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 
 from mega_rl.agents import environment
-from mega_rl.agents.environment import Answer, Environment, Played, Policy, Runner, TurnRequest, in_batches
+from mega_rl.agents.environment import Answer, Environment, Played, Policy, Runner, TurnQueue, TurnRequest, in_batches
 from mega_rl.agents.trajectory import Trajectory, Turn
 from mega_rl.errors import RunError
 from mega_rl.types import Prompt
+from tests.helpers.selection import FULL
+
+HOSTILE = 10_000 if FULL else 400  # trajectories, of which every tenth goes wrong
 
 
 def answer(requests: Sequence[TurnRequest]) -> list[Answer]:
@@ -33,8 +37,16 @@ def play(own: Any, count: int = 8, sample: Any = answer, limit: int = 40) -> lis
     """Play `count` trajectories; nothing is left behind by then."""
     prompt = Prompt(3, (4, 5, 6), "p", "")
     made = [Trajectory(prompt, number // 2, number % 2, limit) for number in range(count)]
-    runner = Runner(own, "rollout.source='agent.py:Own'", vocab_size=100)
-    outcomes = runner.run(made, partial(in_batches, sample=sample))
+    runner, queues = Runner(own, "rollout.source='agent.py:Own'", vocab_size=100), list[TurnQueue]()
+
+    def sample_turns(asked: TurnQueue) -> None:
+        queues.append(asked)
+        in_batches(asked, sample)
+
+    outcomes = runner.run(made, sample_turns)
+    assert (queues[-1].playing, queues[-1]._open) == (0, set())
+    blocked = len(queues) - 1  # each made the others run again
+    assert len(queues[-1].ended) == count - blocked  # which frees their caches
     places = [(one.trajectory.prompt_index, one.trajectory.sample_index) for one in outcomes]
     assert places == [(number // 2, number % 2) for number in range(count)]  # each ends exactly once
     return outcomes
@@ -101,10 +113,17 @@ def test_a_slow_tool_stops_nobody_else() -> None:
 class Hostile(Environment):
     """Trajectories by number: hang, crash, garbage, megabytes, swallowed cancellations, and good ones."""
 
-    timeout_s: float = field(default=1.5, kw_only=True)
+    timeout_s: float = field(default=60.0 if FULL else 1.5, kw_only=True)
+    ends: list[int] = field(default_factory=list)  # numbers, as they end
 
     async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
-        number = (2 * trajectory.prompt_index + trajectory.sample_index) % 40
+        number = (2 * trajectory.prompt_index + trajectory.sample_index) % 100
+        try:
+            await self.play(number, policy, trajectory)
+        finally:
+            self.ends.append(number)
+
+    async def play(self, number: int, policy: Policy, trajectory: Trajectory) -> None:
         if number == 0:
             return
         await policy.turn()
@@ -123,31 +142,44 @@ class Hostile(Environment):
             return
         while number == 7:
             try:
-                await asyncio.sleep(30)
+                await asyncio.sleep(3000)
             except asyncio.CancelledError:
                 continue
         if number == 8:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(2):
-                    group.create_task(policy.turn(trajectory.open(prompt.token_ids), limit=99))
+            raise asyncio.CancelledError("the tool has gone")
         if number == 9:
             while True:
                 await policy.turn(limit=1)
+        if number == 10:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(2):
+                    group.create_task(policy.turn(trajectory.open(trajectory.prompt.token_ids), limit=99))
         await policy.turn()
 
 
 def test_each_of_many_hostile_trajectories_ends_once_with_its_kind(caplog: pytest.LogCaptureFixture) -> None:
+    """No task, thread, process or open file is left, and those that hang hold up no other."""
+    own, process = Hostile(max_turns=5), psutil.Process()
+    before = (process.num_fds(), process.children(recursive=True), threading.active_count())
     with caplog.at_level(logging.CRITICAL):  # asyncio names tasks that let no cancellation through
-        outcomes = play(Hostile(max_turns=5), 400)
-    kinds = Counter((number % 40, one.failure, one.trajectory.end) for number, one in enumerate(outcomes))
-    ends = {0: "error", 1: "timeout", 2: "error", 3: "error", 5: "error", 6: "error", 7: "timeout"}
-    expected = {(number, failure, "error"): 10 for number, failure in ends.items()}
-    expected |= {(4, None, "length"): 10, (9, None, "turns"): 10}
-    expected |= {(number, None, "done"): 10 for number in (8, *range(10, 40))}
+        outcomes = play(own, HOSTILE)
+        gc.collect()
+    kinds = Counter((number % 100, one.failure, one.trajectory.end) for number, one in enumerate(outcomes))
+    ends = {number: "timeout" if number in (1, 7) else "error" for number in (0, 1, 2, 3, 5, 6, 7, 8)}
+    share = HOSTILE // 100
+    expected = {(number, failure, "error"): share for number, failure in ends.items()}
+    expected |= {(4, None, "length"): share, (9, None, "turns"): share}
+    expected |= {(number, None, "done"): share for number in range(10, 100)}
     assert kinds == expected
+    assert Counter(own.ends) == dict.fromkeys(range(100), share)
+    hung = [number in (1, 7) for number in own.ends]
+    assert all(hung[hung.index(True) :])
     assert len(outcomes[9].trajectory.turns) == 5
     assert "ValueError: a tool broke" in outcomes[2].what
     assert "outside the model's vocabulary of 100" in outcomes[5].what
+    assert "was cancelled" in outcomes[8].what
+    assert not [one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done()]
+    assert (process.num_fds(), process.children(recursive=True), threading.active_count()) == before
 
 
 @dataclass

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import json
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -23,14 +25,21 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mega_rl.agents.environment import Answer, Played, Runner, TurnRequest, in_batches
+from mega_rl.agents.environment import Answer, Played, Policy, Runner, TurnRequest, in_batches
 from mega_rl.agents.remote import RemoteEnvironment
 from mega_rl.agents.trajectory import Trajectory, Turn, rows_of
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 from tests.helpers.chats import byte_tokenizer
+from tests.helpers.selection import FULL
 from tests.peers.package import FOLDER, missing
 from tests.unit_tests.agents.test_chat import CHATML, END, OTHER_END, STRIPS, context_of
+
+
+async def megabytes() -> AsyncIterator[bytes]:
+    for _ in range(40):
+        yield b" " * 65536
+
 
 ASKED = {"role": "user", "content": "guess"}
 
@@ -43,6 +52,7 @@ class World:
     sessions: dict[str, list[Any]] = field(default_factory=dict)
     opened: int = 0
     closed: int = 0
+    ports: list[int] = field(default_factory=list)  # the client's, of each request
 
     def observed(self, text: str, reward: float | None, done: bool) -> dict[str, Any]:
         return {"observation": {"text": text}, "reward": reward, "done": done}
@@ -60,6 +70,7 @@ class World:
 
     async def respond(self, request: Request) -> Response:
         kind, body = request.url.path.strip("/"), await request.json()
+        self.ports.append(request.scope["client"][1])
         if kind == "close":
             self.closed += 1
             return JSONResponse({})
@@ -70,7 +81,7 @@ class World:
             return answer
         match request.cookies["fault"]:
             case "hangs":
-                await asyncio.sleep(60)
+                await asyncio.sleep(3000)
             case "fails":
                 return Response("out of memory", 500)
             case "garbage":
@@ -82,7 +93,7 @@ class World:
             case "infinite":
                 return Response('{"observation": "", "reward": 1e999}')
             case "megabytes":
-                return StreamingResponse(iter([b" " * 65536] * 40))
+                return StreamingResponse(megabytes())
             case "vanishes":
                 request.scope["transport"].abort()
         return JSONResponse(self.step(session, body["action"]))
@@ -97,7 +108,7 @@ class World:
                     fault = self.faults[given["seed"] % len(self.faults)] if self.faults else "none"
                     answer = self.reset(session)
                 elif fault == "hangs":
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(3000)
                 elif fault == "megabytes":
                     answer = {"observation": "x" * (1 << 21)}
                 elif fault == "vanishes":
@@ -144,12 +155,25 @@ def server() -> Iterator[tuple[World, str]]:
     assert not thread.is_alive()
 
 
+@dataclass
+class Ordered(RemoteEnvironment):
+    """Notes in which order its trajectories end."""
+
+    ends: list[int] = field(default_factory=list, kw_only=True)
+
+    async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+        try:
+            await super().run(policy, prompt, trajectory)
+        finally:
+            self.ends.append(prompt.index)
+
+
 def play(
     url: str, *said: str, count: int = 1, template: str = CHATML, limit: int = 2000, scores: bool = True, **own: Any
 ) -> list[Played]:
     """Play trajectories of a policy that says these texts in turn; no task or thread is left."""
     tokenizer = byte_tokenizer(template, eos=END, more=(OTHER_END,))
-    environment = RemoteEnvironment(replace(context_of(tokenizer), reads_scores=scores), url=url, **own)
+    environment = Ordered(replace(context_of(tokenizer), reads_scores=scores), url=url, **own)
     turns = [tuple(tokenizer(text + END)["input_ids"]) for text in said]
     asked = Counter[int]()
 
@@ -210,19 +234,40 @@ KINDS = {
 }  # fmt: skip
 
 
+# A generation waits for those that hang as long as its good ones take on busy cores.
+GENERATIONS, EACH, GOOD, PATIENCE_S = (5, 2000, 72, 90.0) if FULL else (1, 36, 1, 8.0)
+
+
 def test_what_a_server_does_costs_the_sample_by_kind(server: tuple[World, str]) -> None:
-    """Each trajectory ends once, sessions are closed, and the good ones are not held up."""
+    """Each trajectory ends once and closes its session; those that hang hold up no other, and nothing is left."""
     world, url = server
-    world.faults = tuple(KINDS)
-    begin = time.monotonic()
-    outcomes = play(f"http:{url}", "3", "5", count=4 * len(KINDS), timeout_s=8.0)
-    assert time.monotonic() - begin < 40
-    for number, one in enumerate(outcomes):
-        fault = world.faults[number % len(KINDS)]
-        kind = {"none": None, "hangs": "timeout"}.get(fault, "error")
-        assert (one.failure, one.trajectory.end) == (kind, "error" if kind else "done"), (fault, one.what)
-        assert KINDS[fault] in one.what
-    assert world.opened == len(outcomes) == world.closed
+    play(f"http:{url}", "3", "5")  # what stays in the process is there then
+    world.faults, process = (*list(KINDS)[1:], *("none",) * GOOD), psutil.Process()
+    before = (process.num_fds(), process.children(recursive=True), threading.enumerate())
+    for _ in range(GENERATIONS):
+        ends = list[int]()
+        outcomes = play(f"http:{url}", "3", "5", count=EACH, timeout_s=PATIENCE_S, ends=ends)
+        faults = [world.faults[number % len(world.faults)] for number in range(EACH)]
+        for fault, one in zip(faults, outcomes, strict=True):
+            kind = {"none": None, "hangs": "timeout"}.get(fault, "error")
+            assert (one.failure, one.trajectory.end) == (kind, "error" if kind else "done"), (fault, one.what)
+            assert KINDS[fault] in one.what
+        assert sorted(ends) == list(range(EACH))
+        hung = [faults[number] == "hangs" for number in ends]
+        assert all(hung[hung.index(True) :])
+    assert world.opened == EACH * GENERATIONS + 1 == world.closed
+    gc.collect()
+    left = [one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done()]
+    assert not [one for one in left if one.get_loop().is_closed()]  # the server's is open
+    time.sleep(0.5)  # for the server to see that connections have ended
+    assert (process.num_fds(), process.children(recursive=True), threading.enumerate()) == before
+
+
+def test_each_request_has_its_connection(server: tuple[World, str]) -> None:
+    """A server that closes an idle one at that moment would lose an action."""
+    world, url = server
+    play(f"http:{url}", "3", "5")
+    assert len(set(world.ports)) == len(world.ports) == 4
 
 
 def test_a_server_that_is_not_there_costs_the_sample() -> None:

@@ -49,13 +49,23 @@ class Responses:
         return numbers
 
     def to_go(self, numbers: list[Row], gamma: float) -> list[Row]:
-        """Return the discounted sum of each token's number and those after it in its row."""
-        rows = (sample.in_rows(own) for sample, own in zip(self.samples, numbers, strict=True))
-        return [[number for row in every for number in returns_to_go(row, gamma)] for every in rows]
+        """Return the discounted sum of each token's number and those after it, the mean over the ways from it."""
+        samples = zip(self.samples, numbers, strict=True)
+        return [mean_of_ways(one, [returns_to_go(way.of(own), gamma) for way in one.ways()]) for one, own in samples]
 
     def on_every_token(self, numbers: Row) -> list[Row]:
         """Return each response's number on all of its tokens."""
         return [[number] * sample.length for number, sample in zip(numbers, self.samples, strict=True)]
+
+
+def mean_of_ways(sample: ScoredSample, numbers: Sequence[Row]) -> Row:
+    """Return for each token the mean of its numbers in the ways that lead over it."""
+    shares, sums = [0.0] * sample.length, [0.0] * sample.length
+    for way, own in zip(sample.ways(), numbers, strict=True):
+        for token, number in zip(way.tokens, own, strict=True):
+            shares[token] += way.share
+            sums[token] += way.share * number
+    return [total / share for total, share in zip(sums, shares, strict=True)]
 
 
 def centred(rewards: Row, lengths: list[int]) -> Row:
@@ -95,14 +105,14 @@ def estimates(responses: Responses, choice: NamedSettings, decay: Callable[[int]
     """
     every = []
     for sample, rewards, values in zip(responses.samples, responses.turn_rewards, responses.values, strict=True):
-        advantages, returns = Row(), Row()
-        for row, r, v in zip(sample.rows, sample.in_rows(rewards), sample.in_rows(values), strict=True):
-            counts = [ends or choice.words["discount_per"] == "token" for ends in row.ends]
+        decays = [decay(len(row.places)) for row in sample.rows for _ in row.places]
+        judged = []
+        for way in sample.ways():
+            counts = [ends or choice.words["discount_per"] == "token" for ends in way.ends]
             gammas = [choice["gamma"] if one else 1.0 for one in counts]
-            lambdas = [decay(len(row.places)) if one else 1.0 for one in counts]
-            own = formulas.gae(r, v, gammas, lambdas)
-            advantages, returns = advantages + own[0], returns + own[1]
-        every.append((advantages, returns))
+            lambdas = [own if one else 1.0 for own, one in zip(way.of(decays), counts, strict=True)]
+            judged.append(formulas.gae(way.of(rewards), way.of(values), gammas, lambdas))
+        every.append((mean_of_ways(sample, [a for a, _ in judged]), mean_of_ways(sample, [r for _, r in judged])))
     return every
 
 

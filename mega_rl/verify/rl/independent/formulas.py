@@ -20,10 +20,11 @@ def sample_deviation(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
 
 
-def token_rewards(reward: float, logprobs: Row, ref_logprobs: Row, coef: float) -> Row:
-    """Return -coef * log(p / ref) per token, the last plus the reward (arXiv:1909.08593, eq. 2)."""
+def token_rewards(sample: ScoredSample, reward: float, logprobs: Row, ref_logprobs: Row, coef: float) -> Row:
+    """Return -coef * log(p / ref) per token, at the end of each way plus the reward (arXiv:1909.08593, eq. 2)."""
     rewards = [-coef * (logprob - ref) for logprob, ref in zip(logprobs, ref_logprobs, strict=True)]
-    rewards[-1] += reward
+    for way in sample.ways():
+        rewards[way.tokens[-1]] += reward
     return rewards
 
 

@@ -77,11 +77,31 @@ class SampledRow:
     tokens: Sequence[int]
     start: int  # tokens of the prompt, or of what stands in its place
     places: Sequence[int]  # positions of the sampled tokens, but for those that another row of the response has
+    # The last sampled token before these, which another row has: that row, the token's number there, its position here.
+    after: tuple[int, int, int] | None = None
 
     @property
     def ends(self) -> list[bool]:
         """Return for each sampled token if it is the last of its run."""
         return [place + 1 not in self.places for place in self.places]
+
+
+@dataclass(frozen=True)
+class TokenPath:
+    """Tokens of a response from a first one to an end, over rows that continue each other."""
+
+    share: float  # among the ways from the same first token
+    tokens: tuple[int, ...]  # numbers in the response
+    ends: tuple[bool, ...]  # for each token, if it is the last of its run
+
+    def of(self, numbers: Sequence[float]) -> list[float]:
+        """Return the numbers of the way's tokens."""
+        return [numbers[token] for token in self.tokens]
+
+    def longer(self, after: Sequence[tuple[int, bool]]) -> list[TokenPath]:
+        """Return the way with each of the successors of its last token; without any, itself."""
+        share = self.share / max(len(after), 1)
+        return [TokenPath(share, (*self.tokens, token), (*self.ends, ends)) for token, ends in after] or [self]
 
 
 @dataclass(frozen=True)
@@ -116,16 +136,28 @@ class ScoredSample:
         """Return the sample as if only its last turn had been sampled, and the others read."""
         last, before = self.rows[-1], [number for number, ends in enumerate(self.rows[-1].ends[:-1]) if ends]
         first = before[-1] + 1 if before else 0
-        rows = [*(replace(row, places=()) for row in self.rows[:-1]), replace(last, places=last.places[first:])]
+        alone = replace(last, places=last.places[first:], after=None)
+        rows = [*(replace(row, places=(), after=None) for row in self.rows[:-1]), alone]
         left = len(last.places) - first
         earlier = sum(self.turn_scores[:-left])
         logprobs, scores = self.rollout_logprobs[-left:], self.turn_scores[-left:]
         return replace(self, rows=rows, rollout_logprobs=logprobs, turn_scores=scores, earlier_scores=earlier)
 
-    def in_rows(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return numbers of the tokens, those of each row in a list."""
-        ends = list(accumulate(len(row.places) for row in self.rows))
-        return [list(numbers[first:end]) for first, end in zip([0, *ends], ends, strict=False)]
+    def ways(self) -> list[TokenPath]:
+        """Return each way from a first token to an end; one for each row that continues no other."""
+        firsts = [0, *accumulate(len(row.places) for row in self.rows)]
+        after: list[list[tuple[int, bool]]] = [[] for _ in range(firsts[-1])]  # successors of each token
+        paths = list[TokenPath]()
+        for first, row in zip(firsts, self.rows, strict=False):
+            for number, ends in enumerate(row.ends[:-1], first):
+                after[number].append((number + 1, ends))
+            if row.places and row.after is None:
+                paths.append(TokenPath(1.0, (first,), ()))
+            elif row.places and row.after is not None:
+                after[firsts[row.after[0]] + row.after[1]].append((first, row.after[2] + 1 != row.places[0]))
+        while any(after[way.tokens[-1]] for way in paths):
+            paths = [longer for way in paths for longer in way.longer(after[way.tokens[-1]])]
+        return [replace(way, ends=(*way.ends, True)) for way in paths]
 
 
 @dataclass(frozen=True)

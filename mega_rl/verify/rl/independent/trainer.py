@@ -101,14 +101,10 @@ class IndependentTrainer:
             reward = sample.reward + penalty * punishment
             rewards.append(reward)
             parts.append({**sample.parts, "overlong": punishment})
-            models = [*zip(sample.in_rows(logprobs.tolist()), sample.in_rows(references.tolist()), strict=True)]
-
-            def by_row(reward: float, models: Sequence[tuple[Row, Row]] = models) -> Row:
-                return [r for row in models if row[0] for r in formulas.token_rewards(reward, *row, coef)]
-
-            of_tokens.append(by_row(reward))
+            models = (logprobs.tolist(), references.tolist(), coef)
+            of_tokens.append(formulas.token_rewards(sample, reward, *models))
             scores = sample.turn_scores or [0.0] * sample.length
-            rest = by_row(reward - sum(scores) - sample.earlier_scores)
+            rest = formulas.token_rewards(sample, reward - sum(scores) - sample.earlier_scores, *models)
             of_turns.append([r + score for r, score in zip(rest, scores, strict=True)])
         part_weights = {**self._settings.part_weights, "overlong": penalty}
         numbers = [[row.tolist() for row in rows] for rows in (old, ref, values)]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.verify.replay import prepare, result_of
+from mega_rl.tracking.records.reader import read_record
+from mega_rl.verify.replay import compare, prepare, result_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
@@ -18,6 +19,7 @@ from tests.unit_tests.trainer.assemble.own_sources_on_ranks import SOURCES, run_
 from tests.unit_tests.verify.replay_on_ranks import replay_plans
 
 REPLAY = {"rollout.backend": "none", "rollout.verify_interval": 10, "rollout.mismatch.mean_limit": 100.0}
+RECORDED = {"metrics.records.interval": 1, "metrics.records.weights": True}
 FORKS = {"rollout.source.forks": True, "rollout.source.first": 3}
 LIMITS = {"rollout.source.timeout_s": 0.5, "rollout.source.max_failed_share": 0.9}
 REPLAY |= {"rollout.mismatch.share_limit": 1.0, "rollout.mismatch.max_limit": 100.0}
@@ -62,7 +64,7 @@ def scored_turns(folder: Path) -> dict[str, Any]:
     """Settings of forks whose turns have scores, which a critic's returns over turns read."""
     turns = {"rollout.source": f"{folder}/own.py:Turns", **FORKS, "rollout.source.scores": True}
     gae = {"name": "gae", "discount_per": "turn", "gamma": 0.9, "gae_lambda": 0.8}
-    return {**turns, "reward.source": "environment", "algorithm.advantage": gae, "metrics.records.interval": 1}
+    return {**turns, "reward.source": "environment", "algorithm.advantage": gae, **RECORDED}
 
 
 def same_rows(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -146,10 +148,10 @@ def test_forks_are_rows_of_one_trajectory(runs: dict[str, Any]) -> None:
     assert step["rollout/logprob_diff_max"] < 1e-4
 
 
-def test_a_record_holds_turns_and_is_replayed_bit_for_bit(folder: Path, runs: dict[str, Any]) -> None:
+def test_a_record_holds_turns_of_forks(folder: Path, runs: dict[str, Any]) -> None:
     """With forks: each turn trains in one row, and the rows that read it have its tokens and number."""
     assert "error" not in runs["forks"], runs["forks"]["error"]
-    record, (plan,) = prepare(folder / "own-1-forks" / "records" / "step_000001", "1", folder / "replay", timeout_s=120)
+    record = read_record(folder / "own-1-forks" / "records" / "step_000001")
     tensors = record.tensors
     places: dict[tuple[int, int, int], list[tuple[list[int], bool]]] = {}
     keys = zip(tensors["prompt_index"].tolist(), tensors["sample_index"].tolist(), strict=True)
@@ -165,11 +167,28 @@ def test_a_record_holds_turns_and_is_replayed_bit_for_bit(folder: Path, runs: di
     assert all([trains for _, trains in rows].count(True) == 1 for rows in places.values())
     assert all(ids == rows[0][0] for rows in places.values() for ids, _ in rows)
     assert [len(rows) for rows in places.values()].count(2) >= 8
-    Path(plan.target).mkdir(parents=True)
-    run_ranks(1, replay_plans, [plan], timeout_s=180)
-    differences = {one.tensor: one.largest for one in result_of(record, plan)}
-    assert {"old_logprobs", "ref_logprobs", "advantages", "token_weights", "loss_weights"} <= differences.keys()
-    assert set(differences.values()) == {0.0}, differences
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2", "fsdp2"])
+def test_recorded_branches_replay_on_layout(folder: Path, runs: dict[str, Any], layout: str) -> None:
+    """Forks, and turn scores with a critic after an update; on the layout that recorded them bit for bit."""
+    steps = {"forks": 1, "scores": 2}
+    prepared = [
+        prepare(folder / f"own-1-{name}" / "records" / f"step_{step:06d}", layout, folder / f"{name}-{layout}")
+        for name, step in steps.items()
+    ]
+    for _, (plan,) in prepared:
+        Path(plan.target).mkdir(parents=True)
+    run_ranks(1 if layout == "1" else 2, replay_plans, [plan for _, (plan,) in prepared], timeout_s=180)
+    for record, (plan,) in prepared:
+        assert record.tensors["branch"].any()
+        differences = {one.tensor: one for one in result_of(record, plan)}
+        assert {"old_logprobs", "ref_logprobs", "advantages", "token_weights", "loss_weights"} <= differences.keys()
+        assert [one for one in differences.values() if not one.good] == []
+        assert layout != "1" or {one.largest for one in differences.values()} == {0.0}
+    scored = prepared[1][0].tensors
+    assert {"values", "returns", "turn_scores"} <= scored.keys()
+    assert scored["turn_scores"].any()
 
 
 def test_hostile_environments_cost_their_samples(runs: dict[str, Any]) -> None:
@@ -212,5 +231,9 @@ def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) ->
                     torch.testing.assert_close(own, one, rtol=0.0, atol=1e-4 if own.is_floating_point() else 0.0)
             for name_of_sum, total in outcome[name]["exported"].items():
                 assert total == pytest.approx(runs[name]["exported"][name_of_sum], abs=1e-3, rel=1e-4)
+        alone, record = (
+            read_record(folder / f"own-{where}-scores" / "records" / "step_000001") for where in ("1", layout)
+        )
+        assert [one for one in compare(alone, record, atol=1e-4) if not one.good] == []
         for outcome in outcomes:
             assert "rank 1 and rank 0 read different prompts" in outcome["ranks"]["error"]
