@@ -56,7 +56,7 @@ _COMMANDS = (
     Later("Check", "card", "verify:card",
           "Prove on a small twin what works with a model here; write a page and JSON."),
     Later("Check", "audit", "verify:audit",
-          "Prove from a run's records that each prompt and token trained once, in time, with its own reward."),
+          "Prove from a run's records that each prompt and token trained once and in time."),
     Later("Check", "replay", "verify:replay",
           "Repeat a recorded step on any layout or engine, naming the first differing tensor and token."),
     Later("Check", "bench", "verify:bench_app", "Tasks that show whether the trainer learns."),

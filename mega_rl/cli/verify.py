@@ -240,7 +240,7 @@ def audit(
     ] = 4,
     as_json: Json = False,
 ) -> None:
-    """Prove from a run's records that each prompt and token trained once, in time, with its own reward.
+    """Prove from a run's records that each prompt and token trained once and in time.
 
     The page is also written to RUN/audit.json, which `mega-rl report` shows.
     """

@@ -42,7 +42,7 @@ class Breach:
 
 @dataclass(frozen=True)
 class Bias:
-    """Difference of dropped groups from those that train: means, and half the width of their 95 % intervals."""
+    """Means of dropped groups minus those of trained ones, with half their 95 % intervals."""
 
     reason: str
     groups: int
@@ -56,10 +56,10 @@ class Bias:
 class Audit:
     """Outcome of an audit."""
 
-    steps: list[int]  # that have a record
+    steps: list[int]  # steps with a record
     checked: dict[str, int] = field(default_factory=dict)  # rule -> how many it looked at
     breaches: list[Breach] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)  # what no rule could look at, and why
+    unchecked: list[str] = field(default_factory=list)  # things no rule could look at, and why
     bias: list[Bias] = field(default_factory=list)
 
     def add(self, rule: str, count: int, breaches: Iterable[Breach]) -> None:
@@ -109,7 +109,7 @@ def audit_records(steps: Sequence[Record]) -> Audit:
 
 
 def token_versions(step: Record) -> Array:
-    """Return [N, S] int64, the version of the weights that sampled each token; undefined off the mask."""
+    """Return [N, S] int64, version of the weights that sampled each token; undefined off the mask."""
     rows = np.broadcast_to(step.tensors["weight_version"][:, None], step.tensors["tokens"].shape)
     return step.tensors.get("token_versions", rows)
 
@@ -144,7 +144,7 @@ def repeated(steps: Sequence[Record]) -> Iterator[Breach]:
 
 
 def skipped(steps: Sequence[Record], ahead: int) -> Iterator[Breach]:
-    """Yield tickets without an end though a later one trained `ahead` steps ago, which is as long as they may wait."""
+    """Yield tickets without an end, though a later one trained `ahead` steps ago."""
     for part in _without_gaps(steps):
         first, seen = part[0], {ticket for step in part for ticket, _ in ends_of(step)}
         # Before the first record another step may have taken any ticket up to those in progress then.
@@ -207,7 +207,7 @@ def trained_again(step: Record) -> Iterator[Breach]:
 
 
 def stale(step: Record, ahead: int) -> Iterator[Breach]:
-    """Yield each row's token of the oldest version beyond the limit, and of the newest that the trainer had not."""
+    """Yield rows with a token that is too old, or newer than the trainer."""
     current, mask = step.description.weight_version, step.tensors["loss_mask"]
     ages = np.where(mask, current - token_versions(step), 0)
     for row in np.flatnonzero((ages > ahead).any(axis=1)).tolist():
@@ -242,7 +242,7 @@ def biases(steps: Sequence[Record]) -> Iterator[Bias]:
 
 
 def _group_means(step: Record) -> Array:
-    """Return [P, 2] float64, response tokens and reward of each group's mean scored sample; NaN without one."""
+    """Return [P, 2] float64, response tokens and reward of each group's mean scored sample."""
     tensors, index = step.tensors, step.tensors["prompt_index"]
     scored = ~np.isnan(tensors["rewards"]) & ~tensors.get("failed", np.zeros(len(index), dtype=bool))
     first = scored & (tensors.get("branch", 0 * index) == 0)
@@ -254,7 +254,7 @@ def _group_means(step: Record) -> Array:
 
 
 def _difference(dropped: Array, kept: Array) -> tuple[float, float]:
-    """Return the difference of two means, and half its 95 % interval; not a number where they are too few."""
+    """Return the difference of two means, and half its 95 % interval; NaN for too few."""
     dropped, kept = dropped[~np.isnan(dropped)], kept[~np.isnan(kept)]
     if not len(dropped) or not len(kept):
         return math.nan, math.nan

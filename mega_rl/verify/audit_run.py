@@ -37,7 +37,7 @@ from mega_rl.verify.rl.independent.records import SampledRow, ScoredSample
 REWARD_ATOL = 1e-6  # relative above 1
 # Nats: of each token in float32, of the mean of a version's tokens in bf16, which rounds each.
 LOGPROB_ATOL, LOGPROB_MEAN_BF16 = 1e-3, 0.15
-SCORING_S = 3600.0  # that the rewards of one step may take
+SCORING_S = 3600.0  # deadline of a step's next score
 
 
 def audit_run(run: Path, work: Path, *, versions: int) -> Audit:
@@ -50,29 +50,32 @@ def audit_run(run: Path, work: Path, *, versions: int) -> Audit:
         audit = audit_records(steps)
     config = load(None, steps[-1].description.config)
     with ExitStack() as resources:
-        source = _read_source(config, steps, resources)
-        if source.ordered:
-            tickets = sum(step.description.prompts for step in steps)
-            audit.add("order", tickets, [one for step in steps for one in misplaced(step, source.prompts)])
-        else:
-            audit.unchecked.append("order: a success curriculum draws by rates that no record has")
-        if source.scorer is None:
-            audit.unchecked.append(f"rewards: reward.source={config.reward.source.name} is no function of a response")
-        else:
-            with progress.phase("scoring the responses"):
-                for step in steps:
-                    rows = len(step.tensors["rewards"])
-                    audit.add("rewards", rows, misrewarded(step, source.prompts, source.scorer))
+        _audit_source(audit, steps, config, _read_source(config, steps, resources))
     _audit_logprobs(audit, steps, config, work, versions)
     audit.breaches.sort(key=lambda breach: (breach.step, breach.ticket))
     return audit
+
+
+def _audit_source(audit: Audit, steps: Sequence[Record], config: Config, source: Source) -> None:
+    """Compare the prompts and rewards of all steps with their source."""
+    if source.ordered:
+        tickets = sum(step.description.prompts for step in steps)
+        audit.add("order", tickets, [one for step in steps for one in misplaced(step, source.prompts)])
+    else:
+        audit.unchecked.append("order: a success curriculum draws by rates that no record has")
+    if source.scorer is None:
+        audit.unchecked.append(f"rewards: reward.source={config.reward.source.name} is no function of a response")
+        return
+    with progress.phase("scoring the responses"):
+        for step in steps:
+            audit.add("rewards", len(step.tensors["rewards"]), misrewarded(step, source.prompts, source.scorer))
 
 
 @dataclass(frozen=True)
 class Source:
     """What a run drew from."""
 
-    prompts: Mapping[int, Prompt]  # of every recorded ticket
+    prompts: Mapping[int, Prompt]  # every recorded ticket's
     ordered: bool  # the prompts are those of the order, else those that the records name
     scorer: Scorer | None  # the run's reward function; None: another source of rewards
 
@@ -85,13 +88,13 @@ def _read_source(config: Config, steps: Sequence[Record], resources: ExitStack) 
     columns = rewards.columns(data.answer_key, data.source_key)
     vocab_size = read_hf_config(folder).vocab_size
     reader = prompt_reader(kind_of_run(config), data, tokens, columns, vocab_size=vocab_size)
-    make, alone = DATA.maker(config), SingleRank()
+    make, rank = DATA.maker(config), SingleRank()
     own = make and OwnRows(make, data.source.name, config.trainer.seed, config.trainer.val_interval > 0)
-    read = build_prompts(reader, {}, config.trainer, tokens, rewards, own, world=alone)
+    read = build_prompts(reader, {}, config.trainer, tokens, rewards, own, world=rank)
     resources.callback(read.order.close)
     scorer = None
     if rewards.source is not None and reward.source.name == "function":
-        scorer = rewards.scorer(tokens.reader, replica=alone, everyone=alone, timeout_s=SCORING_S)
+        scorer = rewards.scorer(tokens.reader, replica=rank, everyone=rank, timeout_s=SCORING_S)
     named = {ticket: row for step in steps for ticket, row in _named(step).items()}
     if read.rates is None:
         drawn = read.order.take(0, max(named) + 1)
@@ -158,7 +161,10 @@ def _audit_logprobs(audit: Audit, steps: Sequence[Record], config: Config, work:
 
 
 def improbable(step: Record, own: Array, policy: PolicyNetwork, config: Config) -> list[Breach]:
-    """Return tokens with other log-probs than a policy gives; own: [N, S] bool, tokens of its version."""
+    """Return tokens with other log-probs than a policy gives.
+
+    own: [N, S] bool, tokens of the policy's version.
+    """
     tensors, rows = step.tensors, np.flatnonzero(own.any(axis=1))
     gaps = np.zeros(own.shape)
     for row in rows.tolist():

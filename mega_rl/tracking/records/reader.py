@@ -89,7 +89,7 @@ class Shard:
 
 
 class DroppedGroup(NamedTuple):
-    """A group that no step trains, with the means of its samples; None: it has no answer."""
+    """A group that no step trains; its means are None without an answer."""
 
     ticket: int
     reason: str
@@ -115,7 +115,7 @@ class RecordDescription:
     dtype: str  # "fp32" or "bf16"
     versions: dict[str, str]  # package -> version
     # Records of earlier releases lack the following.
-    weight_version: int = -1  # of the trainer's weights, with which the step began
+    weight_version: int = -1  # the trainer's, when the step began
     tickets: tuple[int, ...] = ()  # number of each prompt's draw since the run began
     data_rows: tuple[int, ...] = ()  # each prompt's row of the data
     dropped: tuple[DroppedGroup, ...] = ()  # groups that were drawn and will not train
