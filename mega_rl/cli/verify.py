@@ -1,4 +1,4 @@
-"""`mega-rl verify`, `card`, `audit`, `replay`, `bench`: exit codes 0 all agree, 1 not, 2 a mistake."""
+"""`mega-rl verify`, `card`, `replay`, `bench`: exit codes 0 all agree, 1 not, 2 a mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
-from mega_rl.tracking.report.content import AUDIT
 from mega_rl.verify.layouts import TOLERANCES, UPDATES, Layout, Plan, fsdp, read_changes, resolve_all, tolerances, usual
 from mega_rl.verify.learn.tasks import MOST_SEEDS, TASKS, TaskResult, record
 from mega_rl.verify.rl.inputs import STEPS, read_run
@@ -228,32 +227,6 @@ def replay(
     if as_json:
         print_json({"record": str(record.folder), "step": step.step, "good": good, "layouts": facts})
     end(good)
-
-
-def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with metrics.records.interval=1.")],
-    versions: Annotated[
-        int,
-        typer.Option(
-            "--versions", min=0, metavar="N", help="Most versions of the weights under which log-probs are computed."
-        ),
-    ] = 4,
-    as_json: Json = False,
-) -> None:
-    """Prove from a run's records that each prompt and token trained once and in time.
-
-    The page is also written to RUN/audit.json, which `mega-rl report` shows.
-    """
-    begin("audit")
-    with progress.importing("PyTorch"):
-        from mega_rl.verify.audit import page_of
-        from mega_rl.verify.audit_run import audit_run
-    with tempfile.TemporaryDirectory(prefix="audit_") as work:
-        found = audit_run(run, Path(work), versions=versions)
-    page, facts = page_of(found, str(run)), plain({**asdict(found), "good": not found.breaches})
-    disk.replace_text(run / AUDIT, json.dumps({**facts, "page": page}, indent=1) + "\n")
-    show(facts, page, as_json=as_json)
-    end(not found.breaches)
 
 
 def card(

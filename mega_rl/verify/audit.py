@@ -267,7 +267,7 @@ def _difference(dropped: Array, kept: Array) -> tuple[float, float]:
 MOST_SHOWN = 20  # breaches on a page
 
 
-def page_of(audit: Audit, run: str) -> list[str]:
+def lines_of(audit: Audit, run: str) -> list[str]:
     """Return an audit as the lines of one page; run: its name."""
     first, last = audit.steps[0], audit.steps[-1]
     lines = [f"audit of {run}: {len(audit.steps)} recorded steps, {first} to {last}", ""]

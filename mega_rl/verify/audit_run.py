@@ -56,7 +56,7 @@ def audit_run(run: Path, work: Path, *, versions: int) -> Audit:
     return audit
 
 
-def _audit_source(audit: Audit, steps: Sequence[Record], config: Config, source: Source) -> None:
+def _audit_source(audit: Audit, steps: Sequence[Record], config: Config, source: DrawnFrom) -> None:
     """Compare the prompts and rewards of all steps with their source."""
     if source.ordered:
         tickets = sum(step.description.prompts for step in steps)
@@ -72,15 +72,15 @@ def _audit_source(audit: Audit, steps: Sequence[Record], config: Config, source:
 
 
 @dataclass(frozen=True)
-class Source:
-    """What a run drew from."""
+class DrawnFrom:
+    """Prompts of a run, and its reward function."""
 
     prompts: Mapping[int, Prompt]  # every recorded ticket's
     ordered: bool  # the prompts are those of the order, else those that the records name
     scorer: Scorer | None  # the run's reward function; None: another source of rewards
 
 
-def _read_source(config: Config, steps: Sequence[Record], resources: ExitStack) -> Source:
+def _read_source(config: Config, steps: Sequence[Record], resources: ExitStack) -> DrawnFrom:
     """Read the run's data and rewards as the run did. Raises UserError."""
     folder, reward, data = origin_of(config, "actor"), config.reward, config.data
     tokens = read_tokens(folder, data.chat, config.rollout, skip_special_tokens=reward.skip_special_tokens)
@@ -98,9 +98,9 @@ def _read_source(config: Config, steps: Sequence[Record], resources: ExitStack) 
     named = {ticket: row for step in steps for ticket, row in _named(step).items()}
     if read.rates is None:
         drawn = read.order.take(0, max(named) + 1)
-        return Source({ticket: drawn[ticket] for ticket in named}, True, scorer)
+        return DrawnFrom({ticket: drawn[ticket] for ticket in named}, True, scorer)
     rows = {prompt.index: prompt for prompt in read.train}
-    return Source({ticket: rows[row] for ticket, row in named.items()}, False, scorer)
+    return DrawnFrom({ticket: rows[row] for ticket, row in named.items()}, False, scorer)
 
 
 def _named(step: Record) -> dict[int, int]:

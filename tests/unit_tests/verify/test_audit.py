@@ -20,7 +20,7 @@ from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.tracking.records.reader import RECORD_FILE
 from mega_rl.tracking.report.content import AUDIT
-from mega_rl.verify.audit import Audit, audit_records, page_of, read_steps
+from mega_rl.verify.audit import Audit, audit_records, lines_of, read_steps
 from mega_rl.verify.audit_run import audit_run
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import replaced
@@ -245,7 +245,7 @@ def test_a_fault_is_named(folder: Path, tmp_path: Path, fault: Callable[[Path], 
         audit = audit_run(run, tmp_path / "work", versions=9)
     found = {(one.rule, one.step, one.ticket) for one in audit.breaches}
     assert any(one[:2] == (rule, step) and ticket in (None, one[2]) for one in found), found
-    assert audit.breaches[0].what in "\n".join(page_of(audit, "run"))
+    assert audit.breaches[0].what in "\n".join(lines_of(audit, "run"))
 
 
 def test_a_split_group_lacks_samples(folder: Path, tmp_path: Path) -> None:
