@@ -189,6 +189,11 @@ RL: Table = {
     ],
     ("changes", "rollout/sglang/test_delta.py -k store"): [
         (
+            "servers load though a bucket is of another version",
+            "if held is None or (held.version, held.digest) != ((session, count), digest):",
+            "if held is None:",
+        ),
+        (
             "changes are added to whatever version is there",
             'or tuple(head["base"]) != held.version:',
             "or False:",
@@ -221,9 +226,9 @@ RL: Table = {
     ],
     ("changes", "rollout/sglang/test_delta.py -k bad_network"): [
         (
-            "servers load though a bucket is of another version",
-            "if held is None or (held.version, held.digest) != ((session, count), digest):",
-            "if held is None:",
+            "a changed bit reaches a server",
+            'if digest_of(held.words) != head["digest"]:',
+            "if False:",
         ),
     ],
     ("changes", "rollout/sglang/test_delta.py -k bit_equal"): [

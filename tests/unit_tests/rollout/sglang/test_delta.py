@@ -79,7 +79,11 @@ def test_store_applies_each_version_once() -> None:
     for early in (change, last):
         with pytest.raises(Refused, match="no version"):
             store.take(early)
-    for twice in (whole, whole, change, change):
+    store.take(whole)
+    with pytest.raises(Refused, match="no version"):
+        store.take(last)
+    store.ready({"0": [7, 1, digest_of(first)]}, tp=1)  # as it was
+    for twice in (whole, change, change):
         store.take(twice)
     assert list(store.ready({"0": [7, 2, digest_of(second)]}, tp=1)) == ["0"]
     with pytest.raises(Refused, match="too late"):
