@@ -194,6 +194,8 @@ AGENTS: Table = {
         ("the experts of turns are lost before the rows", "own += shapes[0] if shapes else (0, 0)", "own += (0, 0)"),
     ],
     ("agents", "rollout/test_continuous.py"): [
+        ("a cancelled turn decodes to its end", "batch.drop_cancelled()", "batch.rows"),
+        ("a turn that its trajectory leaves behind decodes on", "own in self._open.items() if own == key", "own in ()"),
         (
             "the cache of another branch is read",
             "for place, (a, b) in pairs if a != b)",
@@ -223,8 +225,12 @@ AGENTS: Table = {
             "for task in (*generation.jobs.values(), *generation.helpers.values()):",
             "for task in generation.helpers.values():",
         ),
+        ("a server decodes a cancelled turn on", "job.asked.client.abort, job.rid,", "job.asked.client.check_alive,"),
         ("turns do not ask for their experts", "return_routing=routed is not None", "return_routing=False"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
+    ],
+    ("agents", "trainer/assemble/test_sources.py"): [
+        ("recorded rows pass for rows with experts", "elif rollout.sglang.return_routing:", "elif False:"),
     ],
     ("agents", "agents/test_chat.py"): [
         (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl.agents.environment import Answer, TurnQueue, TurnSampling
+from mega_rl.agents.environment import Answer, TurnQueue, TurnSampling, give_answer
 from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
@@ -155,7 +155,8 @@ class SglangRolloutEngine:
                         sampling_seed(how.seed, prompt, sample, number),
                     )
                     request = SampleRequest(key, ids, seed=seed, limit=limit)
-                    router.ask(request, partial(_answer, future, len(ids), routed))
+                    drop = router.ask(request, partial(_answer, future, len(ids), routed))
+                    future.add_done_callback(partial(_drop_cancelled, drop))
         finally:
             self._since.add(router.result())
 
@@ -285,13 +286,19 @@ def _answer(
         try:
             turn.routing = _experts(outcome, read + len(ids) - 1, routed) if routed and outcome.routing else None
         except RunError as error:  # of this thread's caller, whose trajectory fails
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
             return
-        future.set_result(turn)
+        give_answer(future, turn)
         return
     if outcome is not None:
         log.warning("a turn has no answer: %s", outcome.message)
-    future.set_result("lost" if outcome is None else "turn")
+    give_answer(future, "lost" if outcome is None else "turn")
+
+
+def _drop_cancelled(drop: Callable[[], object], future: Future[Answer]) -> None:
+    if future.cancelled():
+        drop()
 
 
 def _settle_failures(sampled: Sampled, world: Ranks, share: float) -> bool:

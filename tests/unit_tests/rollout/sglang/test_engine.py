@@ -423,6 +423,30 @@ def test_the_turns_that_are_left_end_with_their_trajectories() -> None:
         assert len(turns(engine, [TurnRequest((3, 4), (5, 1, 0), 4)])) == 1
 
 
+def test_a_cancelled_turn_is_aborted_at_its_server() -> None:
+    """By its own id; the server's other request and a later turn of the same number are answered."""
+
+    async def slow(exchange: Exchange) -> None:
+        if len(exchange.body["input_ids"]) > 1 or exchange.body["sampling_params"]["max_new_tokens"] == 2:
+            await right(exchange)
+            return
+        waiting[0].cancel()
+        await exchange.aborted.wait()
+        aborted.append(exchange.body["rid"])
+        waiting.append(asked.put(TurnRequest((3,), (5, 0, 0), 2)))
+        waiting[-1].add_done_callback(lambda _: asked.close())
+        await exchange.forever()
+
+    with FakeServer(slow) as server, closing(router_over(server)) as fleet:
+        engine, _ = engine_over(fleet)
+        asked, aborted = TurnQueue(), list[str]()
+        waiting = [asked.put(TurnRequest(ids, (5, 0, len(ids) - 1), 4)) for ids in ((3,), (3, 4))]
+        engine.turns(asked, TurnSampling((0, 3)))
+        assert len(aborted) == 1
+        assert [len(one.result().token_ids) for one in waiting[1:]] == [4, 2]  # type: ignore[union-attr]
+        assert len({one["rid"] for one in server.seen}) == len(server.seen)
+
+
 def turns(engine: SglangRolloutEngine, requests: Sequence[TurnRequest], *, greedy: bool = False) -> list[Any]:
     """Return the answers of all, that are asked for at once."""
     asked, left = TurnQueue(), list(requests)
