@@ -56,11 +56,11 @@ def audit(
         from mega_rl.verify.audit import lines_of
         from mega_rl.verify.audit_run import audit_run
     with tempfile.TemporaryDirectory(prefix="audit_") as work:
-        found = audit_run(run, Path(work), versions=versions)
-    page, content = lines_of(found, str(run)), plain({**asdict(found), "good": not found.breaches})
+        outcome = audit_run(run, Path(work), versions=versions)
+    page, content = lines_of(outcome, str(run)), plain({**asdict(outcome), "good": not outcome.breaches})
     disk.replace_text(run / AUDIT, json.dumps({**content, "page": page}, indent=1) + "\n")
     show(content, page, as_json=as_json)
-    raise typer.Exit(1 if found.breaches else 0)
+    raise typer.Exit(1 if outcome.breaches else 0)
 
 
 def doctor(

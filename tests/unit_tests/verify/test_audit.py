@@ -243,8 +243,8 @@ def test_a_fault_is_named(folder: Path, tmp_path: Path, fault: Callable[[Path], 
         audit = audit_records(read_steps(run))
     else:
         audit = audit_run(run, tmp_path / "work", versions=9)
-    found = {(one.rule, one.step, one.ticket) for one in audit.breaches}
-    assert any(one[:2] == (rule, step) and ticket in (None, one[2]) for one in found), found
+    named = {(one.rule, one.step, one.ticket) for one in audit.breaches}
+    assert any(one[:2] == (rule, step) and ticket in (None, one[2]) for one in named), named
     assert audit.breaches[0].what in "\n".join(lines_of(audit, "run"))
 
 
