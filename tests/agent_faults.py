@@ -195,7 +195,7 @@ AGENTS: Table = {
     ],
     ("agents", "rollout/test_continuous.py"): [
         ("a cancelled turn decodes to its end", "batch.drop_cancelled()", "batch.rows"),
-        ("a turn that its trajectory leaves behind decodes on", "own in self._open.items() if own == key", "own in ()"),
+        ("a turn that its trajectory leaves behind decodes on", "if own == key:", "if own == ():"),
         (
             "the cache of another branch is read",
             "for place, (a, b) in pairs if a != b)",
