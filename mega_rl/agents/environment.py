@@ -97,8 +97,9 @@ class TurnQueue:
         self.playing -= 1
         key = (self.first + trajectory.prompt_index, trajectory.sample_index)
         self.ended.add(key)
-        for answer in [answer for answer, own in self._open.items() if own == key]:
-            answer.cancel()
+        for answer, own in [*self._open.items()]:  # a copy: the sampling thread takes some out
+            if own == key:
+                answer.cancel()
 
     def close(self) -> None:
         """Let `take` return None after the turns that were asked for."""

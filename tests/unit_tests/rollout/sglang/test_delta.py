@@ -19,6 +19,7 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.control import Control, Endpoint, ServerError
 from mega_rl.rollout.sglang.server.store import Refused, WeightStore, apply, digest_of, encode
 from mega_rl.rollout.sglang.weights import choice, delta
+from mega_rl.rollout.sglang.weights.reshard import changes_pay_off
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
@@ -78,7 +79,11 @@ def test_store_applies_each_version_once() -> None:
     for early in (change, last):
         with pytest.raises(Refused, match="no version"):
             store.take(early)
-    for twice in (whole, whole, change, change):
+    store.take(whole)
+    with pytest.raises(Refused, match="no version"):
+        store.take(last)
+    store.ready({"0": [7, 1, digest_of(first)]}, tp=1)  # as it was
+    for twice in (whole, change, change):
         store.take(twice)
     assert list(store.ready({"0": [7, 2, digest_of(second)]}, tp=1)) == ["0"]
     with pytest.raises(Refused, match="too late"):
@@ -263,7 +268,7 @@ def test_no_wrong_weight_is_served_over_a_bad_network(root: Path) -> None:
 @pytest.mark.parametrize(("rate", "expected"), [(12.5e6, True), (125e6, True), (1.25e9, False), (25e9, False)])
 def test_slow_links_get_changes(rate: float, expected: bool) -> None:
     """100 Mbit/s, 1, 10 and 200 Gbit/s."""
-    assert choice.pays_off(rate) is expected
+    assert changes_pay_off(rate) is expected
 
 
 class Answering:
@@ -294,7 +299,7 @@ class Answering:
 def test_setting_and_link_choose(
     monkeypatch: pytest.MonkeyPatch, setting: str, joined: bool, url: str, status: int, slow: bool, expected: bool
 ) -> None:
-    monkeypatch.setattr(choice, "pays_off", lambda rate: slow)
+    monkeypatch.setattr(choice, "changes_pay_off", lambda rate: slow)
     servers: Any = [delta.Server(0, 1, (), Answering(url, status)), delta.Server(1, 1, (), Answering(url))]  # type: ignore[arg-type]
     weights: Any = SimpleNamespace(buckets=lambda nbytes, by_stage: ())
     given: dict[str, Any] = {"delta": setting, "joined": joined, "shared": None, "bucket_bytes": 1, "timeout_s": 1.0}
