@@ -302,8 +302,25 @@ AGENTS: Table = {
         ),
         ("only the last reward counts", "(trajectory.score or 0.0) + step.reward", "step.reward"),
     ],
+    ("agents", "agents/test_nemo_gym.py"): [
+        (
+            "calls of a turn overtake each other",
+            "        async with lock:\n            _, answer",
+            "        if lock:\n            _, answer",
+        ),
+        (
+            "a limit costs the verification",
+            "except LimitReached as error:\n                reached = error",
+            "except ZeroDivisionError as error:\n                reached = error",
+        ),
+        ("an invalid reward trains", 'if verified.get("mask_sample") or not', "if not"),
+        ("a session is never seeded", 'f"{self.url}/seed_session"', 'f"{self.url}/verify"'),
+    ],
+    ("agents", "agents/test_verifiers_training.py"): [
+        ("an empty answer fails its sample", 'error["error"] != "EmptyModelResponseError"', 'error["error"]'),
+    ],
     ("agents", "agents/test_verifiers.py"): [
-        ("an environment's failure passes", 'if output.get("error"):', 'if output.get("no error"):'),
+        ("an environment's failure passes", 'error = output.get("error")', 'error = output.get("no error")'),
         ("a score that nobody reads is set", "if self.context.reads_scores:", "if self.context:"),
     ],
 }
