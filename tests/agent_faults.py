@@ -288,11 +288,11 @@ AGENTS: Table = {
         ("what a server calls an error is an answer", 'return f"error: {text}" if given', "return text if given"),
     ],
     ("agents", "agents/test_remote.py"): [
-        ("an endless answer is read to its end", "if size > self.body_bytes:", "if size < 0:"),
+        ("an endless answer is read to its end", "if size > most:", "if size < 0:"),
         (
             "a server's failure is an answer",
-            "if response.status_code != 200:\n            said = shorten(whole[",
-            "if response.status_code == 0:\n            said = shorten(whole[",
+            "if status != 200:",
+            "if status == 0:",
         ),
         ("a session stays open", 'await world.ask("close", {})', "pass"),
         (
@@ -321,6 +321,10 @@ AGENTS: Table = {
     ],
     ("agents", "agents/test_verifiers.py"): [
         ("an environment's failure passes", 'error = output.get("error")', 'error = output.get("no error")'),
-        ("a score that nobody reads is set", "if self.context.reads_scores:", "if self.context:"),
+        (
+            "a score that nobody reads is set",
+            "if self.context.reads_scores:\n            _playing",
+            "if self.context:\n            _playing",
+        ),
     ],
 }
