@@ -288,11 +288,15 @@ AGENTS: Table = {
         ("what a server calls an error is an answer", 'return f"error: {text}" if given', "return text if given"),
     ],
     ("agents", "agents/test_remote.py"): [
-        ("an endless answer is read to its end", "if size > most:", "if size < 0:"),
+        (
+            "an endless answer is read to its end",
+            'if size > most:\n                    raise RunError(f"{url}',
+            'if size < 0:\n                    raise RunError(f"{url}',
+        ),
         (
             "a server's failure is an answer",
-            "if status != 200:",
-            "if status == 0:",
+            'if status != 200:\n        raise RunError(f"{url} answers {status}',
+            'if status == 0:\n        raise RunError(f"{url} answers {status}',
         ),
         ("a session stays open", 'await world.ask("close", {})', "pass"),
         (
