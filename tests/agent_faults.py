@@ -36,6 +36,12 @@ AGENTS: Table = {
             "fork.parts, fork.shared = branch.parts[:parts], parts",
             "fork.parts = branch.parts[:parts]",
         ),
+        ("an input has its neighbour's experts", "yield place - 1, part.routing", "yield place, part.routing"),
+        (
+            "a turn's inputs have the experts of the last turn that read them",
+            "turn.routing = turn.routing[known:].clone()",
+            "turn.routing = turn.routing.clone()",
+        ),
         ("a trajectory without room counts as done", 'self.end = "length"\n            raise', "raise"),
         (
             "a group counts rows",
@@ -185,8 +191,11 @@ AGENTS: Table = {
             'fault = "" if True else score_fault(',
         ),
         ("a score that is not finite trains", "> torch.finfo(torch.float32).max", "> 1e300"),
+        ("the experts of turns are lost before the rows", "own += shapes[0] if shapes else (0, 0)", "own += (0, 0)"),
     ],
     ("agents", "rollout/test_continuous.py"): [
+        ("a cancelled turn decodes to its end", "batch.drop_cancelled()", "batch.rows"),
+        ("a turn that its trajectory leaves behind decodes on", "if own == key:", "if own == ():"),
         (
             "the cache of another branch is read",
             "for place, (a, b) in pairs if a != b)",
@@ -216,7 +225,12 @@ AGENTS: Table = {
             "for task in (*generation.jobs.values(), *generation.helpers.values()):",
             "for task in generation.helpers.values():",
         ),
+        ("a server decodes a cancelled turn on", "job.asked.client.abort, job.rid,", "job.asked.client.check_alive,"),
+        ("turns do not ask for their experts", "return_routing=routed is not None", "return_routing=False"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
+    ],
+    ("agents", "trainer/assemble/test_sources.py"): [
+        ("recorded rows pass for rows with experts", "elif rollout.sglang.return_routing:", "elif False:"),
     ],
     ("agents", "agents/test_chat.py"): [
         (

@@ -187,4 +187,61 @@ RL: Table = {
             "samples.get(request.key, Sample()) for request in [*requests[1:], *requests[:1]]]",
         )
     ],
+    ("changes", "rollout/sglang/test_delta.py -k store"): [
+        (
+            "servers load though a bucket is of another version",
+            "if held is None or (held.version, held.digest) != ((session, count), digest):",
+            "if held is None:",
+        ),
+        (
+            "changes are added to whatever version is there",
+            'or tuple(head["base"]) != held.version:',
+            "or False:",
+        ),
+        (
+            "a digest is not compared",
+            'if digest_of(held.words) != head["digest"]:',
+            "if False:",
+        ),
+        (
+            "words of no version count as those of the last one",
+            """            else:
+                held.digest = ""
+""",
+            """            else:
+""",
+        ),
+        (
+            "a message of an earlier version replaces a later one",
+            "if held is not None and held.digest and version <= held.version:",
+            "if held is not None and held.digest and version == held.version:",
+        ),
+    ],
+    ("changes", "rollout/sglang/test_delta.py -k give_the_new"): [
+        (
+            "wide gaps are cut one word short",
+            "cuts = gaps >> 8 * width\n    at = np.cumsum(cuts + 1) - 1",
+            "cuts = gaps >> 8 * width\n    cuts = np.maximum(cuts - 1, 0)\n    at = np.cumsum(cuts + 1) - 1",
+        ),
+    ],
+    ("changes", "rollout/sglang/test_delta.py -k bad_network"): [
+        (
+            "a changed bit reaches a server",
+            'if digest_of(held.words) != head["digest"]:',
+            "if False:",
+        ),
+    ],
+    ("changes", "rollout/sglang/test_delta.py -k bit_equal"): [
+        ("the sender compares with the first weights", "            sent.words[:] = words\n", ""),
+        (
+            "a server that lacks the base gets no weights",
+            'send({**head, "base": None}, whole)',
+            "return",
+        ),
+        (
+            "changes of other stages are not asked for",
+            "versions = {number: held for one, _ in of_ranks for number, held in one.items()}",
+            "versions = {str(number): held for number, held in own.items()}",
+        ),
+    ],
 }

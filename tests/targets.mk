@@ -1,7 +1,7 @@
 # Campaigns, upstream releases, images and clusters; `make test` and `make test-fast` stand in the Makefile.
 .PHONY: test-full test-nccl test-ray test-slurm test-newest compare-sglang test-versions test-swanlab test-triton special-distributed \
 	campaign-agents campaign-checkpoint campaign-faults campaign-rl campaign-sandbox campaign-templates planted-faults cards two-hosts \
-	wheel-check real-models doc-commands image-cpu image-lint test-image
+	slow-link wheel-check real-models doc-commands image-cpu image-lint test-image
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
 test-full: setup sglang te peers kubernetes triton linters
@@ -109,6 +109,10 @@ cards: setup
 # Weights to two SGLang servers on two hosts, network namespaces of this machine; as root.
 two-hosts: setup sglang
 	@$(BIN)/python -m tests.two_hosts
+
+# Changes of weights against all of them, over 100 Mbit/s between two namespaces, to a real SGLang server; as root.
+slow-link: setup sglang
+	@$(BIN)/python -m tests.slow_link
 
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
 wheel-check: setup

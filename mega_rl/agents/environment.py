@@ -80,22 +80,26 @@ class TurnQueue:
     is_alive: Callable[[], bool] = lambda: True  # False: no more will come
     playing: int = 0  # trajectories that have not ended
     ended: set[tuple[int, int]] = field(default_factory=set)  # prompt and sample of those that have
-    _open: set[Future[Answer]] = field(default_factory=set)
+    _open: dict[Future[Answer], tuple[int, int]] = field(default_factory=dict)  # turns and their trajectories
     _queue: queue.SimpleQueue[Asked | None] = field(default_factory=queue.SimpleQueue)
 
     def put(self, request: TurnRequest) -> Future[Answer]:
         """Ask for a turn."""
         answer: Future[Answer] = Future()
         prompt, sample, number = request.key
-        self._open.add(answer)
-        answer.add_done_callback(self._open.discard)
+        self._open[answer] = (self.first + prompt, sample)
+        answer.add_done_callback(self._open.pop)
         self._queue.put((request._replace(key=(self.first + prompt, sample, number)), answer))
         return answer
 
     def end(self, trajectory: Trajectory) -> None:
-        """Note that a trajectory asks for no more turns."""
+        """Note that a trajectory asks for no more turns, and cancel those that it has left."""
         self.playing -= 1
-        self.ended.add((self.first + trajectory.prompt_index, trajectory.sample_index))
+        key = (self.first + trajectory.prompt_index, trajectory.sample_index)
+        self.ended.add(key)
+        for answer, own in [*self._open.items()]:  # a copy: the sampling thread takes some out
+            if own == key:
+                answer.cancel()
 
     def close(self) -> None:
         """Let `take` return None after the turns that were asked for."""
@@ -120,13 +124,19 @@ class TurnQueue:
                 if asked is None:
                     self.close()  # for the next call
                     return sorted(taken, key=_key) or None
-                if asked[1].set_running_or_notify_cancel():  # else its trajectory has ended meanwhile
+                if not asked[1].cancelled():
                     end, gathers = end if gathers else time.monotonic() + gather_s, True
                     taken.append(asked)
 
 
 def _key(asked: Asked) -> tuple[int, int, int]:
     return asked[0].key
+
+
+def give_answer(turn: Future[Answer], answer: Answer) -> None:
+    """Answer a turn, unless nobody waits for it any more."""
+    if turn.set_running_or_notify_cancel():
+        turn.set_result(answer)
 
 
 SampleTurns = Callable[[TurnQueue], None]  # returns once no more will come
@@ -137,7 +147,7 @@ def in_batches(asked: TurnQueue, sample: Callable[[Sequence[TurnRequest]], Seque
     while (taken := asked.take(gather_s=GATHER_S)) is not None:
         answers = sample([request for request, _ in taken]) if taken else ()
         for (_, future), answer in zip(taken, answers, strict=True):
-            future.set_result(answer)
+            give_answer(future, answer)
 
 
 class TurnEngine(RolloutEngine, Protocol):
@@ -193,7 +203,7 @@ class Policy:
         if not isinstance(answer, Turn):
             self.failure = answer
             raise LimitReached("error")
-        branch.parts.append(answer)
+        branch.add(answer)
         if not answer.stopped and branch.room < 1:
             trajectory.end = "length"
         return answer

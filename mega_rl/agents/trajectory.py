@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,9 @@ class Turn:
     versions: tuple[int, ...]  # the weights that sampled each token; empty: those of the step
     stopped: bool  # a stop token ended it
     score: float | None = None  # the environment's, a part of its trajectory's reward
+    # [T, L, K] int16, experts of L mixtures for the last T inputs before its last token; those before them are in
+    # earlier turns of the branch. None: unknown.
+    routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 Part = Turn | tuple[int, ...]  # a turn, or tokens that the policy only read: a tool's answer, text of the template
@@ -58,6 +61,21 @@ class Branch:
     def room(self) -> int:
         """Return the tokens that may still come."""
         return self.most - len(self.opening) - sum(len(_ids(part)) for part in self.parts)
+
+    def routing(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the experts that turns have, and the position behind their last input."""
+        place = len(self.opening)
+        for part in self.parts:
+            place += len(_ids(part))
+            if isinstance(part, Turn) and part.routing is not None:
+                yield place - 1, part.routing
+
+    def add(self, turn: Turn) -> None:
+        """Append a turn whose experts, if it has some, are those of all inputs."""
+        if turn.routing is not None:
+            known = max((end for end, _ in self.routing()), default=0)
+            turn.routing = turn.routing[known:].clone()
+        self.parts.append(turn)
 
 
 def _ids(part: Part) -> tuple[int, ...]:
@@ -161,6 +179,7 @@ class _BranchRow(NamedTuple):
     versions: tuple[int, ...]  # the weights' versions of the tokens that train
     scores: tuple[tuple[int, float], ...] = ()  # (position of a turn's last token, its score)
     turns: tuple[int, ...] = ()  # for each token after the prompt the number of its turn, from 1; 0: it was read
+    routing: tuple[tuple[int, torch.Tensor], ...] = ()  # as of `Branch.routing`
 
 
 def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
@@ -191,7 +210,8 @@ def _rows(trajectory: Trajectory) -> list[_BranchRow]:
     turns = {id(turn): place for place, turn in enumerate(trajectory.turns, 1)}
     return [
         _row(trajectory, branch, number)._replace(
-            turns=tuple(turns.get(id(part), 0) for part in branch.parts for _ in _ids(part))
+            turns=tuple(turns.get(id(part), 0) for part in branch.parts for _ in _ids(part)),
+            routing=tuple(branch.routing()),
         )
         for number, branch in enumerate(trained)
     ]
@@ -200,11 +220,13 @@ def _rows(trajectory: Trajectory) -> list[_BranchRow]:
 def rows_of(
     trajectories: Sequence[Trajectory], *,
     version: int, with_failed: bool = False, with_branches: bool = False, with_scores: bool = False,
+    routed: tuple[int, int] = (0, 0),
 ) -> Rollout:  # fmt: skip
     """Return the branches of trajectories as rows, right-padded, in their order.
 
     Tokens after a branch's last turn are left out. version: weights of turns that do not say theirs. with_failed,
-    with_branches, with_scores: the rollout has these columns, which all ranks have or none.
+    with_branches, with_scores: the rollout has these columns, which all ranks have or none. routed: mixtures and
+    experts of a token, where it has `routing`.
     """
     rows = [row for trajectory in trajectories for row in _rows(trajectory)]
     prompts, lengths = (
@@ -229,6 +251,11 @@ def rows_of(
     for number, row in enumerate(rows):
         for place, score in row.scores:
             of_turns[number, place] = score
+    routing = torch.full((len(rows), width, *routed), -1, dtype=torch.int16)
+    for number, row in enumerate(rows):
+        for end, experts in row.routing:
+            if end < len(row.token_ids):  # else of a turn after the last one that trains
+                routing[number, end - len(experts) : end] = experts
     ends = column([ENDS.index(row.trajectory.ended()) for row in rows])
     return Rollout.from_rows(
         tokens,
@@ -245,4 +272,5 @@ def rows_of(
         scores=scores.where(ends != ENDS.index("error"), 0.0) if with_scores else None,
         turn_scores=of_turns if with_scores else None,
         turn=turn,
+        routing=routing if all(routed) else None,
     )

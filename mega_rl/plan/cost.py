@@ -40,6 +40,7 @@ from mega_rl.plan.state import (
     transformers_parameters,
     weight_bytes,
 )
+from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES
 from mega_rl.tracking.metrics.flops import PEAK_TFLOPS, ModelWork
 
 # Work that recomputation adds to an update.
@@ -413,6 +414,8 @@ def sync_traffic(setup: RunSetup) -> dict[str, int]:
     sizes = {"model": model, "gathered by each rank": round(model * (1 - 1 / pieces))}
     if config.rollout.backend == "sglang" and not setup.colocated:
         sizes["sent to the servers"] = model  # each stage's weights once, by one rank
+        if config.rollout.sglang.urls and config.rollout.sglang.sync.delta != "off":
+            sizes["or, over a slow link, changes"] = round(model * TYPICAL_CHANGES)
     return sizes
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from mega_rl.agents.environment import GATHER_S, TICK_S, Answer, Asked, TurnQueue, TurnRequest
+from mega_rl.agents.environment import GATHER_S, TICK_S, Answer, Asked, TurnQueue, TurnRequest, give_answer
 from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.rollout.decoding import (
@@ -91,7 +91,7 @@ class TurnRow:
     answer: Future[Answer]
     token_ids: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)
-    ended: bool = False  # answered, and not removed yet
+    ended: bool = False  # answered or cancelled, and not removed yet
 
     @property
     def left(self) -> int:
@@ -201,7 +201,15 @@ class RunningBatch:
         columns = self._mask[place].nonzero()[: len(known), 0]
         sides = [[side[place].index_select(1, columns) for side in _sides(one)] for one in self._cache.layers]
         self.kept.put(row.request, RowCache(known, sides))
-        row.answer.set_result(Turn(tuple(row.token_ids), tuple(row.logprobs), (), stopped))
+        give_answer(row.answer, Turn(tuple(row.token_ids), tuple(row.logprobs), (), stopped))
+
+    def drop_cancelled(self) -> None:
+        """Remove the rows of turns that nobody waits for; their caches are not kept."""
+        cancelled = [row for row in self.rows if not row.ended and row.answer.cancelled()]
+        for row in cancelled:
+            row.ended = True
+        if cancelled:
+            self._remove_ended()
 
     def _read(self, drawn: Tensor) -> None:
         """Compute the next logits from the tokens [R] that were drawn."""
@@ -217,6 +225,8 @@ class RunningBatch:
             index = torch.tensor(keep, device=self._device)
             select_rows(self._cache, index)
             self._logits, self._mask, self._counts = (x[index] for x in (self._logits, self._mask, self._counts))
+        else:
+            del self._cache, self._logits, self._mask, self._counts
 
 
 def _sides(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> tuple[Tensor, Tensor]:
@@ -257,8 +267,10 @@ def answer_turns(asked: TurnQueue, batch: RunningBatch, *, keys: KeysOf, batch_s
         gather_s = GATHER_S if not batch.size else _SOON_S if have_left else 0.0
         if (taken := asked.take(0.0 if batch.size or waiting else TICK_S, gather_s=gather_s)) is None:
             return
+        batch.drop_cancelled()
         batch.kept.drop(asked.ended)
         # A turn whose cache is kept is cheap now, and the cache of a later one may have been dropped.
+        waiting = [one for one in waiting if not one[1].cancelled()]
         waiting = sorted(waiting + taken, key=lambda one: (one[0] not in batch.kept, len(one[0].token_ids), one[0].key))
         if new := waiting[: batch_size - batch.size]:
             waiting = waiting[len(new) :]

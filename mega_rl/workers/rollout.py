@@ -117,11 +117,13 @@ class RolloutContext:
     def rollout(self, trajectories: Sequence[Trajectory]) -> Rollout:
         """Return the replica's rows from its ranks' trajectories; collective over all ranks."""
         ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
-        own = [any(one.ended() == "error" for one in ordered), any(len(one.branches) > 1 for one in ordered)]
+        own: list[int] = [any(one.ended() == "error" for one in ordered), any(len(one.branches) > 1 for one in ordered)]
         own.append(self.reads_scores or any(one.scores for one in ordered))
-        has = self.data_parallel.max(self.replica.max(torch.tensor(own).long())).tolist()
+        shapes = [turn.routing.shape[1:] for one in ordered for turn in one.turns if turn.routing is not None]
+        own += shapes[0] if shapes else (0, 0)
+        *has, mixtures, top_k = self.data_parallel.max(self.replica.max(torch.tensor(own).long())).tolist()
         columns = dict(zip(("with_failed", "with_branches", "with_scores"), map(bool, has), strict=True))
-        rows = rows_of(ordered, version=self.weight_version(), **columns)
+        rows = rows_of(ordered, version=self.weight_version(), routed=(mixtures, top_k), **columns)
         return self.replica.gather_rows(rows)
 
     def _own(self, prompts: Sequence[Prompt]) -> range:

@@ -120,6 +120,11 @@ class SglangSyncConfig:
         "Low-rank adapters: sent apart from their base, or merged into it; auto: apart where SGLang serves them.",
         choices=("auto", "adapter", "merged"),
     )
+    delta: str = setting(
+        "auto",
+        "Send only what changed, to servers of our launcher; auto: to joined ones over a link on which that is faster.",
+        choices=("auto", "on", "off"),
+    )
 
 
 @dataclass(frozen=True)

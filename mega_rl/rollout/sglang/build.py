@@ -29,8 +29,7 @@ from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, Starte
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
-from mega_rl.rollout.sglang.weights.cuda_ipc import CudaIpcTransport
-from mega_rl.rollout.sglang.weights.process_group import DistributedTransport
+from mega_rl.rollout.sglang.weights.choice import transport_for
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
@@ -287,9 +286,15 @@ def _weights(
 def _transport(
     rollout: RolloutConfig, weights: TrainerWeights, pool: ServerPool, servers: Sequence[Server], world: Ranks
 ) -> Transport:
-    """Return CUDA IPC to servers on the trainer's GPUs, else process groups."""
-    bucket_bytes, timeout_s = rollout.bucket_mib << 20, rollout.sglang.sync.timeout_s
-    if pool.colocated and weights.engine.device.type == "cuda":
-        hosts = [rank // pool.ranks_per_host for rank in range(world.size)]
-        return CudaIpcTransport(weights, servers, hosts=hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-    return DistributedTransport(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    """Return the way of weights to these servers."""
+    takes_turns = pool.colocated and weights.engine.device.type == "cuda"
+    return transport_for(
+        weights,
+        servers,
+        world,
+        delta=rollout.sglang.sync.delta,
+        joined=bool(rollout.sglang.urls),
+        shared=[rank // pool.ranks_per_host for rank in range(world.size)] if takes_turns else None,
+        bucket_bytes=rollout.bucket_mib << 20,
+        timeout_s=rollout.sglang.sync.timeout_s,
+    )

@@ -63,9 +63,15 @@ class Control:
         self._client.close()
 
     def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        content: bytes | None = None,
+        timeout_s: float | None = None,
     ) -> bytes:
-        """Send a request and return the body of its 200 answer."""
+        """Send a request, of JSON or of bytes, and return the body of its 200 answer."""
         endpoint, timeout_s = self.endpoint, self.timeout_s if timeout_s is None else timeout_s
         key = endpoint.keys.api_key if path in GENERATION else endpoint.keys.admin_key
         with self._counting:
@@ -74,17 +80,17 @@ class Control:
         headers = {"Authorization": f"Bearer {key}", "Accept-Encoding": "identity"}
         try:
             with self._client.stream(
-                method, endpoint.url + path, json=body, headers=headers, timeout=timeout_s
+                method, endpoint.url + path, json=body, content=content, headers=headers, timeout=timeout_s
             ) as response:
-                content = _read(response, deadline)
+                answer = _read(response, deadline)
         except httpx.TimeoutException:
             raise ServerError(endpoint, path, f"waited {timeout_s:g} s for its answer") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             what = f"{type(error).__name__}: {shortened(str(error)) or 'the connection ended'}"
             raise ServerError(endpoint, path, what) from None
         if response.status_code != 200:
-            raise ServerError(endpoint, path, shortened(content.decode(errors="replace")), status=response.status_code)
-        return content
+            raise ServerError(endpoint, path, shortened(answer.decode(errors="replace")), status=response.status_code)
+        return answer
 
     def object(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return its answer, a JSON object."""

@@ -165,6 +165,11 @@ def _make_source(
             raise UserError(f"{name}: an environment needs an engine; set rollout.backend=hf or sglang")
         runner = Runner(made, name, known)
         made = EnvironmentRollouts(runner, context, inputs.world)
+    elif rollout.sglang.return_routing:
+        raise UserError(
+            f"{name}: rollout.sglang.return_routing needs the built-in source or an environment, whose experts the "
+            "servers report; leave it out"
+        )
     if not (hasattr(made, "generate") and hasattr(made, "metrics")):
         raise UserError(
             f"{name}: made {type(made).__name__}; an environment has the method run, a rollout source generate and "

@@ -44,7 +44,7 @@ def play(own: Any, count: int = 8, sample: Any = answer, limit: int = 40) -> lis
         in_batches(asked, sample)
 
     outcomes = runner.run(made, sample_turns)
-    assert (queues[-1].playing, queues[-1]._open) == (0, set())
+    assert (queues[-1].playing, queues[-1]._open) == (0, {})
     blocked = len(queues) - 1  # each made the others run again
     assert len(queues[-1].ended) == count - blocked  # which frees their caches
     places = [(one.trajectory.prompt_index, one.trajectory.sample_index) for one in outcomes]

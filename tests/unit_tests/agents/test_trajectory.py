@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,6 +74,36 @@ def test_every_token_names_its_turn(kind: str, turns: list[list[int]]) -> None:
     rows = rows_of([one], version=3, with_failed=False, with_branches=False)
     assert rows.turn is not None
     assert rows.turn.tolist() == [[0, 0, 1, 1, 2, 2]]
+
+
+def test_a_row_has_the_experts_that_its_turns_had() -> None:
+    """Of each input those of the first turn that knows them, in a fork, too; never of a row's last token."""
+    one = Trajectory(PROMPTS[0], 0, 0, limit=16)
+
+    def take(number: int) -> None:
+        """Sample two tokens; the experts of an input are its position and the turn's number."""
+        inputs = len(one.branch.token_ids) + 1
+        places = torch.stack([torch.arange(inputs), torch.full((inputs,), number)], dim=-1)
+        own = turn((20 + number, 1))
+        one.branch.add(replace(own, routing=None if number == 2 else places[:, None].short()))
+
+    for number in (1, 2, 3):
+        one.give((40 + number,)) if number > 1 else None
+        take(number)
+    one.fork(one.branches[0], 1)
+    one.give((50,))
+    take(4)
+    one.give((51,))  # read, and behind the last turn
+    rows = rows_of([one], version=3, with_branches=True, routed=(1, 2))
+    assert rows.routing is not None
+    assert rows.routing.dtype == torch.int16
+    first = [[[place, 1]] for place in range(3)]
+    rest = [[[place, 3]] for place in range(3, 9)], [[[place, 4]] for place in range(3, 6)]
+    unknown = [[[-1, -1]]]
+    assert rows.routing.tolist() == [first + rest[0] + unknown, first + rest[1] + unknown * 4]
+    kept = [part.routing for part in one.branches[0].parts if isinstance(part, Turn) and part.routing is not None]
+    assert [len(each) for each in kept] == [3, 6]  # no experts twice
+    assert rollout("fork").routing is None
 
 
 def rewards(rows: Rollout) -> Rewards:

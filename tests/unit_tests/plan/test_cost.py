@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.plan.cost import BUBBLE, HARDWARE, RATES, StepTime, step_time
+from mega_rl.plan.cost import BUBBLE, HARDWARE, RATES, StepTime, step_time, sync_traffic
 from mega_rl.plan.report import MemoryPlan, as_json, as_text
 from mega_rl.plan.search import changed
 from mega_rl.tracking.metrics.flops import ModelWork
@@ -91,6 +91,14 @@ def test_plan_tells_the_time_for_a_gpu() -> None:
     silent = MemoryPlan(setup)
     assert as_json(silent)["time"] is None
     assert not any("Expected time" in line for line in as_text(silent))
+
+
+def test_joined_servers_may_get_changes() -> None:
+    joined = next(scale.setup for scale in scale_pages.RUNS.values() if scale.servers)
+    sizes = sync_traffic(joined)
+    assert sizes["or, over a slow link, changes"] == round(0.06 * sizes["sent to the servers"])
+    assert "or, over a slow link, changes" not in sync_traffic(changed(joined, {"rollout.sglang.sync.delta": "off"}))
+    assert "or, over a slow link, changes" not in sync_traffic(run("8b"))
 
 
 def test_page_equals_the_plans() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,7 +67,7 @@ def sampled(trajectories: Sequence[Trajectory]) -> Iterator[Sampled]:
 
 def assert_from_scratch(checkpoint: Checkpoint, trajectories: Sequence[Trajectory], **changes: Any) -> None:
     """Each turn is what it is without any other turn, and its log-probs are those of transformers' own forward."""
-    engine = make_engine(checkpoint, stop_token_ids=STOPS, **changes)
+    engine = make_engine(checkpoint, **{"stop_token_ids": STOPS, **changes})
     for request, turn in sampled(trajectories):
         asked = TurnQueue()
         (answer := asked.put(request)).add_done_callback(lambda _, asked=asked: asked.close())
@@ -165,3 +168,60 @@ def test_a_slow_tool_stops_nobody_else(checkpoint: Checkpoint, batch_size: int) 
     trajectories = play(make_engine(checkpoint, stop_token_ids=STOPS, batch_size=batch_size), own, n=4)
     assert own.ends[-1] == (0, 0)
     assert_from_scratch(checkpoint, trajectories)
+
+
+@dataclass(kw_only=True)
+class Impatient(Environment):
+    """The second sample's turn is long; the first one's is cancelled after some tokens, or left behind."""
+
+    begun: threading.Event
+    leaves: bool
+
+    async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+        if trajectory.sample_index:
+            await policy.turn(limit=30)
+            return
+        turn = asyncio.create_task(policy.turn(limit=30))
+        await asyncio.to_thread(self.begun.wait)
+        if self.leaves:
+            trajectory.end = "done"
+            return
+        turn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        await policy.turn(limit=2)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_cancelled_turn_decodes_no_further_token(
+    checkpoint: Checkpoint, batches: list[RunningBatch], leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row leaves before the next token, its cache is freed, and the other row does not change."""
+    begun, counts = threading.Event(), list[int]()
+    advance = RunningBatch.advance
+
+    def watched(self: RunningBatch) -> bool:
+        counts.append(len(self.rows))
+        has_ended = advance(self)
+        assert not self.rows or {len(layer.keys) for layer in self._cache.layers} == {len(self.rows)}  # type: ignore[union-attr]
+        if len(counts) == 4:
+            begun.set()
+            end = time.monotonic() + 5.0
+            while not any(row.answer.cancelled() for row in self.rows) and time.monotonic() < end:
+                time.sleep(0.001)
+        return has_ended
+
+    monkeypatch.setattr(RunningBatch, "advance", watched)
+    made = [Trajectory(make_prompts([5])[0], 0, sample, 40) for sample in range(2)]
+    engine = make_engine(checkpoint, stop_token_ids=[131])
+    runner = Runner(Impatient(begun=begun, leaves=leaves), "rollout.source='agent.py:Own'", VOCAB_SIZE)
+    first, second = runner.run(made, partial(engine.turns, how=HOW))
+    turns = [*first.trajectory.turns, *second.trajectory.turns]
+    assert len(turns) == (1 if leaves else 2)
+    assert counts[:5] == [2, 2, 2, 2, 1] or not leaves
+    assert sum(counts) == 4 + sum(len(one.token_ids) for one in turns)
+    assert len(turns[-1].token_ids) > 5
+    assert batches[0].rows == []
+    assert not hasattr(batches[0], "_cache")
+    monkeypatch.undo()
+    assert_from_scratch(checkpoint, [second.trajectory], stop_token_ids=[131])

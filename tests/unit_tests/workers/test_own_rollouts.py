@@ -160,6 +160,28 @@ def test_a_failed_sample_is_a_row_without_a_response(caplog: pytest.LogCaptureFi
         played(Answers(), Fails(max_failed_share=0.2)).generate(PROMPTS, step=0)
 
 
+class Routed(Answers):
+    """An engine that reports an expert of two mixtures for each input: its position, and the tokens that were read."""
+
+    def _answers(self, requests: Sequence[TurnRequest], how: TurnSampling) -> list[Answer]:
+        answers = super()._answers(requests, how)
+        for one, turn in zip(requests, answers, strict=True):
+            assert isinstance(turn, Turn)
+            read, inputs = len(one.token_ids), len(one.token_ids) + len(turn.token_ids) - 1
+            turn.routing = torch.tensor([[[place], [read]] for place in range(inputs)], dtype=torch.int16)
+        return answers
+
+
+def test_rows_have_the_experts_of_their_turns() -> None:
+    rows = played(Routed()).generate(PROMPTS, step=3)
+    assert rows.routing is not None
+    assert rows.routing[1, :, 1, 0].tolist() == [2, 2, 2, 5, 5, 5, -1]  # tokens 3 4, 9 1, 7, 9 1
+    assert rows.routing[3, :, 0, 0].tolist() == [0, 1, 2, 3, 4, -1, -1]
+    failed = played(Routed(), Fails()).generate(PROMPTS, step=0).routing
+    assert failed is not None
+    assert failed.amax(dim=(1, 2, 3)).tolist() == [2, 2, -1, 1]
+
+
 @dataclass
 class Scores(Environment):
     """Sets a number for each sample, the last a wrong one."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl.agents.environment import Answer, TurnQueue, TurnSampling
+from mega_rl.agents.environment import Answer, TurnQueue, TurnSampling, give_answer
 from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
@@ -142,7 +142,9 @@ class SglangRolloutEngine:
 
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
         """Answer each turn as its own request, with "lost" where no server is left."""
-        router, sampling = self._router, self._sampling(how.greedy, how.draws)
+        routed = self._settings.routed if not how.greedy and how.draws is None else None
+        router = self._router
+        sampling = replace(self._sampling(how.greedy, how.draws), return_routing=routed is not None)
         router.start((), sampling, version=self._version(), deadline_s=self.deadline_s)
         try:
             while (taken := asked.take()) is not None:
@@ -153,7 +155,8 @@ class SglangRolloutEngine:
                         sampling_seed(how.seed, prompt, sample, number),
                     )
                     request = SampleRequest(key, ids, seed=seed, limit=limit)
-                    router.ask(request, partial(_answer, future))
+                    drop = router.ask(request, partial(_answer, future, len(ids), routed))
+                    future.add_done_callback(partial(_drop_cancelled, drop))
         finally:
             self._since.add(router.result())
 
@@ -273,15 +276,29 @@ class SglangRolloutEngine:
                 self._turn.notify_all()
 
 
-def _answer(future: Future[Answer], outcome: Sample | RequestFailure | None) -> None:
-    """Answer a turn; no outcome: no server was left."""
+def _answer(
+    future: Future[Answer], read: int, routed: RoutedLayers | None, outcome: Sample | RequestFailure | None
+) -> None:
+    """Answer a turn after `read` tokens; no outcome: no server was left."""
     if isinstance(outcome, Sample):
         ids, logprobs, versions = tuple(outcome.token_ids), tuple(outcome.logprobs), tuple(outcome.versions)
-        future.set_result(Turn(ids, logprobs, versions, outcome.finish == "stop"))
+        turn = Turn(ids, logprobs, versions, outcome.finish == "stop")
+        try:
+            turn.routing = _experts(outcome, read + len(ids) - 1, routed) if routed and outcome.routing else None
+        except RunError as error:  # of this thread's caller, whose trajectory fails
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return
+        give_answer(future, turn)
         return
     if outcome is not None:
         log.warning("a turn has no answer: %s", outcome.message)
-    future.set_result("lost" if outcome is None else "turn")
+    give_answer(future, "lost" if outcome is None else "turn")
+
+
+def _drop_cancelled(drop: Callable[[], object], future: Future[Answer]) -> None:
+    if future.cancelled():
+        drop()
 
 
 def _settle_failures(sampled: Sampled, world: Ranks, share: float) -> bool:
@@ -356,22 +373,25 @@ def _routing(answers: Sequence[Sample], lengths: Sequence[int], routed: RoutedLa
     lengths: of the rows, prompt and response. Unknown are padding, the last token of a response, which was never an
     input, and rows without a response or whose request was aborted at its last token: an abort reports no experts.
     """
-    mixtures = [layer for layer, mixed in enumerate(routed.mixtures) if mixed]
-    table = torch.full((len(answers), max(lengths, default=0), len(mixtures), routed.top_k), -1, dtype=torch.int16)
-    of_token = len(routed.mixtures) * routed.top_k
+    width, mixtures = max(lengths, default=0), sum(routed.mixtures)
+    table = torch.full((len(answers), width, mixtures, routed.top_k), -1, dtype=torch.int16)
     for row, answer, length in zip(table, answers, lengths, strict=True):
-        if not answer.routing:
-            continue
-        experts = torch.frombuffer(bytearray(answer.routing), dtype=torch.int32)
-        if len(experts) != (length - 1) * of_token:
-            raise RunError(
-                f"a server reported {len(experts)} experts for the {length - 1} inputs of a sample, and the "
-                f"model has {len(routed.mixtures)} layers with {routed.top_k} experts of each token: it serves another "
-                "model, or its routed experts have another form; set rollout.sglang.return_routing=false"
-            )
-        experts = experts.view(-1, len(routed.mixtures), routed.top_k)
-        row[: len(experts)] = experts[:, mixtures].to(torch.int16)
+        if answer.routing:
+            row[: length - 1] = _experts(answer, length - 1, routed)
     return table
+
+
+def _experts(answer: Sample, inputs: int, routed: RoutedLayers) -> Tensor:
+    """Return [inputs, L, K] int16, experts of the tokens in L mixtures. Raises RunError."""
+    experts = torch.frombuffer(bytearray(answer.routing), dtype=torch.int32)
+    if len(experts) != inputs * len(routed.mixtures) * routed.top_k:
+        raise RunError(
+            f"a server reported {len(experts)} experts for the {inputs} inputs of a sample, and the "
+            f"model has {len(routed.mixtures)} layers with {routed.top_k} experts of each token: it serves another "
+            "model, or its routed experts have another form; set rollout.sglang.return_routing=false"
+        )
+    mixtures = [layer for layer, mixed in enumerate(routed.mixtures) if mixed]
+    return experts.view(-1, len(routed.mixtures), routed.top_k)[:, mixtures].to(torch.int16)
 
 
 def _integers(values: Sequence[int]) -> Tensor:

@@ -67,6 +67,8 @@ class _Job:
     attempt: asyncio.Task[Sample | RequestFailure] | None = None  # its try in flight
     evicted: RequestFailure | None = None  # why we cut its try short
     asked: Replica | None = None  # server of its last try
+    rid: str = ""  # of its last try
+    dropped: bool = False  # nobody waits for its answer
     last: str = "no server had room for it"  # how its last try stands or ended
 
 
@@ -238,10 +240,10 @@ class ServerRouter:
         self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
         _on_loop(self._loop, lambda: None)  # it has begun
 
-    def ask(self, request: SampleRequest, answer: Answered) -> None:
+    def ask(self, request: SampleRequest, answer: Answered) -> Callable[[], object]:
         """Add a request to an open generation; the event loop calls `answer` at its end.
 
-        Raises UserError as `start`.
+        The function that it returns drops the request, whose server then stops decoding. Raises UserError as `start`.
         """
         _check(request, self._vocab_size)
         generation = self._generation
@@ -249,11 +251,22 @@ class ServerRouter:
         deadline_s = generation.deadline_s
         assert deadline_s is not None
 
+        job = _Job(request, Sample(), math.inf, answer)
+
         def add() -> None:
-            deadline = self._loop.time() + deadline_s(len(generation.jobs) + 1)
-            generation.begin(_Job(request, Sample(), deadline, answer))
+            job.deadline = self._loop.time() + deadline_s(len(generation.jobs) + 1)
+            generation.begin(job)
+
+        def drop() -> None:
+            if job in generation.jobs:
+                job.dropped = True
+                self._loop.call_soon(generation.jobs[job].cancel)  # a task that has not begun would not see to its end
+                if job.asked is not None and job in generation.flying:
+                    abort = partial(job.asked.client.abort, job.rid, timeout_s=self._grace_s)
+                    _help(generation, f"abort {job.rid}", abort)
 
         self._loop.call_soon_threadsafe(add)
+        return partial(self._loop.call_soon_threadsafe, drop)
 
     def result(self) -> GenerationResult:
         """Wait for the generation's result. Raises RunError for one that runs on after its deadline.
@@ -292,6 +305,10 @@ class ServerRouter:
             try:
                 async with asyncio.timeout_at(job.deadline):
                     outcome = await self._sample(generation, job)
+            except asyncio.CancelledError:
+                if not job.dropped:
+                    raise
+                outcome = None
             except TimeoutError:
                 outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
             _end(generation, job, outcome, self._loop.time())
@@ -354,6 +371,7 @@ class ServerRouter:
         result.retries += job.tries > 0
         job.tries += 1
         job.evicted, job.asked = None, replica
+        job.rid = f"{generation.nonce}-{job.request.key[0]}-{job.request.key[1]}-{result.requests}"
         job.last = f"{replica.client.name} had not answered try {job.tries}"
         remaining = job.expires - now
         # A server that lost the request must not use up its time: the first try gets half, the next half of the rest.
@@ -365,7 +383,7 @@ class ServerRouter:
                 return await replica.client.generate(
                     job.request,
                     generation.sampling,
-                    rid=f"{generation.nonce}-{key[0]}-{key[1]}-{job.tries}",
+                    rid=job.rid,
                     version=generation.version,
                     timeout_s=timeout_s,
                     partial=job.partial,

@@ -1,11 +1,12 @@
 """One SGLang server: `python -m mega_rl.rollout.sglang.server.launcher SGLANG_ARGUMENTS`, started by `ServerProcess`.
 
-SGLang's own server with five things around it:
+SGLang's own server with six things around it:
 
 - Keys come in a file of the private folder (`MEGA_RL_SGLANG_SCRATCH`), not in SGLang's settings, which it logs.
   Every endpoint wants a key; see `control.KeyCheck`.
 - All processes of the server end with the trainer, whose end closes standard input, and with this one, their leader.
 - A server on several hosts has such a process on each of them, and they end together; see `nodes`.
+- On one host a `store.WeightStore` takes changes of weights.
 - Files that SGLang shares by public names go to the private folder, which is removed at the end.
 - Without CUDA, `cpu_stand_ins` take the place of modules that need it.
 
@@ -34,6 +35,7 @@ import psutil
 
 from mega_rl.rollout.sglang.control import KeyCheck, Keys, Receive, Scope, Send
 from mega_rl.rollout.sglang.server import cpu_stand_ins, nodes
+from mega_rl.rollout.sglang.server.store import StoreEndpoints, WeightStore
 
 DEVICE_VARIABLE = "MEGA_RL_SGLANG_DEVICE"
 SCRATCH_VARIABLE = "MEGA_RL_SGLANG_SCRATCH"
@@ -96,6 +98,8 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     collect_again()
+    if node is None:
+        http_server.app.add_middleware(StoreEndpoints, store=WeightStore())
     http_server.app.add_middleware(KeyCheck, api_key=keys.api_key, admin_key=keys.admin_key)
     # SGLang would send itself two requests without a key: a first generation, which the trainer requests instead,
     # and a freeze of Python's garbage collector, which only saves time.

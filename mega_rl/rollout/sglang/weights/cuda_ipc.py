@@ -43,7 +43,7 @@ _DEVICE_ARGUMENT = 6  # place among rebuild_cuda_tensor's arguments: the number 
 _KINDS = {"Tensor": Tensor, "TypedStorage": torch.TypedStorage, "uint8": torch.uint8}
 
 
-class _Handle:
+class Handle:
     """Picklable by the function and the arguments that it is given."""
 
     def __init__(self, reduced: Reduced) -> None:
@@ -100,7 +100,7 @@ class CudaDevice:
 
     def opened(self, handle: object) -> object:
         """Return an object that unpickles to a handle's tensor; any rank may call it."""
-        return _Handle((rebuild_cuda_tensor, from_json(handle)))
+        return Handle((rebuild_cuda_tensor, from_json(handle)))
 
     def close(self) -> None:
         """Free the memory that receivers have released."""

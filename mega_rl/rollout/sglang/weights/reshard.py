@@ -20,6 +20,11 @@ from mega_rl.parallel.layout import ParallelLayout
 
 FLOAT32_BYTES = 4
 
+# Changes of weights, measured: bytes per second that one core compares, codes, digests and loads; and the share of the
+# bytes that travels after four steps at a learning rate of 1e-5, 3 to 6 % in bf16 (at 1e-6 1 %).
+_WORK_RATE = 160e6
+TYPICAL_CHANGES = 0.06
+
 
 class Slot(NamedTuple):
     """A Hugging Face tensor's place in a bucket."""
@@ -104,6 +109,11 @@ def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
     together = 2 * hf.ffn_hidden_size * hf.hidden_size * itemsize
     largest = max(hf.vocab_size * hf.hidden_size * itemsize, together)
     return 3 * max(bucket_bytes, largest) + 2 * max(bucket_bytes, together)
+
+
+def changes_pay_off(link_rate: float) -> bool:
+    """Return whether changes arrive sooner than all weights over a link of so many bytes per second."""
+    return 1 / _WORK_RATE + TYPICAL_CHANGES / link_rate < 1 / link_rate
 
 
 def weight_count(hf: HFConfig) -> int:

@@ -131,10 +131,10 @@ class SglangWeightSync:
                 attempt.fail(failed)
         self._conclude(attempt, version)
         requests = sum(control.requests for control in self._controls.values()) - requests
+        sent = self._transport.report if buckets else {}
         return {
-            "sync/bytes": float(
-                sum(bucket.nbytes for bucket in buckets) + sum(one.nbytes for one in adapters.values())
-            ),
+            **sent,
+            "sync/bytes": sent.get("sync/bytes", 0.0) + sum(one.nbytes for one in adapters.values()),
             "sync/buckets": float(len(buckets) + bool(adapters)),
             "sync/tensors": float(sum(len(bucket.slots) for bucket in buckets) + len(adapters)),
             "sync/requests": float(self._ranks.sum(torch.tensor(requests))),

@@ -22,6 +22,7 @@ from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import Control, ServerError
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot, plan_buckets
+from mega_rl.types import Metrics
 
 if TYPE_CHECKING:
     from mega_rl.engines.base import ModelEngine
@@ -99,6 +100,7 @@ class Transport(ABC):
         self._weights, self._servers = weights, list(servers)
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self.buckets = weights.buckets(bucket_bytes, by_stage=self._by_stage)  # in the order in which they are sent
+        self.report: Metrics = {"sync/bytes": float(sum(bucket.nbytes for bucket in self.buckets))}  # of the last send
         self._is_open = False
 
     def leader_of(self, server: Server) -> int:

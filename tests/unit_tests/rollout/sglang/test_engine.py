@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import socket
 import threading
 import time
@@ -353,6 +355,32 @@ def test_turns_are_requests_with_seeds_and_limits_of_their_own() -> None:
             turns(engine, [TurnRequest((3,) * 63, (5, 1, 0), 4)])
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+def test_turns_that_train_have_the_experts_of_all_inputs(greedy: bool) -> None:
+    """Of the mixture, the second layer; a server that reports another form of them fails the turn."""
+    layers = 2
+
+    async def routed(exchange: Exchange) -> None:
+        answer = exchange.answer()
+        assert exchange.body.get("return_routed_experts", False) == (not greedy)
+        inputs = len(exchange.body["input_ids"]) + len(answer["output_ids"]) - 1
+        experts = torch.arange(inputs * layers, dtype=torch.int32).numpy().tobytes()
+        answer["meta_info"]["routed_experts"] = base64.b64encode(experts).decode()
+        await exchange.send_json(answer)
+
+    request = TurnRequest((3, 4, 5), (5, 1, 0), 4)
+    with FakeServer(routed) as server, closing(router_over(server)) as fleet:
+        engine, _ = engine_over(fleet, routed=RoutedLayers((False, True), top_k=1))
+        (turn,) = turns(engine, [request], greedy=greedy)
+        if greedy:
+            assert turn.routing is None
+            return
+        assert turn.routing.tolist() == [[[2 * place + 1]] for place in range(3 + len(turn.token_ids) - 1)]
+        layers = 3
+        with pytest.raises(RunError, match="it serves another model, or its routed experts have another form"):
+            turns(engine, [request])
+
+
 def test_a_turn_returns_while_others_are_sampled() -> None:
     """One request of four hangs until the others' trajectories have had all of their turns."""
     ends, rest_has_ended = list[tuple[int, int]](), threading.Event()
@@ -396,7 +424,32 @@ def test_the_turns_that_are_left_end_with_their_trajectories() -> None:
         assert len(turns(engine, [TurnRequest((3, 4), (5, 1, 0), 4)])) == 1
 
 
-def turns(engine: SglangRolloutEngine, requests: Sequence[TurnRequest]) -> list[Any]:
+def test_a_cancelled_turn_is_aborted_at_its_server() -> None:
+    """By its own id; the server's other request and a later turn of the same number are answered."""
+
+    async def slow(exchange: Exchange) -> None:
+        if len(exchange.body["input_ids"]) > 1 or exchange.body["sampling_params"]["max_new_tokens"] == 2:
+            await right(exchange)
+            return
+        waiting[0].cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(exchange.aborted.wait(), 10.0)
+            aborted.append(exchange.body["rid"])
+        waiting.append(asked.put(TurnRequest((3,), (5, 0, 0), 2)))
+        waiting[-1].add_done_callback(lambda _: asked.close())
+        await exchange.forever()
+
+    with FakeServer(slow) as server, closing(router_over(server)) as fleet:
+        engine, _ = engine_over(fleet)
+        asked, aborted = TurnQueue(), list[str]()
+        waiting = [asked.put(TurnRequest(ids, (5, 0, len(ids) - 1), 4)) for ids in ((3,), (3, 4))]
+        engine.turns(asked, TurnSampling((0, 3)))
+        assert len(aborted) == 1
+        assert [len(one.result().token_ids) for one in waiting[1:]] == [4, 2]  # type: ignore[union-attr]
+        assert len({one["rid"] for one in server.seen}) == len(server.seen)
+
+
+def turns(engine: SglangRolloutEngine, requests: Sequence[TurnRequest], *, greedy: bool = False) -> list[Any]:
     """Return the answers of all, that are asked for at once."""
     asked, left = TurnQueue(), list(requests)
 
@@ -408,7 +461,7 @@ def turns(engine: SglangRolloutEngine, requests: Sequence[TurnRequest]) -> list[
     answers = [asked.put(one) for one in requests]
     for one in answers:
         one.add_done_callback(ended)
-    engine.turns(asked, TurnSampling((0, 3)))
+    engine.turns(asked, TurnSampling((0, 3), greedy))
     return [one.result() for one in answers]
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mega_rl.agents.environment import Environment, Policy, Runner, TurnSampling
+from mega_rl.agents.trajectory import Trajectory, rows_of
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
@@ -147,8 +150,30 @@ def test_interrupted_sample_continues_with_the_same_tokens(fleet: ServerRouter) 
     assert all(second.samples[one.key].routing for one in rest), "the last answer has the experts of all tokens"
 
 
-@pytest.fixture(scope="module")
-def routed(server: tuple[int, Endpoint, Path]) -> tuple[Rollout, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+class Agent(Environment):
+    """Two turns, and tokens to read between them; every second sample takes the second one on a fork, too."""
+
+    async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+        await policy.turn(limit=5)
+        for branch in range(1 + trajectory.sample_index):
+            if branch:
+                trajectory.fork(trajectory.branches[0], 1)
+            trajectory.give([10 + prompt.index, 20 + branch, 30])
+            await policy.turn(limit=8)
+
+
+def rows_of_turns(engine: SglangRolloutEngine, prompts: list[Prompt]) -> Rollout:
+    made = [Trajectory(one, one.index, sample, limit=24) for one in prompts for sample in range(2)]
+    runner = Runner(Agent(), "rollout.source='agent.py:Agent'", vocab_size=50)
+    played = runner.run(made, partial(engine.turns, how=TurnSampling((0, 1))))
+    assert [one.what for one in played if one.failure] == []
+    return rows_of([one.trajectory for one in played], version=VERSION, with_branches=True, routed=(LAYERS, TOP_K))
+
+
+@pytest.fixture(scope="module", params=["responses", "turns"])
+def routed(
+    server: tuple[int, Endpoint, Path], request: pytest.FixtureRequest
+) -> tuple[Rollout, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Rows of the engine, two samples of each prompt, and the trainer's passes over them by the experts they replay."""
     with closing(router_of(server[1])) as fleet:
         engine = SglangRolloutEngine(
@@ -168,7 +193,10 @@ def routed(server: tuple[int, Endpoint, Path]) -> tuple[Rollout, dict[str, tuple
         )
         asked = requests(6)
         prompts = [Prompt(index=i, token_ids=one.prompt, text="", answer="") for i, one in enumerate(asked)]
-        rows = engine.generate(prompts, range(len(prompts)), n=2, seed=(0, 1))
+        if request.param == "turns":
+            rows = rows_of_turns(engine, prompts)
+        else:
+            rows = engine.generate(prompts, range(len(prompts)), n=2, seed=(0, 1))
     columns = {"tokens": rows.tokens, "prompt_lengths": rows.prompt_lengths, "lengths": rows.lengths}
     replays = {"free": None, "server's": rows.routing, "shifted": rows.routing.roll(1, dims=1)}
     return rows, run_ranks(1, forwards, server[2], SAMPLED.temperature, columns, replays)[0]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ class Trainer:
         logprobs = next_logprobs(self.weights | self.adapter, TEMPERATURE)[batch.tokens]
         return TokenOutputs(logprobs=(logprobs * batch.loss_mask).float())
 
-    name = "test"
+    report: ClassVar = {"sync/bytes": 12.0}
     buckets = tuple(Bucket((), (Slot("x", (1,), True, 0, 4),)) for _ in range(3))
 
     def close(self) -> None:

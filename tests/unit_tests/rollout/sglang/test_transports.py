@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from mega_rl.config.schema import RolloutConfig
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang import build
@@ -20,7 +21,7 @@ from mega_rl.rollout.sglang.weights.cuda_ipc import (
     _DEVICE_ARGUMENT,
     CudaDevice,
     CudaIpcTransport,
-    _Handle,
+    Handle,
     as_json,
     from_json,
     payload,
@@ -78,7 +79,7 @@ def test_payload_says_where_tensors_are() -> None:
 def test_payload_has_no_name_that_sglang_refuses() -> None:
     """Of a handle as torch makes it on a GPU; and none of SGLang's, which is not installed here."""
     arguments = (torch.Tensor, torch.Size([8]), (1,), 0, torch.TypedStorage, torch.uint8, "GPU-1", b"", 8, 0, False)
-    names = globals_in(payload(_Handle((rebuild_cuda_tensor, arguments)), BUCKET, torch.bfloat16))
+    names = globals_in(payload(Handle((rebuild_cuda_tensor, arguments)), BUCKET, torch.bfloat16))
     assert {("types", "SimpleNamespace"), ("torch.multiprocessing.reductions", "rebuild_cuda_tensor")} <= names
     assert names <= ADMITTED
 
@@ -126,7 +127,7 @@ def weights(device: str = "cpu", **layout: int) -> Any:
     ],
 )
 def test_shared_devices_have_cuda_ipc(device: str, colocated: bool, transport: type) -> None:
-    rollout: Any = SimpleNamespace(bucket_mib=1, sglang=SimpleNamespace(sync=SimpleNamespace(timeout_s=1.0)))
+    rollout: Any = RolloutConfig(bucket_mib=1)
     pool: Any = SimpleNamespace(colocated=colocated, ranks_per_host=2)
     servers = [Server(0, 2, (0,))]
     made = build._transport(rollout, weights(device), pool, servers, SimpleNamespace(size=2))  # type: ignore[arg-type]

@@ -112,6 +112,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
     from mega_rl.config.loader import load
     from mega_rl.parallel.comm import ranks_of
     from mega_rl.rollout.sglang import build
+    from mega_rl.rollout.sglang.weights import choice
     from mega_rl.trainer.assemble import build_actor, session
     from mega_rl.trainer.assemble.plan import plan_run
     from mega_rl.trainer.assemble.rollouts import build_sglang_engine
@@ -127,7 +128,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
         assert servers is not None
         engine = build_actor(config, groups, accelerator, trainable=False)
         servers.wait_ready()
-        build.DistributedTransport = SentVersions  # type: ignore[misc]
+        choice.DistributedTransport = SentVersions  # type: ignore[misc]
         connection = build.connect(
             config.rollout, plan.rollout_dtype, servers, resources, actor=engine, world=world,
             hidden_tokens=plan.engine.hidden_tokens,
