@@ -304,8 +304,8 @@ AGENTS: Table = {
     ("agents", "agents/test_remote.py"): [
         (
             "an endless answer is read to its end",
-            'if size > most:\n                    raise RunError(f"{url}',
-            'if size < 0:\n                    raise RunError(f"{url}',
+            'if size > most:\n            raise RunError(f"{url}',
+            'if size < 0:\n            raise RunError(f"{url}',
         ),
         (
             "a server's failure is an answer",

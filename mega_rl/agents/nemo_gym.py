@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +16,9 @@ import httpx
 from mega_rl.agents.chat import TOOL_ANSWER, ToolsEnvironment
 from mega_rl.agents.environment import Policy
 from mega_rl.agents.remote import asked, connection, post
-from mega_rl.agents.tools import Toolbox, ToolFunction
+from mega_rl.agents.tools import Call, Toolbox, ToolFunction
 from mega_rl.agents.trajectory import LimitReached, Trajectory
+from mega_rl.data.columns import Message
 from mega_rl.errors import RunError, UserError
 from mega_rl.types import Prompt
 from mega_rl.untrusted import shorten
@@ -62,12 +63,7 @@ class NemoGym(ToolsEnvironment):
             await asked(http, f"{self.url}/seed_session", row, self.body_bytes)
             try:
                 async for calls, answers in own.exchanges(box, policy, prompt, trajectory):
-                    for place, (call, answer) in enumerate(zip(calls, answers, strict=True), len(output)):
-                        made = {"call_id": f"call_{place}", "status": "completed"}
-                        arguments = {"name": call.name, "arguments": json.dumps(call.arguments)}
-                        told = {"id": f"out_{place}", "output": answer["content"]}
-                        output += [{"type": "function_call", **made, **arguments}]
-                        output += [{"type": "function_call_output", **made, **told}]
+                    output += _items(calls, answers, len(output))
                 ids = list(trajectory.turns[-1].token_ids)
                 text = self.context.tokenizer.decode(ids, skip_special_tokens=True).rpartition("</think>")[2].strip()
                 content = [{"type": "output_text", "text": text, "annotations": []}]
@@ -99,6 +95,14 @@ class NemoGym(ToolsEnvironment):
         async with lock:
             _, answer = await post(http, f"{self.url}/{tool}", arguments, self.body_bytes)
         return answer.decode("utf-8", "replace")
+
+
+def _items(calls: Sequence[Call], answers: Sequence[Message], first: int) -> Iterator[dict[str, Any]]:
+    """Yield calls and their answers as items of a response; first: number of the first call's id."""
+    for place, (call, answer) in enumerate(zip(calls, answers, strict=True), first):
+        made = {"call_id": f"call_{place}", "status": "completed"}
+        yield {"type": "function_call", "name": call.name, "arguments": json.dumps(call.arguments), **made}
+        yield {"type": "function_call_output", "id": f"out_{place}", "output": answer["content"], **made}
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -175,17 +175,21 @@ def connection() -> httpx.AsyncClient:
 
 async def post(http: httpx.AsyncClient, url: str, body: Mapping[str, Any], most: int) -> tuple[int, bytes]:
     """Return (status, answer) of a server; most: bytes of the answer. Raises RunError."""
-    size, parts = 0, list[bytes]()
     try:
         async with http.stream("POST", url, json=body) as response:
-            async for part in response.aiter_bytes():
-                size += len(part)
-                if size > most:
-                    raise RunError(f"{url} answers more than body_bytes={most}")
-                parts.append(part)
+            return response.status_code, await _read(response, url, most)
     except httpx.HTTPError as error:
         raise RunError(f"{url}: {type(error).__name__}: {shorten(str(error), 200)}") from None
-    return response.status_code, b"".join(parts)
+
+
+async def _read(response: httpx.Response, url: str, most: int) -> bytes:
+    size, parts = 0, list[bytes]()
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > most:
+            raise RunError(f"{url} answers more than body_bytes={most}")
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def asked(http: httpx.AsyncClient, url: str, body: Mapping[str, Any], most: int) -> dict[str, Any]:
