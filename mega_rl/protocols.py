@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mega_rl.types import Draws, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.types import Arrived, Draw, Draws, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.types import LossOutput as LossOutput
 
 if TYPE_CHECKING:
@@ -157,6 +157,23 @@ class RolloutSource(Measured, Protocol):
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
         """Return this replica's rows: n samples of each prompt, one when greedy, or as `draws`."""
+
+
+class Flow(Protocol):
+    """Generation as a collector sees it: prompts in, complete groups out. All methods are collective."""
+
+    @property
+    def waiting(self) -> Mapping[int, int]:
+        """Return the tickets of groups in progress, each with the version of its oldest token."""
+
+    def add(self, draw: Draw, prompts: Mapping[int, Prompt]) -> None:
+        """Begin the groups of a draw's prompts, by ticket."""
+
+    def arrived(self, *, wait: bool) -> Arrived | None:
+        """Return the groups that became complete since the last call, or None; wait: until there is one."""
+
+    def go_on(self) -> None:
+        """Continue what is in progress while the step trains."""
 
 
 class Scorer(Measured, Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import tensorclass
@@ -138,6 +138,23 @@ class Rollout:
             **{"tokens": tokens, "prompt_lengths": prompt_lengths, "lengths": lengths},
         }
         return cls(**(rows | fields), batch_size=[len(tokens)])  # type: ignore[arg-type, call-arg]
+
+
+class Draw(NamedTuple):
+    """Prompts that were drawn together; a ticket is the number of a prompt's draw since the run began."""
+
+    first: int  # ticket of the first one
+    size: int  # number of prompts
+    word: int  # seeds their samples, with the run's seed, the place among them and the sample's number
+
+
+class Arrived(NamedTuple):
+    """Groups, each the samples of one prompt, that are complete."""
+
+    tickets: list[int]
+    oldest: list[int]  # version of each group's oldest token
+    rollout: Rollout  # this replica's rows; `prompt_index` counts the tickets
+    own: Sequence[int] | None  # places of this replica's groups; None: its share
 
 
 @dataclass(frozen=True)

@@ -160,19 +160,43 @@ RL: Table = {
     ("experience", "trainer/test_loss_weights.py"): [
         ("a mean over prompts by the rank's own tokens", "prompt_tokens=counts[2:],", "prompt_tokens=of_prompts,")
     ],
-    ("experience", "workers/test_ahead.py"): [
+    ("experience", "workers/test_stream.py"): [
         (
-            "one step ahead samples the prompts of the step before",
-            "self._start(self.prompts(step + 1), step + 1)",
-            "self._start(self.prompts(step), step + 1)",
-        )
+            "a group is as old as its newest token",
+            "return min((min(sample.versions, default=current) for sample",
+            "return min((max(sample.versions, default=current) for sample",
+        ),
+        ("a resumed run samples anew what was in flight", "self._saved.pop(key, Sample())", "Sample()"),
+        (
+            "a checkpoint forgets the groups that wait",
+            '"flow": self.state_of_flow.state(), "pool": self.pool.state()}',
+            '"flow": self.state_of_flow.state()}',
+        ),
+        (
+            "a resumed run draws the tickets in flight again",
+            'self.drawn = int(numbers["prompts_drawn"])',
+            'self.drawn = int(numbers["prompts_drawn"]) - len(numbers["in_flight"])',
+        ),
+        (
+            "the youngest groups train first",
+            "argsort(stable=True)][:count]",
+            "argsort(stable=True, descending=True)][:count]",
+        ),
+        (
+            "short responses push out those that would be too old",
+            "if complete < min(count, alive - later * count):",
+            "if complete < 0:",
+        ),
+        ("an expired group trains", "kept = (left & self.usable & ~late)", "kept = (left & self.usable)"),
     ],
-    ("experience", "trainer/test_rows.py"): [
+    ("experience", "trainer/test_dynamic_sampling.py"): [
         (
             "dynamic sampling delivers the rows of other prompts",
-            "rows.prompt_index = torch.searchsorted(chosen, rows.prompt_index)",
-            "rows.prompt_index = torch.searchsorted(chosen, rows.prompt_index).flip(0)",
+            "kept.rollout.prompt_index = numbers[kept.rollout.prompt_index]",
+            "kept.rollout.prompt_index = numbers[kept.rollout.prompt_index].flip(0)",
         ),
+    ],
+    ("experience", "trainer/test_rows.py"): [
         (
             "prompts of other rows are not compared",
             "if own_ids != prompts[prompt].token_ids and is_foreign:",

@@ -55,6 +55,8 @@ _COMMANDS = (
     Later("Check", "verify", "verify:app", "Check that parallel layouts and engines compute what one rank computes."),
     Later("Check", "card", "verify:card",
           "Prove on a small twin what works with a model here; write a page and JSON."),
+    Later("Check", "audit", "look:audit",
+          "Prove from a run's records that each prompt and token trained once and in time."),
     Later("Check", "replay", "verify:replay",
           "Repeat a recorded step on any layout or engine, naming the first differing tensor and token."),
     Later("Check", "bench", "verify:bench_app", "Tasks that show whether the trainer learns."),

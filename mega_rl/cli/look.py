@@ -1,7 +1,10 @@
-"""`mega-rl report`, `doctor`, `recipes` and `plan`: runs as a page, this machine, recipes."""
+"""`mega-rl report`, `audit`, `doctor`, `recipes` and `plan`: runs as a page, this machine, recipes."""
 
 from __future__ import annotations
 
+import json
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +12,13 @@ import typer
 
 from mega_rl import disk
 from mega_rl.cli.options import Json, Overrides, Recipe
-from mega_rl.cli.output import Commands, show
+from mega_rl.cli.output import Commands, plain, show
 from mega_rl.config import packaged
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis import overview
 from mega_rl.plan import report as planned
 from mega_rl.tracking import progress
-from mega_rl.tracking.report.content import page_of, read_runs
+from mega_rl.tracking.report.content import AUDIT, page_of, read_runs
 
 
 def report(
@@ -32,6 +35,32 @@ def report(
     disk.make_folder(page.parent)
     disk.replace_text(page, text)
     typer.echo(str(page))
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with metrics.records.interval=1.")],
+    versions: Annotated[
+        int,
+        typer.Option(
+            "--versions", min=0, metavar="N", help="Most versions of the weights under which log-probs are computed."
+        ),
+    ] = 4,
+    as_json: Json = False,
+) -> None:
+    """Prove from a run's records that each prompt and token trained once and in time.
+
+    The page is also written to RUN/audit.json, which `mega-rl report` shows.
+    """
+    progress.show_progress()
+    with progress.importing("PyTorch"):
+        from mega_rl.verify.audit import lines_of
+        from mega_rl.verify.audit_run import audit_run
+    with tempfile.TemporaryDirectory(prefix="audit_") as work:
+        outcome = audit_run(run, Path(work), versions=versions)
+    page, content = lines_of(outcome, str(run)), plain({**asdict(outcome), "good": not outcome.breaches})
+    disk.replace_text(run / AUDIT, json.dumps({**content, "page": page}, indent=1) + "\n")
+    show(content, page, as_json=as_json)
+    raise typer.Exit(1 if outcome.breaches else 0)
 
 
 def doctor(

@@ -52,11 +52,10 @@ _EQUAL = {
     "rollout.backend=sglang": "rollout.sglang trainer.async_steps",
     "rollout.source=single_turn": "trainer.async_steps",
     "engine.megatron.moe.routing_replay=true": "rollout.sglang.return_routing",
-    "trainer.async_steps=1": "rollout.sglang.partial_rollout",
-    "trainer.async_steps=0": "rollout.dynamic_sampling.max_generations",
 }
 # Setting that is given, or above 0 -> keys that are read only then.
 _GIVEN = {
+    "trainer.async_steps": "rollout.sglang.arrival",
     "algorithm.kl.reference_interval": "algorithm.kl.reference_rate",
     "engine.megatron.reference.pp": "engine.megatron.reference.pipeline",
     "reward.overlong.buffer_tokens": "reward.overlong.penalty",

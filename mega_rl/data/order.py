@@ -71,6 +71,10 @@ class StepOrder(ABC):
     def take(self, first: int, count: int) -> list[Prompt]:
         """Return `count` prompts from number `first` of the endless order on, counted from 0."""
 
+    def prompt_of(self, number: int, row: int) -> Prompt:
+        """Return the prompt of an earlier draw, which was the `row` of the data."""
+        return self.take(number, 1)[0]
+
     def numbers(self) -> dict[str, int]:
         """Return the order's numbers for a checkpoint, equal on all ranks; none for a pure function."""
         return {}
@@ -195,6 +199,9 @@ class SuccessSampler(StepOrder):
         by_weight = draw_by_weight(weights, count - len(from_epochs), taken=from_epochs, key=key)
         explored, preferred = iter(from_epochs), iter(by_weight)
         return [self._prompts[next(explored if now > then else preferred)] for then, now in pairwise(before)]
+
+    def prompt_of(self, number: int, row: int) -> Prompt:
+        return next(prompt for prompt in self._prompts if prompt.index == row)  # the rates have changed since
 
     def metrics(self, drawn: int) -> Metrics:
         return super().metrics(drawn) | self._rates.metrics(self._places)
@@ -338,6 +345,10 @@ class MixtureSampler(StepOrder):
         samplers = list(self._samplers.values())
         taken = {source: iter(samplers[source].take(own[0], len(own))) for source, own in numbers.items()}
         return [next(taken[source]) for source, _ in draws]
+
+    def prompt_of(self, number: int, row: int) -> Prompt:
+        source, own = self._order.draw(number)
+        return list(self._samplers.values())[source].prompt_of(own, row)
 
     def numbers(self) -> dict[str, int]:
         numbers = {f"{name}/share": share for name, share in self.shares.items()}

@@ -18,7 +18,6 @@ from mega_rl.trainer.rows import (
     Overlong,
     Samples,
     check_rows,
-    choose,
     first_rows,
     group_means,
     leave_unscored_out,
@@ -26,9 +25,10 @@ from mega_rl.trainer.rows import (
     share_out,
     spread_of,
 )
+from mega_rl.trainer.selection import Stock
 from mega_rl.trainer.step_metrics import part_metrics, rollout_metrics
 from mega_rl.trainer.validation import judged_values
-from mega_rl.types import Metrics, Prompt, Rewards, Rollout
+from mega_rl.types import Arrived, Draw, JsonObject, Metrics, Prompt, Rewards, Rollout
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,12 @@ class SamplingPlan:
     """Sizes of a step's sampling. With `waves`, draw until enough prompts have different rewards."""
 
     samples: int = 0  # each prompt's; 0: as many as the source gives
-    waves: int = 0  # most generations of a step with dynamic sampling; 0: one generation, and every prompt trains
-    prompts_per_step: int = 0  # prompts that train, with dynamic sampling
-    prompts: int = 0  # prompts of each generation, with dynamic sampling
+    waves: int = 0  # most draws of a step with dynamic sampling; 0: every prompt trains
+    prompts_per_step: int = 0  # prompts that train, where a step chooses
+    prompts: int = 0  # prompts of each draw, where a step chooses
+    ahead: int = 0  # steps that generation runs ahead, the largest age of a token in versions
+    last: int = 0  # draws that the whole run needs; 0: unknown
+    overlong: Overlong = field(default_factory=Overlong)
     by_parts: bool = False  # a difference in a weighted component counts, even if the totals are equal
     greedy: bool = False  # the estimator compares samples with greedy responses
 
@@ -98,8 +101,8 @@ class Batch(NamedTuple):
 class Collector:
     """Batch source of a policy's own samples.
 
-    With dynamic sampling the place of a generation in the order seeds its samples. Every rank takes the same decision,
-    from the rewards of all. If generations run out, the earliest groups of equal rewards fill the step.
+    A plain step trains on all prompts that are drawn for it. With dynamic sampling, or generation next to training,
+    groups flow in and a step chooses; if generations run out, the earliest groups of equal rewards fill it.
     """
 
     order: StepOrder
@@ -112,83 +115,109 @@ class Collector:
     watch: Callable[[Rollout], None] = lambda rollout: None  # called with every generation that trains
     staleness: Callable[[Rollout], Metrics] = lambda rollout: {}  # raises for samples older than the run allows
     count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # given the prompts drawn
-    overlong: Overlong = field(default_factory=Overlong)
     success: SuccessMeter | None = None
-    drawn: int = field(default=0, init=False)  # prompts since the run began, with dynamic sampling
+    stock: Stock | None = None  # groups among which steps choose; None: a step trains on its own prompts
 
     def take(self, step: int) -> Batch:
         """Return the samples that a step trains on; collective."""
-        if self.plan.waves:
-            samples, dropped = self._until_rewards_differ()
-            greedy = self._greedy_rewards(samples.prompts, step)
-        else:
+        dropped: list[Dropped] = []
+        if self.stock is None:
             prompts = self.order.batch(step)
-            greedy, dropped = self._greedy_rewards(prompts, step), []
-            samples = self._sample(prompts, step, ticket=self.order.drawn_after(step))
+            greedy, first = self._greedy_rewards(prompts, step), self.order.drawn_after(step)
+            with self.stage("generate"):
+                rollout = self.source.generate(prompts, step=step)
+            samples = self._scored(prompts, Arrived([*range(first, first + len(prompts))], [], rollout, None))
+        else:
+            samples, dropped = self._chosen(self.stock)
+            greedy = self._greedy_rewards(samples.prompts, step)
+            self.stock.flow.go_on()
         with self.stage("reward"):
             rollout, rewards = samples.rollout, samples.rewards
             self.log.add(self.source.metrics() | self.rewards.metrics() | self.staleness(rollout))
             self.log.add(rollout_metrics(rollout, rewards, self.ranks))
             self.log.add(part_metrics(rewards.parts, rollout, self.ranks))
             rollout, rewards = leave_unscored_out(rollout, rewards)
-            rewards, metrics = self.overlong.shape(rollout, rewards, self.ranks)
+            rewards, metrics = self.plan.overlong.shape(rollout, rewards, self.ranks)
             self.log.add(metrics | self.count_data(self.drawn_after(step + 1)))
         return Batch(samples, rollout, rewards, greedy, dropped)
 
     def drawn_after(self, done: int) -> int:
-        """Return the number of prompts drawn when `done` steps are done; a checkpoint keeps it."""
-        return self.drawn if self.plan.waves else self.order.drawn_after(done)
+        """Return the number of prompts drawn when `done` steps are done."""
+        return self.order.drawn_after(done) if self.stock is None else self.stock.drawn
 
-    def _sample(self, prompts: Sequence[Prompt], step: int, *, ticket: int) -> Samples:
-        """Return scored samples of prompts that were drawn one after another, from `ticket` on; collective."""
+    def numbers(self, done: int) -> JsonObject:
+        """Return the numbers of a checkpoint after `done` steps."""
+        return {"prompts_drawn": self.order.drawn_after(done)} if self.stock is None else self.stock.numbers()
+
+    def resume(self, numbers: JsonObject) -> None:
+        """Resume from the `numbers` of a checkpoint, empty for a new run; collective."""
+        if self.stock is not None and numbers:
+            self.stock.resume(numbers, self.order.prompt_of)
+
+    def _scored(self, prompts: Sequence[Prompt], arrived: Arrived) -> Samples:
+        """Return checked and scored samples; collective."""
+        rollout = arrived.rollout
         with self.stage("generate"):
-            rollout = self.source.generate(prompts, step=step)
             self.watch(rollout)
-            check_rows(rollout, prompts, self.ranks, samples=self.plan.samples)
+            check_rows(rollout, prompts, self.ranks, samples=self.plan.samples, own=arrived.own)
         with self.stage("reward"):
-            tickets = torch.arange(ticket, ticket + len(prompts))
-            samples = Samples(prompts, rollout, self.rewards.score(rollout, prompts), tickets)
+            samples = Samples(prompts, rollout, self.rewards.score(rollout, prompts), torch.tensor(arrived.tickets))
             if self.success is not None:
                 self.success.record(samples, self.ranks)
         return samples
 
-    def _until_rewards_differ(self) -> tuple[Samples, list[Dropped]]:
-        """Generate until enough prompts have different rewards; return this replica's rows of them, and the rest."""
-        kept: Samples | None = None
-        spread = torch.zeros(0, dtype=torch.bool)  # for each prompt drawn in this step
-        means = torch.zeros(0, 2, dtype=torch.float64)  # for each as well, response tokens and reward
+    def _chosen(self, stock: Stock) -> tuple[Samples, list[Dropped]]:
+        """Wait until the step can choose; return this replica's rows of its groups, and the groups it drops."""
+        plan, flow, pool = self.plan, stock.flow, stock.pool
+        count, draws, wait = plan.prompts_per_step, 0, False
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
-        generations = 0
-        while spread.sum() < self.plan.prompts_per_step and generations < self.plan.waves:
-            wave = self._sample(self.order.take(self.drawn, self.plan.prompts), self.drawn, ticket=self.drawn)
-            self.drawn += len(wave.prompts)
-            generations += 1
-            known = scored_rows(wave.rollout, wave.rewards) & first_rows(wave.rollout)
-            totals = wave.rewards.totals[known].double()
-            sampled += torch.tensor([float(totals.sum()), float(len(totals))], dtype=torch.float64)
-            spread = torch.cat([spread, spread_of(wave, self.ranks, by_parts=self.plan.by_parts)])
-            means = torch.cat([means, group_means(wave, self.ranks)])
-            chosen = choose(spread, self.plan.prompts_per_step)
-            # Later prompts never displace earlier ones, so drop the rest now.
-            kept = wave if kept is None else kept.join(wave)
-            kept = kept.select(torch.isin(kept.rollout.prompt_index, chosen).nonzero().flatten())
-        assert kept is not None
-        total, count = self.ranks.sum(sampled).tolist()
-        self.log.add(
-            {
-                "rollout/generations": float(generations),
-                "rollout/dropped_groups": float(len(kept.prompts) - len(chosen)),
-                "rollout/filled_groups": float((~spread[chosen]).sum()),
-                "reward/sampled_mean": total / max(count, 1.0),
-            }
-        )
-        left = sorted(set(range(len(kept.prompts))) - set(chosen.tolist()))
-        dropped = [
-            Dropped(int(kept.tickets[one]), "surplus" if spread[one] else "equal", *means[one].tolist()) for one in left
-        ]
-        samples = share_out(kept, chosen, self.ranks)
-        check_rows(samples.rollout, samples.prompts, self.ranks, samples=self.plan.samples)
+        while len(stock.begun) < (plan.ahead + 1) * count and self._draw(stock):
+            draws += 1
+        while True:
+            with self.stage("generate"):
+                arrived = flow.arrived(wait=wait)
+            if arrived is not None:
+                sampled += self._add(stock, arrived)
+            if (chosen := stock.choose(count, limit=plan.ahead)) is not None:
+                break
+            wait = True
+            if not flow.waiting:
+                if draws >= max(plan.waves, 1) or not self._draw(stock):
+                    chosen = pool.filled(count)
+                    break
+                draws += 1
+        filled = float((~pool.usable[chosen]).sum())
+        samples, dropped = stock.take(chosen, limit=plan.ahead)
+        total, number = self.ranks.sum(sampled).tolist()
+        self.log.add({"rollout/dropped_groups": float(len(dropped))})
+        if plan.waves:
+            self.log.add({"rollout/generations": float(draws), "rollout/filled_groups": filled})
+            self.log.add({"reward/sampled_mean": total / max(number, 1.0)})
+        samples = share_out(samples, self.ranks)
+        check_rows(samples.rollout, samples.prompts, self.ranks, samples=plan.samples)
         return samples, dropped
+
+    def _draw(self, stock: Stock) -> bool:
+        """Draw prompts and begin their groups; False where the run needs no more."""
+        first, size = stock.drawn, self.plan.prompts
+        if self.plan.last and first >= self.plan.last:
+            return False
+        draw = Draw(first, size, first if self.plan.waves else first // size)
+        stock.begin(draw, self.order.take(first, size))
+        return True
+
+    def _add(self, stock: Stock, arrived: Arrived) -> Tensor:
+        """Score groups and add them to the pool; return [2], sum of this replica's rewards and their number."""
+        prompts, plan = [stock.begun[ticket][1] for ticket in arrived.tickets], self.plan
+        samples = self._scored(prompts, arrived)
+        usable = torch.ones(len(prompts), dtype=torch.bool)
+        if plan.waves:
+            usable = spread_of(samples, self.ranks, by_parts=plan.by_parts)
+        means = group_means(samples, self.ranks)
+        stock.pool.add(samples, arrived.oldest, usable, means, count=plan.prompts_per_step)
+        known = scored_rows(samples.rollout, samples.rewards) & first_rows(samples.rollout)
+        totals = samples.rewards.totals[known].double()
+        return torch.tensor([float(totals.sum()), float(len(totals))], dtype=torch.float64)
 
     def _greedy_rewards(self, prompts: Sequence[Prompt], step: int) -> Tensor | None:
         """Return [P] float32, the reward of each prompt's greedy response; None if the estimator needs none."""

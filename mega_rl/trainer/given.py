@@ -24,7 +24,7 @@ from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.trainer.rows import gather_column
 from mega_rl.trainer.step_metrics import mean_metrics
 from mega_rl.trainer.validation import parts_of
-from mega_rl.types import Experience, Given, Metrics, Prompt, PromptSet
+from mega_rl.types import Experience, Given, JsonObject, Metrics, Prompt, PromptSet
 
 
 class Examples(NamedTuple):
@@ -85,6 +85,13 @@ class ExampleSource:
     def rows(self, prompts: Sequence[Prompt]) -> Examples:
         """Return the prompts with this rank's share of their rows."""
         return Examples(prompts, example_rows(prompts, self.ranks, scores=self.scores))
+
+    def numbers(self, done: int) -> JsonObject:
+        """Return the rows drawn when `done` steps are done, for a checkpoint."""
+        return {"prompts_drawn": self.drawn_after(done)}
+
+    def resume(self, numbers: JsonObject) -> None:
+        """Do nothing: the order is a function of the step."""
 
     def drawn_after(self, done: int) -> int:
         """Return the number of rows drawn when `done` steps are done."""

@@ -38,6 +38,13 @@ class Samples(NamedTuple):
         """Return the rows with these numbers, in their order; rows: [n] int64."""
         return self._replace(rollout=select(self.rollout, rows), rewards=self.rewards[rows])
 
+    def only(self, chosen: Tensor) -> Samples:
+        """Return the prompts with these numbers and their rows, numbered anew in this order; chosen: [P'] int64."""
+        numbers = torch.full((len(self.prompts),), -1).index_put((chosen,), torch.arange(len(chosen)))
+        kept = self.select((numbers[self.rollout.prompt_index] >= 0).nonzero().flatten())
+        kept.rollout.prompt_index = numbers[kept.rollout.prompt_index]
+        return kept._replace(prompts=[self.prompts[one] for one in chosen.tolist()], tickets=self.tickets[chosen])
+
     def join(self, other: Samples) -> Samples:
         """Return the rows and prompts of both, padded to one width; `other` numbers prompts from 0.
 
@@ -53,7 +60,7 @@ class Samples(NamedTuple):
             if rollout.branch is None and any(one.branch is not None for one in rollouts):
                 rollout.branch = torch.zeros_like(rollout.lengths)
         width = max(rollout.tokens.size(1) for rollout in rollouts)
-        columns = [_columns(rollout) for rollout in rollouts]
+        columns = [columns_of(rollout) for rollout in rollouts]
         fields = {name: torch.cat([padded(one[name], width) for one in columns]) for name in columns[0]}
         known = other.rewards if other.rewards.parts is not None and other.rewards.parts.names else self.rewards
         names = () if known.parts is None else known.parts.names
@@ -93,7 +100,7 @@ def with_parts(table: Tensor, own: Sequence[str], names: Sequence[str], *, first
     return torch.cat([table[:, :first], more], dim=1)
 
 
-def _columns(rollout: Rollout) -> dict[str, Tensor]:
+def columns_of(rollout: Rollout) -> dict[str, Tensor]:
     """Return the fields of a rollout by name, without the optional fields that it lacks."""
     columns = {name: getattr(rollout, name) for name in Rollout.__annotations__}
     return {name: column for name, column in columns.items() if column is not None}
@@ -101,7 +108,7 @@ def _columns(rollout: Rollout) -> dict[str, Tensor]:
 
 def select(rollout: Rollout, rows: Tensor, *, width: int | None = None) -> Rollout:
     """Return some rows in this order, cut to `width` tokens; rows: [n] int64."""
-    columns = {name: column[rows] for name, column in _columns(rollout).items()}
+    columns = {name: column[rows] for name, column in columns_of(rollout).items()}
     return Rollout.from_rows(**{n: c if c.dim() == 1 else c[:, :width] for n, c in columns.items()})
 
 
@@ -127,16 +134,20 @@ def token_versions(rollout: Rollout) -> Tensor:
     return rollout.weight_version[:, None].expand_as(rollout.tokens)
 
 
-def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0) -> None:
+def check_rows(
+    rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0, own: Sequence[int] | None = None
+) -> None:
     """Check that each sample is there once, and begins with its prompt.
 
-    samples: number for each prompt, 0 for as many as the highest sample number says. Raises RunError on all ranks.
+    samples: number for each prompt, 0 for as many as the highest sample number says. own: numbers of the prompts that
+    are this rank's; None: its share. Raises RunError on all ranks.
     """
-    fault = _row_fault(rollout, prompts, own=share(len(prompts), ranks), samples=samples)
+    own = share(len(prompts), ranks) if own is None else own
+    fault = _row_fault(rollout, prompts, own=own, samples=samples)
     raise_together(RunError(f"rollout: {fault}") if fault else None, ranks, error=RunError)
 
 
-def _row_fault(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, samples: int) -> str:
+def _row_fault(rollout: Rollout, prompts: Sequence[Prompt], *, own: Sequence[int], samples: int) -> str:
     keys = list(zip(rollout.prompt_index.tolist(), rollout.sample_index.tolist(), strict=True))
     branches = [0] * len(keys) if rollout.branch is None else rollout.branch.tolist()
     first = [key for key, branch in zip(keys, branches, strict=True) if branch == 0]
@@ -146,7 +157,7 @@ def _row_fault(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, sampl
         prompt, sample = min(wrong)
         return (
             f"sample {sample} of prompt {prompt} has {first.count((prompt, sample))} rows; this rank must have one row "
-            f"of each of {samples} samples of prompts {own.start} to {own.stop - 1}, and no others"
+            f"of each of {samples} samples of prompts {min(own, default=0)} to {max(own, default=0)}, and no others"
         )
     for row, (prompt, sample) in enumerate(keys):
         if branches[row]:  # its tokens before the first turn may be others than the prompt's
@@ -220,28 +231,21 @@ def has_spread(prompt_index: Tensor, rewards: Tensor, *, count: int) -> Tensor:
     return lowest < highest
 
 
-def choose(spread: Tensor, count: int) -> Tensor:
-    """Return the first `count` prompts with a spread, filled with the first without; ascending."""
-    with_spread, without = spread.nonzero().flatten(), (~spread).nonzero().flatten()
-    return torch.cat([with_spread, without])[:count].sort().values
-
-
-def share_out(samples: Samples, chosen: Tensor, ranks: Ranks) -> Samples:
-    """Return this rank's part of the chosen prompts, numbered from 0 and in order; collective."""
+def share_out(samples: Samples, ranks: Ranks) -> Samples:
+    """Return this rank's part of the prompts, in order; collective."""
     rows, rewards = samples.rollout, samples.rewards
-    rows.prompt_index = torch.searchsorted(chosen, rows.prompt_index)
     none = torch.zeros(1, dtype=torch.int64)
     number = rows.sample_index if rows.branch is None else (rows.sample_index << _BRANCH_BITS) + rows.branch
     count = 1 + int(ranks.max(torch.cat([number, none]).max()))
     keys = gather_column(rows.prompt_index * count + number, ranks)
     columns = gather_column(rewards.columns(), ranks)[keys.argsort()]
-    own = ranks.exchange_rows(rows, rows.prompt_index * ranks.size // len(chosen))
+    own = ranks.exchange_rows(rows, rows.prompt_index * ranks.size // len(samples.prompts))
     number = own.sample_index if own.branch is None else (own.sample_index << _BRANCH_BITS) + own.branch
     own_keys = own.prompt_index * count + number
     width = int(own.lengths.max()) if len(own.lengths) else own.tokens.size(1)
     own = select(own, own_keys.argsort(), width=width)
     rewards = rewards.with_columns(columns[torch.searchsorted(keys.sort().values, own_keys.sort().values)])
-    return Samples([samples.prompts[number] for number in chosen.tolist()], own, rewards, samples.tickets[chosen])
+    return samples._replace(rollout=own, rewards=rewards)
 
 
 def leave_unscored_out(rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rewards]:

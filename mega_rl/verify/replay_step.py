@@ -66,7 +66,7 @@ def replay(plan: ReplayPlan, accelerator: Accelerator) -> None:
 def _replay_step(record: Record, config: Config, roles: Roles, groups: Groups, target: Path) -> None:
     """Evaluate the recorded samples again, and write the record of it; collective."""
     ranks, limit, overlong = roles.actor_engine.data_parallel, config.rollout.max_new_tokens, config.reward.overlong
-    rows, computed = _OwnRows(record, ranks), dict[str, Tensor]()
+    rows, computed = RecordedRows(record, ranks), dict[str, Tensor]()
 
     def policy(rollout: Rollout) -> TokenOutputs:
         outputs = roles.actor_engine.forward(rollout, with_entropy=True)
@@ -112,7 +112,7 @@ class _Computed:
     """Model that computes on the recorded rows, keeps its outputs, and returns the recorded ones."""
 
     model: TokenModel
-    rows: _OwnRows
+    rows: RecordedRows
     name: str  # the recorded tensor
     computed: dict[str, Tensor]  # outputs by tensor name
 
@@ -127,7 +127,7 @@ class _Computed:
 
 
 @dataclass(frozen=True)
-class _OwnRows:
+class RecordedRows:
     """The recorded rows of this replica's prompts, as the trainer gets them from sampling and rewards."""
 
     record: Record

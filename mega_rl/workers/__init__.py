@@ -1,1 +1,1 @@
-"""Roles of a run over an engine: `models`, `rollout`, `ahead`, and `residency` of their state."""
+"""Roles of a run over an engine: `models`, `rollout`, `stream`, and `residency` of their state."""

@@ -21,7 +21,6 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks, RolloutSource
-from mega_rl.rollout.sglang.generation.engine import Sampled, SglangRolloutEngine
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.types import ENDS, Draws, Metrics, Prompt, Rollout
 
@@ -69,22 +68,6 @@ class RolloutWorker:
 
     def metrics(self) -> Metrics:
         return self.engine.metrics()
-
-
-@dataclass
-class BackgroundRolloutWorker(RolloutWorker):
-    """Generation in two parts, for the background: `sample` may run on another thread, `collect` not."""
-
-    engine: SglangRolloutEngine
-
-    def sample(self, prompts: Sequence[Prompt], step: int) -> Sampled:
-        """Generate this rank's samples of the step; no collective."""
-        mine = own_share(len(prompts), self.data_parallel, self.replica)
-        return self.engine.sample([prompts[i] for i in mine], list(mine), n=self.n, seed=(self.seed, step))
-
-    def collect(self, samples: Sampled) -> Rollout:
-        """Return this replica's rows; collective over all ranks."""
-        return self.replica.gather_rows(self.engine.collect(samples))
 
 
 Weights = Iterator[tuple[str, Tensor]]  # (Hugging Face name, full tensor in training dtype)

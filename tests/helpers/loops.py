@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_rl.algorithms.advantages import GAE, GRPO
@@ -17,6 +17,7 @@ from mega_rl.trainer.loop import Resident, Stages, StepLog, Trainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
+from mega_rl.trainer.selection import AtOnce, Stock
 from mega_rl.types import Metrics, Rollout
 from tests.helpers.fakes import (
     FakeCritic,
@@ -123,6 +124,7 @@ class FakeRun:
             "staleness": lambda rollout: {},
             "overlong": Overlong(),
             "success": None,
+            "stock": None,
             "sync": policy,
             "ranks": FakeRanks(),
             "timer": FakeTimer(),
@@ -145,9 +147,10 @@ class FakeRun:
         """Return the loop of the parts as they are now."""
         settings: RunSettings = self.settings
         stage, log = Stages(self.timer, self.devices), StepLog(self.metrics, self.timer)
+        stock = self.stock or (Stock(AtOnce(self.rollout)) if self.plan.waves else None)
         batches = Collector(
-            self.prompts, self.rollout, self.reward, self.plan, self.ranks, stage, log,
-            staleness=self.staleness, overlong=self.overlong, success=self.success,
+            self.prompts, self.rollout, self.reward, replace(self.plan, overlong=self.overlong), self.ranks, stage, log,
+            staleness=self.staleness, success=self.success, stock=stock,
         )  # fmt: skip
         algorithm = PolicyGradient(
             self.actor, self.critic, self.reference, self.estimator, self.minibatches, self.guard,

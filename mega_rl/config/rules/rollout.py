@@ -132,10 +132,10 @@ def data(config: Config) -> Iterator[str]:
         yield f"data.curriculum={own} with data.shuffle=false: prompts come in one of two orders; set data.shuffle=true"
     if isinstance(own, SuccessCurriculum) and config.reward.source.name == "none":
         yield "data.curriculum=success needs rewards, which reward.source=none does not give"
-    if isinstance(own, SuccessCurriculum) and trainer.async_steps:
+    if config.data.stream.rows and trainer.async_steps > 1:
         yield (
-            f"data.curriculum=success with trainer.async_steps={trainer.async_steps}: the prompts of the next step are "
-            "drawn before this one's are scored; set trainer.async_steps=0"
+            f"data.stream.rows with trainer.async_steps={trainer.async_steps}: a checkpoint keeps the place in the "
+            "stream of one step; set trainer.async_steps=1, or data.stream.rows=0"
         )
     if mixture.sources and config.data.source.name != "files":
         yield f"{_SOURCES} has no effect: data.source={config.data.source} yields the rows; set one of the two"

@@ -145,7 +145,12 @@ class SglangConfig:
     retries: int = setting(3, "Further tries of a sample after a failed one.", unit="tries", min=0)
     restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
     max_failed_share: float = setting(0.0, "Share of a step's samples that may stay unanswered.", min=0.0, max=1.0)
-    partial_rollout: bool = setting(False, "Let weight updates interrupt responses, which then continue.")
+    arrival: str = setting(
+        "lock",
+        "With trainer.async_steps, what decides which responses a step gets: their tokens, so that the run is a "
+        "function of its seed (lock), or the clock (free), when weight updates interrupt responses.",
+        choices=("lock", "free"),
+    )
     return_routing: bool = setting(False, "Route tokens in the trainer's passes as the servers did.")
     server: SglangServerConfig = dataclasses.field(default_factory=SglangServerConfig)
     sync: SglangSyncConfig = dataclasses.field(default_factory=SglangSyncConfig)

@@ -238,7 +238,9 @@ class TrainerConfig:
     minibatch_size: int = setting(64, "Prompts per optimizer step over all ranks.", unit="prompts", min=1)
     seed: int = setting(0, "Seed of data order, sampling and fresh heads.", min=0, max=2**32 - 1)
     val_interval: int = setting(0, "Validate every N steps and at both ends; 0: never.", unit="steps", min=0)
-    async_steps: int = setting(0, "Steps that generation runs ahead of training.", unit="steps", min=0, max=1)
+    async_steps: int = setting(
+        0, "Steps that generation runs ahead: the largest age of a token's weights.", unit="steps", min=0, max=64
+    )
     device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
     deterministic: bool = setting(False, "Use only algorithms that repeat their bits.")
     timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)

@@ -52,7 +52,7 @@ _OF_TRAINING = (
     *("data.source", "data.val_size", "data.train_files"),
     *("data.mixture", "data.curriculum", "data.stream"),
     *("engine.megatron.moe.routing_replay", "engine.megatron.reference"),
-    *("rollout.dynamic_sampling", "rollout.sglang.partial_rollout", "rollout.sglang.return_routing", "reward.overlong"),
+    *("rollout.dynamic_sampling", "rollout.sglang.return_routing", "reward.overlong"),
 )
 _KEPT = (
     *(f"model.{name}" for name in ("path", "dtype", "fp32_head", "attn_implementation")),

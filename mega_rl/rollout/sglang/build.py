@@ -241,7 +241,6 @@ def connect(
         max_concurrency=near or per_rank,
         retries=sglang.retries,
         request_timeout_s=sglang.request_timeout_s,
-        allow_mixed_versions=sglang.partial_rollout,
     )
     resources.callback(router.close)
     own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}

@@ -13,10 +13,10 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +88,15 @@ class Shard:
     rows: int
 
 
+class DroppedGroup(NamedTuple):
+    """A group that no step trains; its means are None without an answer."""
+
+    ticket: int
+    reason: str
+    tokens: float | None  # response tokens
+    reward: float | None
+
+
 @dataclass(frozen=True)
 class RecordDescription:
     """Content of record.json, without the files."""
@@ -105,6 +114,11 @@ class RecordDescription:
     device: str  # "cpu" or "cuda"
     dtype: str  # "fp32" or "bf16"
     versions: dict[str, str]  # package -> version
+    # Records of earlier releases lack the following.
+    weight_version: int = -1  # the trainer's, when the step began
+    tickets: tuple[int, ...] = ()  # number of each prompt's draw since the run began
+    data_rows: tuple[int, ...] = ()  # each prompt's row of the data
+    dropped: tuple[DroppedGroup, ...] = ()  # groups that were drawn and will not train
 
     @property
     def steps_before(self) -> int:
@@ -142,8 +156,11 @@ def parse(text: bytes, path: Path) -> tuple[RecordDescription, list[Shard], dict
             f"{path}: format={raw.get('format')!r}, this version reads {FORMAT}; use the version that wrote it"
         )
     try:
-        kept = {field.name: raw[field.name] for field in fields(RecordDescription)}
-        tuples = {name: tuple(kept[name]) for name in ("reward_parts", "reward_weights", "weights")}
+        needed = [field.name for field in fields(RecordDescription) if field.default is MISSING]
+        kept = {name: raw[name] for name in needed} | {"weight_version": int(raw.get("weight_version", -1))}
+        names = ("reward_parts", "reward_weights", "weights", "tickets", "data_rows")
+        tuples = {name: tuple(raw.get(name, ())) for name in names}
+        tuples["dropped"] = tuple(DroppedGroup(*group) for group in raw.get("dropped", ()))
         description = RecordDescription(**{**kept, **tuples})
         shards = [Shard(**entry) for entry in raw["files"]]
         tensors = {str(name): str(dtype) for name, dtype in raw["tensors"].items()}

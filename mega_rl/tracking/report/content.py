@@ -32,10 +32,10 @@ from mega_rl.tracking.report.page import (
     theme_of,
 )
 from mega_rl.tracking.report.symptoms import RULES, symptoms_of
-from mega_rl.untrusted import JsonFields, read_file
+from mega_rl.untrusted import JsonFields, parse_object, read_file
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
-MAX_CONFIG_BYTES = 4 << 20
+METRICS, CONFIG, AUDIT = "metrics.jsonl", "config.yaml", "audit.json"
+MAX_CONFIG_BYTES, MAX_AUDIT_BYTES = 4 << 20, 64 << 20
 # Settings in which repetitions of one run differ.
 OF_A_REPETITION = frozenset({"trainer.seed", "trainer.run_dir", "metrics.run_name"})
 
@@ -48,6 +48,7 @@ class Run:
     label: str  # shortest name that differs from the other runs of the report
     series: Mapping[str, Series]  # metric -> values
     config: Mapping[str, str]  # "optim.lr": "1e-06"; empty without config.yaml
+    audit: str = ""  # page of `mega-rl audit`; empty without one
 
     @property
     def last_step(self) -> int:
@@ -79,7 +80,8 @@ def _read_run(folder: Path, label: str) -> Run:
         reason = f"has no {METRICS}" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {reason}; give the folder of a run (trainer.run_dir)")
     series = read_series(folder / METRICS) if has_metrics else {}  # the first step has not ended yet
-    return Run(folder, label, series, _read_config(config) if config.is_file() else {})
+    settings = _read_config(config) if config.is_file() else {}
+    return Run(folder, label, series, settings, _read_audit(folder / AUDIT))
 
 
 def _read_config(file: Path) -> dict[str, str]:
@@ -221,8 +223,20 @@ def content_of(runs: Sequence[Run], *, max_characters: int = MAX_CURVES) -> Json
         "differing": differing_keys(runs),
         "changed": changed_settings(runs[0].config) if len(runs) == 1 else {},
         "symptoms": [[asdict(symptom) for symptom in symptoms_of(run.series)] for run in runs],
+        "audits": [run.audit for run in runs],
         "samples": [{"rows": rows, "left_out": left_out} for rows, left_out in samples],
     }
+
+
+def _read_audit(file: Path) -> str:
+    """Return the page of a run's audit; empty without one. Raises UserError."""
+    if not file.is_file():
+        return ""
+    try:
+        page = parse_object(read_file(file, MAX_AUDIT_BYTES))["page"]
+        return "\n".join(map(str, page))[:MAX_CHARACTERS]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: is not an audit; run mega-rl audit again, or remove it") from error
 
 
 def _facts(run: Run) -> JsonFields:

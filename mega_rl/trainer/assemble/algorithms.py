@@ -44,8 +44,8 @@ from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
+from mega_rl.trainer.selection import AtOnce, Stock
 from mega_rl.types import Rollout
-from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
 if TYPE_CHECKING:
@@ -160,9 +160,9 @@ def build_meter(run: LoadedRun, accelerator: Accelerator, *, in_bf16: bool, scor
 
 def build_collector(
     run: LoadedRun, prompts: RunPrompts, rollout: RolloutConfig, success: Kind, overlong: OverlongConfig,
-    stage: Stages, step_log: StepLog, *, drawn: int,
+    stage: Stages, step_log: StepLog,
 ) -> Collector:  # fmt: skip
-    """Return the source of a step's samples; success: data.curriculum; drawn: prompts before the run begins."""
+    """Return the source of a step's samples; success: data.curriculum."""
     order, sync, method, trainer = prompts.order, run.rollouts.sync, run.roles.method, run.trainer
     dynamic, per_step = rollout.dynamic_sampling, trainer.prompts_per_step
     meter = None
@@ -174,7 +174,7 @@ def build_collector(
         if not trainer.async_steps:
             run.roles.work.count(float(rollout.loss_mask.sum()) / run.roles.actor_engine.replica.size)
 
-    collector = Collector(
+    return Collector(
         order=order,
         source=run.rollouts.source,
         rewards=run.scorer,
@@ -185,6 +185,9 @@ def build_collector(
             prompts=dynamic.prompts or per_step,
             by_parts=method.needs_parts,
             greedy=method.needs_greedy,
+            ahead=trainer.async_steps,
+            last=0 if dynamic.max_generations else trainer.steps * per_step,
+            overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         ),
         ranks=run.replicas,
         stage=stage,
@@ -192,22 +195,20 @@ def build_collector(
         watch=count,
         staleness=StalenessGuard(trainer.async_steps, run.replicas, current=lambda: sync.weight_version),
         count_data=lambda drawn: order.metrics(drawn) | order.waits(),
-        overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         success=meter,
+        stock=run.rollouts.stock or (Stock(AtOnce(run.rollouts.source)) if dynamic.max_generations else None),
     )
-    collector.drawn = drawn
-    return collector
 
 
 def build_algorithm(
     run: LoadedRun, rollout: RolloutConfig, overlong: OverlongConfig, stage: Stages, step_log: StepLog
 ) -> PolicyGradient:
     """Return the algorithm; generation ahead gets its comparison of log-probs."""
-    source, sync = run.rollouts.source, run.rollouts.sync
+    sync = run.rollouts.sync
     current = (lambda: sync.weight_version) if run.trainer.async_steps else None
     guard = MismatchGuard(usual_limits(rollout.mismatch, in_fp32=run.in_fp32), run.replicas, current=current)
-    if isinstance(source, OneStepAhead):
-        source.compare = lambda sampled: guard(sampled, run.roles.actor.evaluate(sampled))
+    if run.rollouts.stream is not None:
+        run.rollouts.stream.compare = lambda sampled: guard(sampled, run.roles.actor.evaluate(sampled))
     return build_policy_gradient(
         run.roles, run.trainer, guard, stage, step_log,
         max_response_tokens=rollout.max_new_tokens, filter_truncated=overlong.filter,

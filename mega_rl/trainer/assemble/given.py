@@ -12,14 +12,18 @@ from mega_rl.trainer.assemble.load import LoadedRun
 from mega_rl.trainer.given import EvaluateLoss, ExampleSource, FromAnswers, Reference, ReferenceOnce, reference_logprobs
 from mega_rl.trainer.loop import Algorithm, BatchSource, Event, Stages, StepLog
 from mega_rl.trainer.policy_gradient import MinibatchPlan
+from mega_rl.types import JsonObject
 from mega_rl.workers.models import LearningWorker
 
 
 class Batches(BatchSource, Protocol):
-    """Source of batches that counts the rows drawn."""
+    """Source of batches with numbers that a checkpoint keeps."""
 
-    def drawn_after(self, done: int) -> int:
-        """Return the number of prompts drawn when `done` steps are done; a checkpoint keeps it."""
+    def numbers(self, done: int) -> JsonObject:
+        """Return the prompts drawn when `done` steps are done, and which of them have not been trained."""
+
+    def resume(self, numbers: JsonObject) -> None:
+        """Resume from the `numbers` of a checkpoint, empty for a new run."""
 
 
 Parts = tuple[Batches, Algorithm, list[Event]]  # of a run's loop

@@ -26,7 +26,7 @@ from mega_rl.trainer.assemble.data import OwnRows, Tokens, load_tokenizer, read_
 from mega_rl.trainer.assemble.plan import Roles, RunPlan, build_roles, plan_run
 from mega_rl.trainer.assemble.rollouts import OwnRollouts, Rollouts, build_rollouts
 from mega_rl.trainer.validation import Evaluation, EvaluationPlan
-from mega_rl.types import Draws, Prompt, PromptSet
+from mega_rl.types import Draws, PromptSet
 from mega_rl.workers.tenants import Base
 
 
@@ -110,12 +110,9 @@ class LoadedRun:
 
 def load_run(
     inputs: Inputs, rollout: RolloutConfig, trainer: TrainerConfig, accelerator: Accelerator, groups: Groups,
-    resources: ExitStack, *, prompts: Callable[[int], Sequence[Prompt]] = lambda step: [],
+    resources: ExitStack,
 ) -> LoadedRun:  # fmt: skip
-    """Return the loaded run; collective.
-
-    resources: ends the servers. prompts: of a step, for generation ahead.
-    """
+    """Return the loaded run; collective. resources: ends the servers."""
     plan, world = inputs.plan, inputs.world
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
     # released their memory before.
@@ -124,7 +121,7 @@ def load_run(
     colocated = servers is not None and servers.colocated
     roles = build_roles(plan, accelerator, groups, steps=trainer.steps, colocated=colocated)
     with progress.phase("preparing the rollout engine"):
-        rollouts = build_rollouts(inputs, rollout, trainer, accelerator, servers, roles, resources, prompts=prompts)
+        rollouts = build_rollouts(inputs, rollout, trainer, accelerator, servers, roles, resources)
     scorer = _build_scorer(inputs, roles)
     in_fp32 = {DTYPES[plan.engine.model.dtype], plan.rollout_dtype} == {torch.float32}
     return LoadedRun(trainer, world, inputs.tokens, roles, rollouts, scorer, in_fp32)

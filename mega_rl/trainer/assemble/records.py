@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from math import prod
+from math import isnan, prod
 from pathlib import Path
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from mega_rl.parallel.agreement import all_succeed
 from mega_rl.rollout.tokens import name_stop_tokens
 from mega_rl.tracking.metrics.tables import RoleFacts, show_startup
 from mega_rl.tracking.metrics.trackers import without_secrets
-from mega_rl.tracking.records.reader import FOLDER, RecordDescription
+from mega_rl.tracking.records.reader import FOLDER, DroppedGroup, RecordDescription
 from mega_rl.tracking.records.writer import RecordWriter, clear_records
 from mega_rl.trainer.assemble.data import RunPrompts, prompt_line
 from mega_rl.trainer.assemble.load import LoadedRun
@@ -152,6 +152,13 @@ def _describe(
         world_size=run.world.size,
         device=engine.device.type,
         dtype=str(config["model"]["dtype"]),
+        weight_version=run.rollouts.sync.weight_version,
+        tickets=tuple(samples.tickets.tolist()),
+        data_rows=tuple(prompt.index for prompt in samples.prompts),
+        dropped=tuple(
+            DroppedGroup(one.ticket, one.reason, *(None if isnan(mean) else mean for mean in (one.tokens, one.reward)))
+            for one in evaluated.batch.dropped
+        ),
         versions={"mega_rl": mega_rl.__version__, **{name: version(name) for name in PACKAGES}},
     )
 

@@ -26,17 +26,17 @@ from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.tokens import ids_of, with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
+from mega_rl.trainer.selection import Stock
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
-from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import (
-    BackgroundRolloutWorker,
     CheckedRollouts,
     EnvironmentRollouts,
     RolloutContext,
     RolloutWorker,
     WeightsToSource,
 )
+from mega_rl.workers.stream import RolloutStream, ServerFlow
 
 if TYPE_CHECKING:
     from mega_rl.trainer.assemble.load import Inputs
@@ -85,13 +85,15 @@ class Rollouts:
     sync: WeightSync
     devices: Residency
     pending: RankState | None = None  # state that a checkpoint keeps
+    stream: RolloutStream | None = None  # source and sync of generation ahead
+    stock: Stock | None = None  # its groups
 
 
 def build_rollouts(
     inputs: Inputs, rollout: RolloutConfig, trainer: TrainerConfig, accelerator: Accelerator,
-    servers: ServerPool | None, roles: Roles, resources: ExitStack, *, prompts: Callable[[int], Sequence[Prompt]],
+    servers: ServerPool | None, roles: Roles, resources: ExitStack,
 ) -> Rollouts:  # fmt: skip
-    """Return the rollouts of a run; waits for servers; collective. prompts: of a step."""
+    """Return the rollouts of a run; waits for servers; collective."""
     plan, world, actor = inputs.plan, inputs.world, roles.actor_engine
     own = (actor.data_parallel, actor.replica, rollout.n, trainer.seed)
     if rollout.backend == "none" and inputs.rollouts is None:
@@ -120,16 +122,23 @@ def build_rollouts(
         servers.wait_ready()
         hidden = plan.engine.hidden_tokens
         connection = connect(
-            rollout, plan.rollout_dtype, servers, resources, actor=actor, world=world, hidden_tokens=hidden
+            rollout,
+            plan.rollout_dtype,
+            servers,
+            resources,
+            actor=actor,
+            world=world,
+            hidden_tokens=hidden,
         )
-        engine, sync = build_sglang_engine(plan, rollout, world, connection), connection.sync
-        worker = BackgroundRolloutWorker(engine, *own)
+        engine = build_sglang_engine(plan, rollout, world, connection, token_versions=trainer.async_steps > 0)
+        sync, worker = connection.sync, RolloutWorker(engine, *own)
         shared = connection.memory if servers.colocated else None
         devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
         if trainer.async_steps:
-            ahead = _ahead(rollout, trainer, world, worker, engine, sync, prompts)
-            resources.callback(ahead.close)
-            return Rollouts(ahead, ahead, devices, ahead)
+            stream = _stream(rollout, trainer, world, worker, engine, sync)
+            resources.callback(stream.flow.close)
+            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow)
+            return Rollouts(stream, stream, devices, stock, stream, stock)
         if shared is not None:
             connection.sync.add_listener(devices.after_send)
     if inputs.rollouts is None:
@@ -206,7 +215,7 @@ def _embedded_engine(plan: RunPlan, rollout: RolloutConfig, accelerator: Acceler
 
 
 def build_sglang_engine(
-    plan: RunPlan, rollout: RolloutConfig, world: Ranks, connection: Connection
+    plan: RunPlan, rollout: RolloutConfig, world: Ranks, connection: Connection, *, token_versions: bool = False
 ) -> SglangRolloutEngine:
     """Return the servers as this rank's rollout engine."""
     actor, sglang = plan.models["actor"], rollout.sglang
@@ -228,7 +237,7 @@ def build_sglang_engine(
             restarts=sglang.restarts,
             max_failed_share=sglang.max_failed_share,
             routed=None if moe is None or not sglang.return_routing else RoutedLayers(moe.layers, moe.top_k),
-            token_versions=sglang.partial_rollout,
+            token_versions=token_versions,
         ),
     )
 
@@ -237,26 +246,24 @@ def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
     return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop_ids)
 
 
-def _ahead(
-    rollout: RolloutConfig, trainer: TrainerConfig, world: Ranks, worker: BackgroundRolloutWorker,
-    engine: SglangRolloutEngine, sync: WeightSync, prompts: Callable[[int], Sequence[Prompt]],
-) -> OneStepAhead:  # fmt: skip
-    partial = rollout.sglang.partial_rollout
-    rows = math.ceil(trainer.prompts_per_step / world.size) * rollout.n
-    background = ThreadedRollouts(
-        worker.sample,
-        worker.collect,
+def _stream(
+    rollout: RolloutConfig, trainer: TrainerConfig, world: Ranks, worker: RolloutWorker,
+    engine: SglangRolloutEngine, sync: WeightSync,
+) -> RolloutStream:  # fmt: skip
+    rows = math.ceil((trainer.async_steps + 1) * trainer.prompts_per_step / world.size) * rollout.n
+    by_tokens = rollout.sglang.arrival == "lock"
+    flow = ServerFlow(
+        worker=worker,
+        engine=engine,
         everyone=world,
+        version=lambda: sync.weight_version,
+        # A response that began k versions ago is complete.
+        quantum=math.ceil(rollout.max_new_tokens / trainer.async_steps) if by_tokens else 0,
         timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s,
-        requests=engine if partial else None,
     )
-    return OneStepAhead(
-        source=worker,
-        background=background,
-        sync=sync,
-        prompts=prompts,
-        steps=trainer.steps,
-        partial=partial,
+    return RolloutStream(
+        flow,
+        sync,
         check_interval=rollout.verify_interval,
         check_prompts=world.size,
         check_draws=Draws(1, rollout.temperature, stream=CHECK),

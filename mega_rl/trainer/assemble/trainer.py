@@ -69,8 +69,8 @@ def build_trainer(
         layout=str(groups.layout), config=record, rank_states={"random": RandomState()},
     )  # fmt: skip
     resources.enter_context(checkpoints)
-    run = load_run(inputs, config.rollout, trainer, accelerator, groups, resources, prompts=prompts.order.batch)
-    done, drawn = restore(checkpoints, run, prompts)
+    run = load_run(inputs, config.rollout, trainer, accelerator, groups, resources)
+    done, numbers = restore(checkpoints, run, prompts)
     checkpoints.move_earlier_run(run_dir)
     if world.rank == 0:
         show_run(config, run, prompts)
@@ -83,26 +83,25 @@ def build_trainer(
     meter = build_meter(run, accelerator, in_bf16=in_bf16, scores=scores, done=done)
     stage, steps = Stages(meter, run.rollouts.devices), StepLog(sink, meter)
     if is_sampled(config):
-        parts = build_sampled(config, run, prompts, stage, steps, (done, drawn))
+        parts = build_sampled(config, run, prompts, stage, steps, done)
     else:
         longest = config.data.max_prompt_tokens
         parts = build_given(kind, run, prompts, stage, steps, longest=longest)
     batches, algorithm, events = parts
+    batches.resume(numbers)
     saves = build_saves(run, config.checkpoint, checkpoints, batches, stage, steps, done=done, stop=stop_requested)
     sync, turn = run.rollouts.sync, base or Base()
     take_turn = partial(turn.take_turn, inputs.plan.name, inputs.plan.engine, sync)
     return Trainer(batches, algorithm, sync, [*events, saves], stage, steps, trainer.steps, done, take_turn)
 
 
-def build_sampled(
-    config: Config, run: LoadedRun, prompts: RunPrompts, stage: Stages, log: StepLog, start: tuple[int, int]
-) -> Parts:
-    """Return batches, algorithm and events of a run that samples; start: steps done, prompts drawn."""
+def build_sampled(config: Config, run: LoadedRun, prompts: RunPrompts, stage: Stages, log: StepLog, done: int) -> Parts:
+    """Return batches, algorithm and events of a run that samples."""
     rollout, overlong, metrics, trainer = config.rollout, config.reward.overlong, config.metrics, run.trainer
-    batches = build_collector(run, prompts, rollout, config.data.curriculum, overlong, stage, log, drawn=start[1])
+    batches = build_collector(run, prompts, rollout, config.data.curriculum, overlong, stage, log)
     algorithm = build_algorithm(run, rollout, overlong, stage, log)
     evaluation = build_evaluation(run, config.validation, prompts.held_out, stage.hold)
-    recorder = build_recorder(run, metrics.records, as_record(config), stage, done=start[0])
+    recorder = build_recorder(run, metrics.records, as_record(config), stage, done=done)
     dumps = DumpRollouts(
         log.sink, run.tokens.reader.written, run.tokens.render, stage,
         steps=trainer.steps, interval=metrics.rollout_interval, count=metrics.rollout_samples,
@@ -124,8 +123,8 @@ def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:
     return run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=world)
 
 
-def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) -> tuple[int, int]:
-    """Restore the latest checkpoint; return (steps done, prompts drawn), zeros for a new run; collective."""
+def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) -> tuple[int, JsonObject]:
+    """Restore the latest checkpoint; return (steps done, the run's numbers), nothing for a new run; collective."""
     roles, trainer, sync = run.roles, run.trainer, run.rollouts.sync
     if prompts.rates is not None or prompts.order.numbers():
         checkpoints.add_engine(ORDER, OrderState(prompts.order, prompts.rates, run.world))
@@ -139,14 +138,14 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) ->
     with progress.phase("reading the checkpoint"):
         checkpoint = checkpoints.restore()
     if checkpoint is None:
-        return 0, 0
+        return 0, {}
     step, state = checkpoint.step, checkpoint.state
     roles.kl.restore(state["kl"])
     sync.resume_at(state["weight_version"])
     log.info("resumed after step %d", step)
     if step >= trainer.steps:
         log.info("step %d of %d is done: nothing is left to train; raise trainer.steps or epochs", step, trainer.steps)
-    return step, int(state["prompts_drawn"])
+    return step, state
 
 
 def build_saves(
@@ -160,7 +159,7 @@ def build_saves(
         return {
             "kl": roles.kl.state(),
             "weight_version": run.rollouts.sync.weight_version,
-            "prompts_drawn": batches.drawn_after(done),
+            **batches.numbers(done),
         }
 
     export = HfExports(

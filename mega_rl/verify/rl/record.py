@@ -24,6 +24,7 @@ from mega_rl.trainer.assemble import running
 from mega_rl.trainer.collect import Batch, Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.trainer.rows import gather_column
+from mega_rl.trainer.selection import AtOnce
 from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
@@ -56,6 +57,8 @@ def instrument(trainer: Trainer, folder: Path) -> None:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     recorder = Recorder(folder, batches, is_writer=is_first)
     batches.source = ShiftedRollouts(batches.source, recorder)
+    if batches.stock is not None:
+        batches.stock.flow = AtOnce(batches.source)
     batches.rewards = RecordedScorer(batches.rewards, recorder, drops=batches.plan.waves > 0)
     actor = algorithm.actor
     assert isinstance(actor, LearningWorker)

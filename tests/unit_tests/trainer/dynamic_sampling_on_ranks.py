@@ -16,6 +16,7 @@ from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.collect import Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
+from mega_rl.trainer.selection import AtOnce, Stock
 from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.engines import exported, replaced
 from tests.helpers.fakes import FakeSink, FakeTimer
@@ -84,7 +85,8 @@ def collector(ranks: Ranks, plan: SamplingPlan = PLAN, *, failing: bool = False)
     """Return dynamic sampling over numbers."""
     source, timer = NumberSource(ranks, failing=failing), FakeTimer()
     order = PromptSampler(PROMPTS, batch_size=plan.prompts_per_step, shuffle=True, seed=3)
-    return Collector(order, source, source, plan, ranks, Stages(timer), StepLog(FakeSink(), timer))
+    log, stock = StepLog(FakeSink(), timer), Stock(AtOnce(source))
+    return Collector(order, source, source, plan, ranks, Stages(timer), log, stock=stock)
 
 
 def sampled_steps(ranks: Ranks) -> list[dict[str, Any]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,21 +59,11 @@ class SglangRolloutSettings:
     token_versions: bool = False  # responses may continue under later weights, and tokens carry their version
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """One rank's requests and their result so far."""
-
-    requests: list[SampleRequest]  # in the order of the rows
-    sampling: Sampling
-    trains: bool  # the samples are for training, not of an evaluation
-    result: GenerationResult
-
-
 class SglangRolloutEngine:
     """Rollout engine over a `ServerRouter`; every rank is a client for its own prompts' samples.
 
-    `sample` talks to servers and does no collective, so it may run next to training; `collect` is collective over all
-    ranks: where a rank lost servers, all ranks bring them back and send them the weights before they get requests.
+    `begin` to `end` talk to servers and do no collective, so a generation may run next to training. `settle` is
+    collective: where a rank lost servers, all ranks bring them back and send them the weights before they get requests.
     """
 
     def __init__(
@@ -90,20 +79,15 @@ class SglangRolloutEngine:
         weight_version: of the weights last published.
         bring_back: restarts these servers if they are dead, and sends them the weights; collective.
         """
-        self._router, self._world, self._settings = router, everyone, settings
+        self.router, self._world, self._settings = router, everyone, settings
+        self.sampling = settings.sampling
         self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
         self._since = GenerationResult()  # counts since the last `settle`
-        self._turn = threading.Condition()
-        self._held = False  # between interrupt and resume: nothing may be sent
-        self._sending = False
 
     # -- generation ------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], prompt_index: Sequence[int], **given: Any) -> Rollout:
-        return self.collect(run_on_all(lambda: self.sample(prompts, prompt_index, **given), self._world))
-
-    def sample(
+    def generate(
         self,
         prompts: Sequence[Prompt],
         prompt_index: Sequence[int],
@@ -113,37 +97,71 @@ class SglangRolloutEngine:
         greedy: bool = False,
         limits: Sequence[int] | None = None,
         draws: Draws | None = None,
-    ) -> Sampled:
-        """Request n samples per prompt; return those within the deadline, for `collect`; no collective.
+    ) -> Rollout:
+        """Return n samples per prompt; collective over all ranks.
 
-        Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
+        Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response; RunError on
+        all ranks for failed samples, and when the restarts are used up.
         """
+        sampling, trains = self._sampling(greedy, draws), not greedy and draws is None
+        requests, result = list[SampleRequest](), GenerationResult()
+
+        def ask() -> None:
+            if not requests:
+                requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, limits=limits, draws=draws))
+                result.unserved = {request.key: Sample() for request in requests}
+            rest = [request for request in requests if request.key in result.unserved]
+            self.begin(rest, result.unserved, sampling)
+            result.add(self.end())
+
+        run_on_all(ask, self._world)
+        self.settle(lambda: len(result.unserved), lambda: ask() if result.unserved else None)
+        return self.rows(requests, result.samples, result.failures, trains=trains)
+
+    def requests(
+        self,
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+        *,
+        n: int,
+        seed: tuple[int, ...],
+        limits: Sequence[int] | None = None,
+        draws: Draws | None = None,
+    ) -> list[SampleRequest]:
+        """Return n requests per prompt, with their seeds and limits. Raises UserError as `generate`."""
         usual, most = self._settings.sampling.max_new_tokens, self._settings.max_positions
         limits = response_limits(prompts, limits, draws, max_new_tokens=usual, max_positions=most)
-        requests = [
+        return [
             SampleRequest(
                 (index, number), tuple(prompt.token_ids), seed=sampling_seed(seed, index, number), limit=limit
             )
             for prompt, index, limit in zip(prompts, prompt_index, limits, strict=True)
             for number in range(n)
         ]
-        trains = not greedy and draws is None
-        with_routing = self._settings.routed is not None and trains
-        sampling = replace(self._sampling(greedy, draws), return_routing=with_routing)
-        nothing = GenerationResult(unserved={request.key: Sample() for request in requests})
-        sampled = Sampled(requests, sampling, trains, nothing)
-        deadline = time.monotonic() + self.deadline_s(len(requests))
-        while sampled.result.unserved:
-            result = self._ask_servers(sampled, deadline)
-            sampled.result.add(result)
-            if not result.interrupted:
-                break
-        return sampled
+
+    # -- a generation that may run next to training --------------------------------------------------------------------
+
+    def begin(
+        self, requests: Sequence[SampleRequest], partials: Mapping[Key, Sample], sampling: Sampling | None = None
+    ) -> None:
+        """Start a generation, by default of samples for training; partials: responses so far."""
+        deadline, mixed = time.monotonic() + self.deadline_s(len(requests)), self._settings.token_versions
+        given = sampling or self._sampling(False, None)
+        version = self._version()
+        self.router.start(requests, given, version=version, deadline=deadline, partials=partials, mixed_versions=mixed)
+
+    def end(self, *, interrupt: bool = False) -> GenerationResult:
+        """Return the result of the generation, once it has ended; interrupt: at once, with what there is."""
+        result = self.router.result(interrupt=interrupt)
+        self._since.add(replace(result, samples={}, failures={}, unserved={}))
+        return result
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
 
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
         """Answer each turn as its own request, with "lost" where no server is left."""
         routed = self._settings.routed if not how.greedy and how.draws is None else None
-        router = self._router
+        router = self.router
         sampling = replace(self._sampling(how.greedy, how.draws), return_routing=routed is not None)
         router.start((), sampling, version=self._version(), deadline_s=self.deadline_s)
         try:
@@ -163,31 +181,27 @@ class SglangRolloutEngine:
     def _sampling(self, greedy: bool, draws: Draws | None) -> Sampling:
         """Return the sampling of a generation, in training that of the settings."""
         if draws is None or is_greedy(greedy, draws):
-            return replace(self._settings.sampling, greedy=is_greedy(greedy, draws))
+            routing = self._settings.routed is not None and not greedy and draws is None
+            return replace(self._settings.sampling, greedy=is_greedy(greedy, draws), return_routing=routing)
         return replace(self._settings.sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
 
-    def collect(self, sampled: Sampled) -> Rollout:
-        """Return the rows of `sampled`, restarting lost servers for unserved samples; collective over all ranks.
-
-        Raises RunError on all ranks for failed samples, and when the restarts are used up.
-        """
-
-        result = sampled.result
-
-        def ask_again() -> None:
-            if result.unserved:
-                result.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(result.unserved))))
-
-        self._since = result
-        self.settle(lambda: len(result.unserved), ask_again)
-        any_failed = _settle_failures(sampled, self._world, self._settings.max_failed_share)
+    def rows(
+        self,
+        requests: Sequence[SampleRequest],
+        samples: Mapping[Key, Sample],
+        failures: Mapping[Key, RequestFailure],
+        *,
+        trains: bool,
+    ) -> Rollout:
+        """Return one row per request in order; collective. Raises RunError on all ranks if too many have failed."""
+        any_failed = _settle_failures(failures, len(requests), self._world, self._settings.max_failed_share)
         return rollout_of(
-            sampled.requests,
-            result.samples,
+            requests,
+            samples,
             weight_version=self._version(),
             with_failed=any_failed,
-            with_token_versions=self._settings.token_versions and sampled.trains,
-            routed=self._settings.routed if sampled.sampling.return_routing else None,
+            with_token_versions=self._settings.token_versions and trains,
+            routed=self._settings.routed if trains else None,
         )
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
@@ -196,7 +210,7 @@ class SglangRolloutEngine:
         Raises RunError when the restarts are used up.
         """
         for times in range(self._settings.restarts + 1):
-            states = self._router.states()
+            states = self.router.states()
             out = [int(state is not State.READY) for state, _ in states]
             dead = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
             unserved = int(self._world.sum(torch.tensor(lost())))
@@ -236,45 +250,6 @@ class SglangRolloutEngine:
         taken, self._metrics = self._metrics, {}
         return taken
 
-    # -- interruption: a weight update in the middle of a generation that runs next to training ------------------------
-
-    def interrupt(self) -> None:
-        """Abort requests in flight, keep their tokens, send no more; return when all have ended."""
-        with self._turn:
-            self._held = True
-            if self._sending:
-                self._router.interrupt()
-            if not self._turn.wait_for(lambda: not self._sending, timeout=self._settings.timeout_s):
-                raise RunError(
-                    f"requests in flight did not end within {self._settings.timeout_s:g} s of their interruption"
-                )
-
-    def resume(self) -> None:
-        """Resume the samples that `interrupt` aborted, under the current weights."""
-        with self._turn:
-            self._held = False
-            self._turn.notify_all()
-
-    def _ask_servers(self, sampled: Sampled, deadline: float) -> GenerationResult:
-        """Run one generation of the unserved samples, after any weight update that holds it back."""
-        with self._turn:
-            if not self._turn.wait_for(lambda: not self._held, timeout=max(0.0, deadline - time.monotonic())):
-                raise RunError("waited for a weight update to end until the deadline of the generation it interrupted")
-            self._router.start(
-                [request for request in sampled.requests if request.key in sampled.result.unserved],
-                sampled.sampling,
-                version=self._version(),
-                deadline=deadline,
-                partials=sampled.result.unserved,
-            )
-            self._sending = True
-        try:
-            return self._router.result()
-        finally:
-            with self._turn:
-                self._sending = False
-                self._turn.notify_all()
-
 
 def _answer(
     future: Future[Answer], read: int, routed: RoutedLayers | None, outcome: Sample | RequestFailure | None
@@ -301,13 +276,13 @@ def _drop_cancelled(drop: Callable[[], object], future: Future[Answer]) -> None:
         drop()
 
 
-def _settle_failures(sampled: Sampled, world: Ranks, share: float) -> bool:
+def _settle_failures(failures: Mapping[Key, RequestFailure], asked: int, world: Ranks, share: float) -> bool:
     """Return whether any rank has failed samples; raise RunError on all if more than a share; collective."""
-    counts = world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
+    counts = world.sum(torch.tensor([len(failures), asked])).tolist()
     if not counts[0]:
         return False
     if counts[0] / counts[1] > share:
-        own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()]
+        own = [f"sample {key}: {failure.message}" for key, failure in failures.items()]
         rule = f"more than rollout.sglang.max_failed_share={share:g}, whose samples stay out of the loss"
         text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
         raise_together(RunError(text) if own else None, world, error=RunError)

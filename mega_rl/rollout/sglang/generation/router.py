@@ -102,7 +102,7 @@ class ServerRouter:
     """Spreads samples over the servers of a run, which begin STALE.
 
     Its event loop runs in its own thread, so that generation continues while the trainer trains. Call methods from
-    other threads, one at a time; `interrupt` may come next to `result`.
+    other threads, one at a time.
     """
 
     def __init__(
@@ -113,7 +113,6 @@ class ServerRouter:
         max_concurrency: int | Mapping[int, int],
         retries: int,
         request_timeout_s: float,
-        allow_mixed_versions: bool = False,
         stall_timeout_s: float = STALL_S,
         grace_s: float = _GRACE_S,
     ) -> None:
@@ -125,7 +124,6 @@ class ServerRouter:
                 place in `endpoints`: the router uses others only while none of these serves.
             retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
-            allow_mixed_versions: partial rollouts: responses may continue under later weights.
             stall_timeout_s: seconds without a token from a server with requests until it is checked, and of the check.
             grace_s: seconds for aborted requests to answer with what they have.
         """
@@ -133,7 +131,7 @@ class ServerRouter:
         near: Mapping[int, int] = {}
         if not isinstance(max_concurrency, int):
             near, max_concurrency = max_concurrency, -(-sum(max_concurrency.values()) // len(endpoints))
-        self._vocab_size, self._retries, self._mixed = vocab_size, retries, allow_mixed_versions
+        self._vocab_size, self._retries = vocab_size, retries
         self._request_timeout_s, self._grace_s = request_timeout_s, grace_s
         self._stall_timeout_s = min(stall_timeout_s, request_timeout_s / 4)
         self._replicas = []
@@ -211,15 +209,16 @@ class ServerRouter:
         deadline: float = math.inf,
         partials: Mapping[Key, Sample] | None = None,
         deadline_s: Callable[[int], float] | None = None,
+        mixed_versions: bool = False,
     ) -> None:
         """Begin a generation; one at a time.
 
         Args:
             requests: keys all different.
-            version: of the weights that samples come from, with allow_mixed_versions the oldest of them.
+            version: of the weights that samples come from, with mixed_versions the oldest of them.
             deadline: time.monotonic() at which samples without an answer become failures of kind "deadline".
             partials: responses so far, as in `GenerationResult.unserved`; those of other versions begin anew, unless
-                allow_mixed_versions.
+                mixed_versions: responses may continue under later weights.
             deadline_s: seconds that a number of samples may take; requests may then come by `ask`, until `result`.
 
         Raises:
@@ -231,10 +230,10 @@ class ServerRouter:
         for request in requests:
             _check(request, self._vocab_size)
             partial = (partials or {}).get(request.key, Sample())
-            usable = self._mixed or all(number == version for number in partial.versions)
+            usable = mixed_versions or all(number == version for number in partial.versions)
             jobs.append(_Job(request, partial if usable else Sample(), ends))
         self._generation, self._deadline = (
-            _Generation(self._replicas, sampling, version, self._mixed, self._stall_timeout_s, deadline_s),
+            _Generation(self._replicas, sampling, version, mixed_versions, self._stall_timeout_s, deadline_s),
             deadline,
         )
         self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
@@ -268,12 +267,15 @@ class ServerRouter:
         self._loop.call_soon_threadsafe(add)
         return partial(self._loop.call_soon_threadsafe, drop)
 
-    def result(self) -> GenerationResult:
+    def result(self, *, interrupt: bool = False) -> GenerationResult:
         """Wait for the generation's result. Raises RunError for one that runs on after its deadline.
 
-        An open generation ends with this call; its requests in flight get no answer.
+        An open generation ends with this call; its requests in flight get no answer. interrupt: stop sending, abort
+        requests in flight and keep their tokens, so that this returns within seconds.
         """
         assert self._future is not None, "no generation was started"
+        if interrupt:
+            self._loop.call_soon_threadsafe(_interrupt, self._generation, self._grace_s)
         if (generation := self._generation) is not None and generation.deadline_s is not None:
             self._deadline = time.monotonic()
             self._loop.call_soon_threadsafe(_close, generation)
@@ -285,17 +287,12 @@ class ServerRouter:
             self._future.cancel()
             raise RunError(f"a generation continued {_SLACK_S:g} s after its deadline") from None
 
-    def interrupt(self) -> None:
-        """Stop sending, abort requests in flight and keep their tokens: `result` then returns within seconds."""
-        generation = self._generation
-
-        def interrupt() -> None:
-            if generation is not None:
-                generation.result.interrupted = True
-                _dispatch(generation)
-                _help(generation, "abort", partial(_abort, generation, self._grace_s))
-
-        self._loop.call_soon_threadsafe(interrupt)
+    def so_far(self, wait_s: float = 0.0) -> tuple[GenerationResult, bool]:
+        """Return what has ended of the generation begun last, and whether all has, after a wait of up to `wait_s`."""
+        assert self._future is not None, "no generation was started"
+        has_ended = not concurrent.futures.wait([self._future], timeout=wait_s).not_done
+        ended = GenerationResult() if self._generation is None else self._generation.result
+        return _on_loop(self._loop, lambda: GenerationResult({**ended.samples}, {**ended.failures})), has_ended
 
     async def _run(self, generation: _Generation, jobs: Sequence[_Job]) -> GenerationResult:
         """Run until no more will come and each sample has ended or is unserved."""
@@ -328,6 +325,8 @@ class ServerRouter:
                 _help(generation, "watch", partial(_watch, generation))
                 for job in jobs:
                     begin(job)
+                if not jobs and generation.deadline_s is None:
+                    _close(generation)
         finally:
             self._generation = generation.group = None
             for replica in self._replicas:
@@ -387,7 +386,7 @@ class ServerRouter:
                     version=generation.version,
                     timeout_s=timeout_s,
                     partial=job.partial,
-                    mixed_versions=self._mixed,
+                    mixed_versions=generation.mixed_versions,
                     grace_s=min(self._grace_s, timeout_s / 4),
                 )
             except RequestFailure as failure:
@@ -562,6 +561,14 @@ def _help(
 
     if generation.group is not None and name not in generation.helpers:
         generation.helpers[name] = generation.group.create_task(help_samples())
+
+
+def _interrupt(generation: _Generation | None, grace_s: float) -> None:
+    """Stop sending, and abort all requests within `grace_s`."""
+    if generation is not None:
+        generation.result.interrupted = True
+        _dispatch(generation)
+        _help(generation, "abort", partial(_abort, generation, grace_s))
 
 
 async def _abort(generation: _Generation, grace_s: float) -> None:

@@ -45,7 +45,7 @@ function heading(report) {
   const runs = report.runs.map((run) => `${run.label} (step ${run.last.toLocaleString("en-US")}${run.seed === null ? "" : `, seed ${run.seed}`})`);
   const { width } = report.grid;
   const note = width > 1 ? ` Each point of a curve is the mean over ${width} steps; the band around it holds all their values.` : "";
-  const links = [["Warnings", "warnings"], ["Curves", "curves"], ["Time of a step", "phases"], ["Settings", "settings"], ["Samples", "samples"]];
+  const links = [["Warnings", "warnings"], ...(report.audits.some(Boolean) ? [["Audit", "audit"]] : []), ["Curves", "curves"], ["Time of a step", "phases"], ["Settings", "settings"], ["Samples", "samples"]];
   return element("header", {}, element("h1", {}, report.runs.length > 1 ? `${report.runs.length} runs` : report.runs[0].label),
     element("p", {}, `${runs.join(", ")}. mega_rl ${report.version}.${note} `),
     ...report.runs.map((_, run) => element("p", { class: "headline" }, headline(report, run))),
@@ -86,6 +86,12 @@ function warnings(report) {
   const cards = report.symptoms.flatMap((symptoms, run) => symptoms.map((symptom) => symptomCard(report, run, symptom)));
   const none = `${report.rules} rules of the page \u201cWhen a run goes wrong\u201d looked at the metrics and none fired. Read the samples as well.`;
   return section("Warnings", "warnings", cards.length ? element("div", { class: "symptoms" }, ...cards) : element("p", { class: "good" }, none));
+}
+
+// Pages of `mega-rl audit`, of runs that have one.
+function audits(report) {
+  const pages = report.audits.flatMap((text, run) => (text ? [element("h3", {}, report.runs[run].label), element("pre", { class: "audit" }, text)] : []));
+  return pages.length ? section("Audit", "audit", ...pages) : null;
 }
 
 function curves(report) {
@@ -198,7 +204,7 @@ function samples(report) {
 
 function show(report) {
   view.charts = [];
-  const parts = [heading, warnings, curves, phases, settings, samples].map((part) => part(report));
+  const parts = [heading, warnings, audits, curves, phases, settings, samples].map((part) => part(report));
   document.getElementById("report").replaceChildren(...parts.filter((part) => part !== null));
 }
 

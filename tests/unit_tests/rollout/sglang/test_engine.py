@@ -74,7 +74,7 @@ class ScriptedFleet:
         )
         return self
 
-    def result(self) -> GenerationResult:
+    def result(self, *, interrupt: bool = False) -> GenerationResult:
         return self.answer
 
 
@@ -272,60 +272,6 @@ def test_failed_sample_ends_the_run_or_is_masked(share: float, said: str) -> Non
     assert rows.failed.tolist() == [True] + [False] * 5
     assert not rows.loss_mask[0].any()
     assert int(rows.lengths[0]) == 2
-
-
-class InterruptibleFleet(ScriptedFleet):
-    """A generation that waits to be interrupted, then gives what it has; the next one ends by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.interrupted = threading.Event()
-
-    def start(
-        self, requests: list[SampleRequest], sampling: Sampling, *, version: int, partials: Any, **_: Any
-    ) -> InterruptibleFleet:
-        self.asked.append(([request.key for request in requests], version, sampling))
-        self.requests, self.version, self.partials = requests, version, dict(partials)
-        return self
-
-    def interrupt(self) -> None:
-        self.interrupted.set()
-
-    def result(self) -> GenerationResult:
-        if len(self.asked) > 1:
-            result = served(self.requests, version=self.version)
-            for key, partial in self.partials.items():
-                result.samples[key].token_ids = [*partial.token_ids, 1]
-                result.samples[key].versions = [*partial.versions, self.version]
-                result.samples[key].logprobs = [*partial.logprobs, -0.25]
-            return result
-        assert self.interrupted.wait(10)
-        result = GenerationResult(interrupted=True)
-        result.unserved = {request.key: Sample([9], [-0.125], [self.version], "partial") for request in self.requests}
-        return result
-
-
-def test_interrupted_responses_continue_under_new_weights() -> None:
-    fleet, version = InterruptibleFleet(), [1]
-    engine, _ = engine_over(fleet, weight_version=lambda: version[0], token_versions=True)
-    sampled: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: sampled.append(engine.sample(PROMPTS, [5, 6, 7], n=2, seed=(0, 3))), daemon=True
-    )
-    thread.start()
-    while not fleet.asked:
-        time.sleep(0.01)
-    engine.interrupt()
-    time.sleep(0.2)
-    assert len(fleet.asked) == 1, "requests were sent while the weights were being updated"
-    version[0] = 2
-    engine.resume()
-    thread.join(10)
-    rows = engine.collect(sampled[0])
-    assert [asked[1] for asked in fleet.asked] == [1, 2]
-    assert rows.token_versions.tolist() == [[0, 0, 1, 2]] * 6
-    assert rows.weight_version.tolist() == [1] * 6
-    assert torch.equal(rows.loss_mask, torch.tensor([[False, False, True, True]] * 6))
 
 
 def test_turns_are_requests_with_seeds_and_limits_of_their_own() -> None:

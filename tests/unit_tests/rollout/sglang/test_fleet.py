@@ -143,8 +143,7 @@ def test_interrupted_generation_keeps_tokens_and_continues() -> None:
         fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
         while sum(server.generating() for server in servers) < 4:
             time.sleep(0.01)
-        fleet.interrupt()
-        first = fleet.result()
+        first = fleet.result(interrupt=True)
         assert first.interrupted
         assert not first.failures
         assert first.samples.keys() | first.unserved.keys() == {request.key for request in asked}
@@ -195,10 +194,11 @@ def test_partial_responses_of_old_weights_begin_anew() -> None:
         whole = generate(fleet, [request]).samples[0, 0]
     before = Sample(whole.token_ids[:5], whole.logprobs[:5], [VERSION] * 5)
     for mixed in (False, True):
-        with fleet_of(right, allow_mixed_versions=mixed) as (fleet, (server,)):
+        with fleet_of(right) as (fleet, (server,)):
             server.version = 2
             fleet.mark(0, State.READY, version=2)
-            sample = generate(fleet, [request], version=2, partials={(0, 0): before}).samples[0, 0]
+            given = {"version": 2, "partials": {(0, 0): before}, "mixed_versions": mixed}
+            sample = generate(fleet, [request], **given).samples[0, 0]
             assert (sample.token_ids, sample.logprobs) == (whole.token_ids, whole.logprobs)
             assert sample.versions == ([VERSION] * 5 + [2] * 7 if mixed else [2] * 12)
             assert len(server.seen[0]["input_ids"]) == (8 if mixed else 3)

@@ -136,8 +136,7 @@ def test_interrupted_sample_continues_with_the_same_tokens(fleet: ServerRouter) 
     asked, sampling = requests(12), replace(SAMPLED, return_routing=True)
     whole = generate(fleet, asked, sampling)
     start(fleet, asked, sampling)
-    fleet.interrupt()
-    first = fleet.result()
+    first = fleet.result(interrupt=True)
     assert not first.failures
     rest = [one for one in asked if one.key in first.unserved]
     second = generate(fleet, rest, sampling, partials=first.unserved)

@@ -88,6 +88,7 @@ def test_runs_are_grouped_by_their_seeds(tmp_path: Path) -> None:
         ("config.yaml", "a: [", r"config\.yaml: cannot be read"),
         ("config.yaml", "a: &a [x]\nb: *a\n", r"config\.yaml: cannot be read: line 1: anchors"),
         ("config.yaml", "- 1\n", r"config\.yaml: is not the config of a run"),
+        ("audit.json", "{}", r"audit\.json: is not an audit"),
         ("metrics.jsonl", "nonsense\n", r"metrics\.jsonl: cannot be read: .* line 1"),
     ],
 )
@@ -146,6 +147,12 @@ def test_hostile_texts_are_data(tmp_path: Path) -> None:
     assert not [text for text in ("<script>alert", "<img", "<b>a") if text in page]
     assert page.count("<script") == page.count("</script>") == 2
     assert HOSTILE in json.dumps(data_of(page), ensure_ascii=False).replace('\\"', '"')
+
+
+def test_audit_is_shown(tmp_path: Path) -> None:
+    audited, other = plant(tmp_path / "a"), plant(tmp_path / "b")
+    (audited / "audit.json").write_text(json.dumps({"page": ["audit of a", HOSTILE]}))
+    assert data_of(page_of(read_runs([audited, other])))["audits"] == [f"audit of a\n{HOSTILE}", ""]
 
 
 def test_page_asks_no_network(tmp_path: Path) -> None:

@@ -1,0 +1,200 @@
+"""Generation k steps ahead: what trains when, with which versions, and what a resumed run does."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.errors import RunError
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.trainer.selection import Ages, choose
+from tests.helpers.fleet import LONGEST, STOP, N, StreamRun, token_of
+
+
+def trained(run: StreamRun) -> list[list[int]]:
+    """Tickets of each step."""
+    return [batch.samples.tickets.tolist() for batch in run.taken]
+
+
+def assert_exact(run: StreamRun) -> None:
+    """Each token's log-prob is that of the weights of its version, and its token the one that those draw."""
+    for current, batch in enumerate(run.taken, 1):
+        rows = batch.samples.rollout
+        assert rows.token_versions is not None
+        for row in range(len(rows.tokens)):
+            mask = rows.loss_mask[row]
+            versions = rows.token_versions[row][mask].tolist()
+            assert versions == sorted(versions)
+            assert versions[0] >= current - run.k
+            assert versions[-1] <= current
+            for token, logprob, version in zip(
+                rows.tokens[row][mask].tolist(), rows.rollout_logprobs[row][mask].tolist(), versions, strict=True
+            ):
+                expected = run.policy.published[version].log_softmax(0)[token]
+                assert logprob == pytest.approx(float(expected), abs=1e-6)
+
+
+def erratic(seed: int) -> dict[str, Any]:
+    """A fleet whose requests come along by 0 to 5 tokens between two looks."""
+
+    def pace(key: tuple[int, int], number: int) -> int:
+        return max(0, random.Random(f"{seed} {key} {number}").randint(-1, 5))
+
+    return {"pace": pace}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_a_locked_run_trains_each_ticket_once_and_none_too_old(k: int) -> None:
+    run = StreamRun(k, SingleRank(), steps=12).run()
+    assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(48))
+    assert_exact(run)
+    versions = {
+        v for one in run.taken for v in one.samples.rollout.token_versions[one.samples.rollout.loss_mask].tolist()
+    }
+    assert len(versions) > 6, "the weights that sample do not change"
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_free_run_trains_each_ticket_once_and_none_too_old(k: int, seed: int) -> None:
+    run = StreamRun(k, SingleRank(), free=True, steps=12, fleet=erratic(seed)).run()
+    assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(48))
+    assert_exact(run)
+
+
+def test_one_step_ahead_is_the_order_of_the_data() -> None:
+    """Whole responses of the version before, four prompts in each step."""
+    run = StreamRun(1, SingleRank()).run()
+    assert trained(run) == [list(range(4 * step, 4 * step + 4)) for step in range(6)]
+    for step, batch in enumerate(run.taken):
+        assert batch.samples.rollout.weight_version.unique().tolist() == [max(1, step)]
+
+
+@pytest.mark.parametrize("waves", [0, 3])
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_a_resumed_run_is_the_undisturbed_one(k: int, waves: int) -> None:
+    """From every step, bit for bit: weights, tickets, rows; with responses cut in the middle."""
+    whole = StreamRun(k, SingleRank(), waves=waves, steps=8)
+    kept = []
+    for _ in range(8):
+        whole.run(1)
+        kept.append(whole.saved())
+    for saved in kept[:-1]:
+        again = StreamRun(k, SingleRank(), waves=waves, steps=8).resume(saved).run()
+        assert torch.equal(again.policy.weights, whole.policy.weights)
+        assert trained(again) == trained(whole)[saved["done"] :]
+        for mine, theirs in zip(again.taken, whole.taken[saved["done"] :], strict=True):
+            assert torch.equal(mine.rewards.totals, theirs.rewards.totals)
+            assert torch.equal(mine.samples.rollout.token_versions, theirs.samples.rollout.token_versions)
+
+
+@pytest.mark.parametrize("waves", [0, 3])
+def test_a_run_on_other_ranks_loses_no_ticket(waves: int) -> None:
+    """Its samples in flight are generated again, of the same tickets."""
+    first = StreamRun(4, SingleRank(), waves=waves, steps=8).run(4)
+    second = StreamRun(4, SingleRank(), waves=waves, steps=8).resume(first.saved(), same_layout=False).run()
+    assert_once(first, second)
+
+
+def assert_once(*runs: StreamRun) -> None:
+    """Each ticket that was drawn was trained, dropped with a reason, or is in flight: one of the three."""
+    ends = Counter(ticket for run in runs for step in trained(run) for ticket in step)
+    ends += Counter(one.ticket for run in runs for batch in run.taken for one in batch.dropped)
+    ends += Counter(ticket for ticket, *_ in runs[-1].collector.numbers(0)["in_flight"])
+    assert ends == Counter(range(runs[-1].stock.drawn))
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("k", [1, 3])
+def test_dynamic_sampling_runs_ahead(k: int, free: bool) -> None:
+    """Groups of equal rewards are dropped; those that wait too long for a step as well, and each says so."""
+    run = StreamRun(k, SingleRank(), free=free, waves=6, steps=10, fleet=erratic(1) if free else {}).run()
+    assert_once(run)
+    assert_exact(run)
+    reasons = Counter(one.reason for batch in run.taken for one in batch.dropped)
+    assert set(reasons) <= {"equal", "expired"}
+    assert reasons["equal"] > 10
+    for batch in run.taken:
+        totals = batch.samples.rewards.totals.view(-1, N)
+        assert (totals[:, 0] != totals[:, 1]).all()
+
+
+def test_failed_samples_leave_their_group_in_its_step() -> None:
+    run = StreamRun(2, SingleRank(), fleet={"fails": lambda key: key[0] % 5 == 0 and key[1] == 0}).run()
+    assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(24))
+    for batch in run.taken:
+        rows = batch.samples.rollout
+        failed = torch.tensor([int(batch.samples.tickets[p]) % 5 == 0 for p in rows.prompt_index]) & (
+            rows.sample_index == 0
+        )
+        assert torch.equal(torch.zeros_like(failed) if rows.failed is None else rows.failed, failed)
+
+
+def test_a_group_about_to_be_too_old_is_waited_for() -> None:
+    """One response is slow: the step in which it would be too old takes it before all younger ones."""
+    slow = {"pace": lambda key, number: 1 if key == (2, 0) else LONGEST}
+    run = StreamRun(2, SingleRank(), free=True, fleet=slow, steps=8).run()
+    assert_exact(run)
+    assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(32))
+
+
+def test_a_late_group_ends_the_run() -> None:
+    run = StreamRun(2, SingleRank(), free=True, fleet={"pace": lambda key, number: 0})
+    run.flow.timeout_s = 0.2
+    with pytest.raises(RunError, match=r"waited 0\.2 s for a group of samples"):
+        run.run()
+
+
+def test_evaluations_pause_the_round() -> None:
+    run = StreamRun(2, SingleRank(), free=True, fleet=erratic(3)).run(2)
+    engine: Any = run.flow.engine
+    run.flow.go_on()
+    before = engine.looks
+    engine.generate = lambda prompts, places, **_: run.taken[0].samples.rollout
+    run.stream.generate([], step=2, greedy=True)
+    run.run(3)
+    assert engine.looks > before
+    assert_exact(run)
+
+
+def can_all_train(groups: list[int], count: int, ages: Ages) -> bool:
+    """Return whether the steps after this one can take all groups in time; groups: versions of their oldest tokens."""
+    ordered = sorted(groups)
+    return all(oldest + ages.limit >= ages.current + 1 + place // count for place, oldest in enumerate(ordered))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_choice_leaves_what_later_steps_can_take(seed: int) -> None:
+    """By trying: it waits only where every choice of complete groups would leave too many to be taken in time."""
+    draw = random.Random(seed)
+    ages, count = Ages(9, draw.randint(0, 3)), draw.randint(1, 3)
+    tickets = draw.sample(range(40), draw.randint(0, 7))
+    groups = [(ticket, draw.randint(9 - ages.limit, 9)) for ticket in tickets]
+    waiting = [draw.randint(9 - ages.limit, 9) for _ in range(draw.randint(0, 4))]
+    columns = torch.tensor(groups, dtype=torch.int64).view(-1, 2)
+    others = torch.tensor(waiting, dtype=torch.int64)
+    chosen = choose(columns[:, 0], columns[:, 1], waiting=others, count=count, ages=ages)
+    good = [
+        taken
+        for taken in combinations(groups, count)
+        if can_all_train([oldest for one, oldest in groups if (one, oldest) not in taken] + waiting, count, ages)
+    ]
+    if chosen is None:
+        assert not good
+        return
+    first = sorted(sorted(groups, key=lambda group: (group[1], group[0]))[:count])
+    assert [groups[place] for place in chosen.tolist()] == first
+    assert not good or tuple(first) in [tuple(sorted(taken)) for taken in good]
+
+
+def test_a_token_is_a_function_of_weights_seed_and_position() -> None:
+    weights = torch.zeros(8, dtype=torch.float64)
+    tokens = [token_of(weights, seed, 3) for seed in range(400)]
+    assert set(tokens) == set(range(8))
+    assert tokens == [token_of(weights, seed, 3) for seed in range(400)]
+    assert STOP in tokens
