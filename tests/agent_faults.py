@@ -225,7 +225,7 @@ AGENTS: Table = {
             "for task in (*generation.jobs.values(), *generation.helpers.values()):",
             "for task in generation.helpers.values():",
         ),
-        ("a server decodes a cancelled turn on", "job.asked.client.abort, job.rid,", "job.asked.client.check_alive,"),
+        ("a server decodes a cancelled turn on", "job.asked.client.abort, job.rid,", 'job.asked.client.abort, "none",'),
         ("turns do not ask for their experts", "return_routing=routed is not None", "return_routing=False"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
     ],
