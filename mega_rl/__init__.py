@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mega_rl.agents.chat import ToolsEnvironment
     from mega_rl.agents.environment import Environment, Policy
     from mega_rl.agents.gateway import Gateway
+    from mega_rl.agents.nemo_gym import NemoGym
     from mega_rl.agents.remote import RemoteEnvironment
     from mega_rl.agents.tool_servers import McpServer
     from mega_rl.agents.trajectory import Branch, LimitReached, Trajectory, Turn
@@ -45,6 +46,7 @@ _NAMES = {
     "mega_rl.agents.chat": "ToolsEnvironment",
     "mega_rl.agents.environment": "Environment Policy",
     "mega_rl.agents.gateway": "Gateway",
+    "mega_rl.agents.nemo_gym": "NemoGym",
     "mega_rl.agents.remote": "RemoteEnvironment",
     "mega_rl.agents.tool_servers": "McpServer",
     "mega_rl.agents.verifiers": "Verifiers",

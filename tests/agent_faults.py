@@ -225,7 +225,7 @@ AGENTS: Table = {
             "for task in (*generation.jobs.values(), *generation.helpers.values()):",
             "for task in generation.helpers.values():",
         ),
-        ("a server decodes a cancelled turn on", "job.asked.client.abort, job.rid,", "job.asked.client.check_alive,"),
+        ("a server decodes a cancelled turn on", "job.asked.client.abort, job.rid,", 'job.asked.client.abort, "none",'),
         ("turns do not ask for their experts", "return_routing=routed is not None", "return_routing=False"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
     ],
@@ -268,6 +268,11 @@ AGENTS: Table = {
         ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),
         ("a late tool holds its answer", "call), self._timeout_s)", "call), 60 + self._timeout_s)"),
         ("arguments of another type reach a tool", "if kinds and not _is_of(value, kinds):", "if kinds and not kinds:"),
+        (
+            "thoughts that name a tool call it",
+            'recipient = re.search(r"\\bto=([^\\s<]+)", header)',
+            'recipient = re.search(r"\\bto=([^\\s<]+)", header + body)',
+        ),
         ("true is a whole number", 'return "boolean" in kinds', "return True"),
     ],
     ("agents", "agents/test_sglang_calls.py"): [
@@ -280,11 +285,6 @@ AGENTS: Table = {
             "half a pair of GLM costs its argument",
             'is no pair of key and value" if left else "")',
             'is no pair" if not rest else "")',
-        ),
-        (
-            "thoughts that name a tool call it",
-            'recipient = re.search(r"\\bto=([^\\s<]+)", header)',
-            'recipient = re.search(r"\\bto=([^\\s<]+)", header + body)',
         ),
         (
             "a key that is misspelt costs the arguments",
@@ -302,11 +302,15 @@ AGENTS: Table = {
         ("what a server calls an error is an answer", 'return f"error: {text}" if given', "return text if given"),
     ],
     ("agents", "agents/test_remote.py"): [
-        ("an endless answer is read to its end", "if size > self.body_bytes:", "if size < 0:"),
+        (
+            "an endless answer is read to its end",
+            'if size > most:\n            raise RunError(f"{url}',
+            'if size < 0:\n            raise RunError(f"{url}',
+        ),
         (
             "a server's failure is an answer",
-            "if response.status_code != 200:\n            said = shorten(whole[",
-            "if response.status_code == 0:\n            said = shorten(whole[",
+            'if status != 200:\n        raise RunError(f"{url} answers {status}',
+            'if status == 0:\n        raise RunError(f"{url} answers {status}',
         ),
         ("a session stays open", 'await world.ask("close", {})', "pass"),
         (
@@ -316,8 +320,29 @@ AGENTS: Table = {
         ),
         ("only the last reward counts", "(trajectory.score or 0.0) + step.reward", "step.reward"),
     ],
+    ("agents", "agents/test_nemo_gym.py"): [
+        (
+            "calls of a turn overtake each other",
+            "        async with lock:\n            _, answer",
+            "        if lock:\n            _, answer",
+        ),
+        (
+            "a limit costs the verification",
+            "except LimitReached as error:\n                reached = error",
+            "except ZeroDivisionError as error:\n                reached = error",
+        ),
+        ("an invalid reward trains", 'if verified.get("mask_sample") or not', "if not"),
+        ("a session is never seeded", 'f"{self.url}/seed_session"', 'f"{self.url}/verify"'),
+    ],
+    ("agents", "agents/test_verifiers_training.py"): [
+        ("an empty answer fails its sample", 'error["error"] != "EmptyModelResponseError"', 'error["error"]'),
+    ],
     ("agents", "agents/test_verifiers.py"): [
-        ("an environment's failure passes", 'if output.get("error"):', 'if output.get("no error"):'),
-        ("a score that nobody reads is set", "if self.context.reads_scores:", "if self.context:"),
+        ("an environment's failure passes", 'error = output.get("error")', 'error = output.get("no error")'),
+        (
+            "a score that nobody reads is set",
+            "if self.context.reads_scores:\n            _playing",
+            "if self.context:\n            _playing",
+        ),
     ],
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from mega_rl.agents.environment import Environment, Policy
 from mega_rl.agents.templates import Ids, TurnTemplate
 from mega_rl.agents.tool_servers import McpServer
-from mega_rl.agents.tools import Toolbox, ToolFunction
+from mega_rl.agents.tools import Call, Toolbox, ToolFunction
 from mega_rl.agents.trajectory import Trajectory, Turn
 from mega_rl.data.chat import TemplateRefusal
 from mega_rl.data.columns import Message
@@ -19,7 +19,7 @@ from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 
 _ASKED: list[Message] = [{"role": "user", "content": "?"}]
-_ANSWER: Message = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": "!"}
+TOOL_ANSWER: Message = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": "!"}
 
 
 @dataclass
@@ -101,19 +101,27 @@ class ToolsEnvironment(Conversation):
             most_calls=self.most_calls,
             most_characters=self.most_characters,
         )
-        self.prove(_ANSWER, self._box.schemas)
+        self.prove(TOOL_ANSWER, self._box.schemas)
 
     async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
         """Take turns and answer their calls until a turn has no call."""
+        async for _ in self.exchanges(self._box, policy, prompt, trajectory):
+            pass
+
+    async def exchanges(
+        self, box: Toolbox, policy: Policy, prompt: Prompt, trajectory: Trajectory
+    ) -> AsyncIterator[tuple[list[Call], list[Message]]]:
+        """Yield the calls of each turn and their answers, until a turn has no call."""
         history = self.opened(prompt)
         while True:
             turn = await policy.turn()
             text = self.context.tokenizer.decode(list(turn.token_ids), clean_up_tokenization_spaces=False)
-            calls = self._box.calls(text) if self.can_follow(turn) else []
+            calls = box.calls(text) if self.can_follow(turn) else []
             if not calls:
                 return
             begin = time.monotonic()
-            answers = await self._box.answers(calls)
+            answers = await box.answers(calls)
             trajectory.tool_s += time.monotonic() - begin
             trajectory.tool_calls += len(calls)
+            yield calls, answers
             self.tell(trajectory, history, turn, answers)

@@ -20,7 +20,7 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.types import Prompt
 from mega_rl.untrusted import parse_object, shorten
 
-CONNECT_S = 10.0
+CONNECT_S = 60.0  # a busy server takes its time
 CLOSE_S = 10.0  # for a server to take leave
 # A server closes an idle connection after some seconds, and an action that it gets at that moment is lost.
 _LIMITS = httpx.Limits(max_keepalive_connections=0)
@@ -99,8 +99,7 @@ class RemoteEnvironment(Conversation):
 
     @asynccontextmanager
     async def _http(self, session: str) -> AsyncIterator[_World]:
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        async with httpx.AsyncClient(verify=_tls(), timeout=timeout, limits=_LIMITS, trust_env=False) as http:
+        async with connection() as http:
             world = _HttpWorld(self.url.rstrip("/"), session, self.body_bytes, http)
             try:
                 yield world
@@ -138,21 +137,7 @@ class _HttpWorld:
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         body = {"episode_id": self.session, **({"action": data} if kind == "step" else data)}
-        size, parts = 0, list[bytes]()
-        try:
-            async with self.http.stream("POST", f"{self.url}/{kind}", json=body) as response:
-                async for part in response.aiter_bytes():
-                    size += len(part)
-                    if size > self.body_bytes:
-                        raise RunError(f"{self.url}/{kind} answers more than body_bytes={self.body_bytes}")
-                    parts.append(part)
-        except httpx.HTTPError as error:
-            raise RunError(f"{self.url}/{kind}: {type(error).__name__}: {shorten(str(error), 200)}") from None
-        whole = b"".join(parts)
-        if response.status_code != 200:
-            said = shorten(whole[:500].decode("utf-8", "replace"), 200)
-            raise RunError(f"{self.url}/{kind} answers {response.status_code}: {said}")
-        return _parsed(whole, f"{self.url}/{kind}")
+        return await asked(self.http, f"{self.url}/{kind}", body, self.body_bytes)
 
 
 @dataclass
@@ -179,6 +164,40 @@ class _SocketWorld:
             await self.connection.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": data}))
         except (OSError, self.failure) as error:
             raise RunError(f"{self.url}: {kind}: {type(error).__name__}: {shorten(str(error), 200)}") from None
+
+
+def connection() -> httpx.AsyncClient:
+    """Return a client with cookies of its own and a connection for each request."""
+    return httpx.AsyncClient(
+        verify=_tls(), timeout=httpx.Timeout(None, connect=CONNECT_S), limits=_LIMITS, trust_env=False
+    )
+
+
+async def post(http: httpx.AsyncClient, url: str, body: Mapping[str, Any], most: int) -> tuple[int, bytes]:
+    """Return (status, answer) of a server; most: bytes of the answer. Raises RunError."""
+    try:
+        async with http.stream("POST", url, json=body) as response:
+            return response.status_code, await _read(response, url, most)
+    except httpx.HTTPError as error:
+        raise RunError(f"{url}: {type(error).__name__}: {shorten(str(error), 200)}") from None
+
+
+async def _read(response: httpx.Response, url: str, most: int) -> bytes:
+    size, parts = 0, list[bytes]()
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > most:
+            raise RunError(f"{url} answers more than body_bytes={most}")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def asked(http: httpx.AsyncClient, url: str, body: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return the object that a server answers; the arguments are those of `post`. Raises RunError."""
+    status, whole = await post(http, url, body, most)
+    if status != 200:
+        raise RunError(f"{url} answers {status}: {shorten(whole[:500].decode('utf-8', 'replace'), 200)}")
+    return _parsed(whole, url)
 
 
 async def _step(world: _World, kind: str, data: Mapping[str, Any]) -> Step:

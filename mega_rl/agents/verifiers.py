@@ -63,8 +63,9 @@ class Verifiers(Gateway):
             output = await self._world.run_rollout(given, client, "policy", {})
         if self.context.reads_scores:
             _playing.get().score = output["reward"]
-        if output.get("error"):
-            raise RunError(f"the environment of verifiers failed: {shorten(str(output['error']), 300)}")
+        error = output.get("error")
+        if error and error["error"] != "EmptyModelResponseError":  # which is the policy's doing
+            raise RunError(f"the environment of verifiers failed: {shorten(str(error), 300)}")
 
 
 def _rows(world: Any, split: Literal["train", "validation"]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -208,3 +208,23 @@ def test_proof_is_made_once_for_a_template(monkeypatch: pytest.MonkeyPatch) -> N
     turn_template(*FAMILIES["chatml"][:2])
     with pytest.raises(TypeError):
         turn_template(*FAMILIES["chatml"][:2], tools=[])
+
+
+@pytest.mark.parametrize(("text", "stops"), [one for one in templates() if one.id in ("harmony", "gptoss")])
+def test_gpt_oss_continues_after_calls_alone(text: str, stops: tuple[str, ...]) -> None:
+    """Behind a user's message its final answer ends otherwise and has lost its thoughts."""
+    tokenizer, template = turn_template(text, stops)
+    call, final = tokenizer.convert_tokens_to_ids(["<|call|>", "<|return|>"])
+    tool: Any = {"role": "tool", "content": "4", "name": "tool", "tool_call_id": "call00001"}
+    assert tokenizer.decode(template.between([tool], call)).endswith('"4"<|end|><|start|>assistant')
+    user: Any = {"role": "user", "content": "and then?"}
+    with pytest.raises(TemplateRefusal, match=re.escape("their end <|return|> becomes <|end|>")):
+        template.between([user], final)
+    with pytest.raises(
+        TemplateRefusal, match=re.escape("ends with <|return|>, and the chat template ends it with <|end|>")
+    ):
+        template.between([user], final, keep=True)
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>"
+    turn = tuple(tokenizer(said, add_special_tokens=False)["input_ids"])
+    with pytest.raises(TemplateRefusal, match=re.escape("<|channel|>final<|message|>' before an earlier turn")):
+        template.opening([user, turn, user])
