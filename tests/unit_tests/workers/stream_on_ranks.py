@@ -36,14 +36,14 @@ def on_ranks(rank: int) -> dict[str, Any]:
     prepare("auto")
     dist.init_process_group("gloo")
     ranks = GroupRanks(dist.group.WORLD)  # type: ignore[arg-type]
-    found = {}
+    runs = {}
     for waves in (0, 3):
         for together in (False, True):
             run = run_of(ranks, waves=waves, together=together).run(SAVED)
             saved = run.saved()
-            found[f"{waves} {together}"] = facts(run.run())
-            found[f"{waves} {together} resumed"] = facts(
+            runs[f"{waves} {together}"] = facts(run.run())
+            runs[f"{waves} {together} resumed"] = facts(
                 run_of(ranks, waves=waves, together=together).resume(saved).run()
             )
     dist.destroy_process_group()
-    return found
+    return runs

@@ -106,8 +106,8 @@ def test_a_run_on_other_ranks_loses_no_ticket(waves: int) -> None:
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run_ranks(2, cases.on_ranks, timeout_s=120)
-    return found
+    runs: list[dict[str, Any]] = run_ranks(2, cases.on_ranks, timeout_s=120)
+    return runs
 
 
 @pytest.mark.parametrize("waves", [0, 3])
@@ -116,7 +116,7 @@ def test_ranks_train_what_one_rank_trains(of_ranks: list[dict[str, Any]], waves:
     """Two replicas, and one of two ranks, also resumed: weights to the bit, tickets, tokens and what is dropped."""
     alone = cases.facts(cases.run_of(SingleRank(), waves=waves, together=False).run())
     for name, first in ((f"{waves} {together}", 0), (f"{waves} {together} resumed", cases.SAVED)):
-        ranks = [found[name] for found in of_ranks]
+        ranks = [runs[name] for runs in of_ranks]
         for rank in ranks:
             assert torch.equal(rank["weights"], alone["weights"])
         for number, expected in enumerate(alone["steps"][first:]):
