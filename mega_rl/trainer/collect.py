@@ -167,7 +167,7 @@ class Collector:
         return samples
 
     def _chosen(self, stock: Stock) -> tuple[Samples, list[Dropped]]:
-        """Wait until the step can choose; return this replica's rows of its groups, and the groups it drops."""
+        """Wait until the step can choose; return this replica's rows, and the dropped groups."""
         plan, flow, pool = self.plan, stock.flow, stock.pool
         count, draws, wait = plan.prompts_per_step, 0, False
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
@@ -207,7 +207,7 @@ class Collector:
         return True
 
     def _add(self, stock: Stock, arrived: Arrived) -> Tensor:
-        """Score groups and add them to the pool; return [2], sum of this replica's rewards and their number."""
+        """Add scored groups to the pool; return [2], sum and number of this replica's rewards."""
         prompts, plan = [stock.begun[ticket][1] for ticket in arrived.tickets], self.plan
         samples = self._scored(prompts, arrived)
         usable = torch.ones(len(prompts), dtype=torch.bool)

@@ -56,7 +56,7 @@ class Ages(NamedTuple):
 
 
 def choose(tickets: Tensor, oldest: Tensor, *, waiting: Tensor, count: int, ages: Ages) -> Tensor | None:
-    """Return [count] places of the groups that a step takes, by ticket; None: it must wait for more.
+    """Return [count] places of the groups that a step takes, by ticket; None: it waits.
 
     It takes those that will be too old first, and by ticket among them. It waits for groups in progress where, without
     them, more groups would be left than the steps until they are too old can take: else short responses would win.
@@ -84,7 +84,7 @@ def _split(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Pool:
-    """Complete groups that no step has taken; equal on all ranks but for the rows, which are this replica's."""
+    """Complete groups that no step has taken; the rows are this replica's, all else is equal on all ranks."""
 
     samples: Samples | None = None
     oldest: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # [G]
@@ -184,7 +184,7 @@ class Stock:
         self.flow.add(draw, of_tickets)
 
     def choose(self, count: int, *, limit: int) -> Tensor | None:
-        """Return the places of the groups in the pool that a step takes, or None, as `choose`."""
+        """Return the places in the pool that a step takes, or None, as `choose`."""
         return self.pool.choose(list(self.flow.waiting.values()), count, Ages(self.version(), limit))
 
     def take(self, chosen: Tensor, *, limit: int) -> tuple[Samples, list[Dropped]]:

@@ -1,4 +1,4 @@
-"""Generation next to training, up to k steps ahead: groups of samples in progress, and their weight updates."""
+"""Generation next to training, up to k steps ahead: groups in progress, and weight updates."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class ServerFlow:
                 flight.failures[key] = failure
 
     def _meet(self, late: bool) -> tuple[dict[int, int], bool, bool]:
-        """Return (complete groups by ticket, the round has ended on all ranks, some rank is late); collective.
+        """Return (complete groups by ticket, all ranks' rounds have ended, some rank is late); collective.
 
         Each group has the version of its oldest token.
         """
@@ -256,7 +256,7 @@ class ServerFlow:
 
 @dataclass
 class RolloutStream:
-    """Rollout source and weight sync next to a flow, whose rounds end for evaluations and weight updates."""
+    """Rollout source and weight sync; rounds of the flow end for evaluations and weight updates."""
 
     flow: ServerFlow
     sync: WeightSync
