@@ -190,7 +190,7 @@ RL: Table = {
         (
             "an expired group trains",
             "return oldest < self.current - self.limit\n",
-            "return oldest < self.current - self.limit - 1\n",
+            "return oldest < 0\n",
         ),
     ],
     ("experience", "trainer/test_dynamic_sampling.py"): [
