@@ -148,6 +148,8 @@ def _audit_logprobs(audit: Audit, steps: Sequence[Record], config: Config, work:
             weights = Path(find_weights(begun[version], config, work / str(version))["actor"])
         except UserError:  # neither the record nor a checkpoint has them
             continue
+        if read_hf_config(weights).quantization is not None:  # transformers decodes them to another dtype
+            continue
         done += 1
         policy = _Sampler(weights, config)
         with progress.phase(f"log-probs of version {version}"):
@@ -156,7 +158,7 @@ def _audit_logprobs(audit: Audit, steps: Sequence[Record], config: Config, work:
                 audit.add("logprobs", int(own.sum()), improbable(step, own, policy, config))
     if done < len(used):
         audit.unchecked.append(
-            f"logprobs: {len(used) - done} of {len(used)} versions: no weights, or beyond --versions"
+            f"logprobs: {len(used) - done} of {len(used)} versions: no weights, quantised ones, or beyond --versions"
         )
 
 

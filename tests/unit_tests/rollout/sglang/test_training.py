@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -96,6 +97,44 @@ def test_the_policy_learns_from_what_the_server_samples(run: tuple[Path, Path, s
         assert one["sync/failed_servers"] == 0
         assert one["rollout/sequences"] == 64
         assert one["reward/timeouts"] == one["reward/crashes"] == 0
+
+
+@needs_sglang
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize("arrival", ["lock", "free"])
+def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path, set[int]], arrival: str) -> None:
+    """Three steps ahead, killed in the middle: it goes on, and no ticket is lost, doubled or too old."""
+    folder = run[0].parent
+    command = [sys.executable, "-m", "mega_rl.cli", "train", "--nproc-per-node", "2", "--config", "quickstart_sglang"]
+    command += [
+        f"model.path={folder / 'model'}", f"data.train_files=[{folder / 'data' / 'train.jsonl'}]", "data.val_files=[]",
+        f"reward.function={folder / 'reward.py'}:score", f"trainer.run_dir={folder / arrival}", "trainer.steps=10",
+        "trainer.prompts_per_step=16", "trainer.minibatch_size=16", "trainer.val_interval=0", "optim.lr=1e-3",
+        "optim.warmup_steps=0", "algorithm.correction=tis", "trainer.async_steps=3",
+        f"rollout.sglang.arrival={arrival}", "checkpoint.save_interval=1", "checkpoint.keep=12",
+        "metrics.records.interval=1",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / f"{arrival}.log").open("wb") as output:
+        how: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": output, "stderr": subprocess.STDOUT}
+        first = subprocess.Popen(command, **how)
+        deadline = time.monotonic() + 250
+        while not (folder / arrival / "checkpoints" / "step_000004").is_dir():
+            assert first.poll() is None, (folder / f"{arrival}.log").read_text(errors="replace")[-4000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        first.kill()
+        first.wait()
+        assert subprocess.run(command, timeout=250, **how).returncode == 0
+    audit = subprocess.run(
+        [sys.executable, "-m", "mega_rl.cli", "audit", folder / arrival, "--json"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    steps = [record.metrics for record in read_metrics(folder / arrival / "metrics.jsonl")]
+    assert len(steps) == 10
+    assert 1 <= max(one["rollout/staleness_max"] for one in steps) <= 3
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2
 
 
 @needs_sglang
