@@ -141,7 +141,7 @@ class Rollout:
 
 
 class Draw(NamedTuple):
-    """Prompts that were drawn together; a ticket is the number of a prompt's draw since the run began."""
+    """Prompts that were drawn together; a ticket numbers the draws since the run began."""
 
     first: int  # ticket of the first one
     size: int  # number of prompts

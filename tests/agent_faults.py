@@ -268,6 +268,11 @@ AGENTS: Table = {
         ("calls in thoughts are made", 'text.rpartition("</think>")[2]', "text"),
         ("a late tool holds its answer", "call), self._timeout_s)", "call), 60 + self._timeout_s)"),
         ("arguments of another type reach a tool", "if kinds and not _is_of(value, kinds):", "if kinds and not kinds:"),
+        (
+            "thoughts that name a tool call it",
+            'recipient = re.search(r"\\bto=([^\\s<]+)", header)',
+            'recipient = re.search(r"\\bto=([^\\s<]+)", header + body)',
+        ),
         ("true is a whole number", 'return "boolean" in kinds', "return True"),
     ],
     ("agents", "agents/test_sglang_calls.py"): [
@@ -280,11 +285,6 @@ AGENTS: Table = {
             "half a pair of GLM costs its argument",
             'is no pair of key and value" if left else "")',
             'is no pair" if not rest else "")',
-        ),
-        (
-            "thoughts that name a tool call it",
-            'recipient = re.search(r"\\bto=([^\\s<]+)", header)',
-            'recipient = re.search(r"\\bto=([^\\s<]+)", header + body)',
         ),
         (
             "a key that is misspelt costs the arguments",

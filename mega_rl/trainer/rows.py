@@ -239,7 +239,8 @@ def share_out(samples: Samples, ranks: Ranks) -> Samples:
     count = 1 + int(ranks.max(torch.cat([number, none]).max()))
     keys = gather_column(rows.prompt_index * count + number, ranks)
     columns = gather_column(rewards.columns(), ranks)[keys.argsort()]
-    own = ranks.exchange_rows(rows, rows.prompt_index * ranks.size // len(samples.prompts))
+    # As `share` does.
+    own = ranks.exchange_rows(rows, ((rows.prompt_index + 1) * ranks.size - 1) // len(samples.prompts))
     number = own.sample_index if own.branch is None else (own.sample_index << _BRANCH_BITS) + own.branch
     own_keys = own.prompt_index * count + number
     width = int(own.lengths.max()) if len(own.lengths) else own.tokens.size(1)

@@ -87,7 +87,7 @@ def read_steps(run: Path) -> list[Record]:
 
 
 def audit_records(steps: Sequence[Record]) -> Audit:
-    """Return what the rules find that need only records."""
+    """Return the breaches of the rules that need only records."""
     audit = Audit([step.description.step for step in steps])
     tickets = sum(step.description.prompts for step in steps)
     ahead = int(steps[-1].description.config["trainer"]["async_steps"])

@@ -1,4 +1,4 @@
-"""Generation next to training, up to k steps ahead: groups of samples in progress, and their weight updates."""
+"""Generation next to training, up to k steps ahead: groups in progress, and weight updates."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class ServerFlow:
                 flight.failures[key] = failure
 
     def _meet(self, late: bool) -> tuple[dict[int, int], bool, bool]:
-        """Return (complete groups by ticket, the round has ended on all ranks, some rank is late); collective.
+        """Return (complete groups by ticket, all ranks' rounds have ended, some rank is late); collective.
 
         Each group has the version of its oldest token.
         """
@@ -227,6 +227,7 @@ class ServerFlow:
         self.pause()
         rows = [(key, sample) for flight in self.flights.values() for key, sample in flight.samples.items()]
         failed = {key for flight in self.flights.values() for key in flight.failures}
+        routing = b"".join(one.routing for _, one in rows)
         heads = [
             (*key, len(one.token_ids), _FINISHES.index("failed" if key in failed else one.finish), len(one.routing))
             for key, one in rows
@@ -236,7 +237,7 @@ class ServerFlow:
             "token_ids": torch.tensor([token for _, one in rows for token in one.token_ids], dtype=torch.int64),
             "logprobs": torch.tensor([value for _, one in rows for value in one.logprobs], dtype=torch.float64),
             "versions": torch.tensor([version for _, one in rows for version in one.versions], dtype=torch.int64),
-            "routing": torch.tensor(list(b"".join(one.routing for _, one in rows)), dtype=torch.uint8),
+            "routing": torch.frombuffer(bytearray(routing), dtype=torch.uint8) if routing else torch.zeros(0).byte(),
         }
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
@@ -244,7 +245,7 @@ class ServerFlow:
         if not tensors:
             return
         ids, logprobs, versions = (tensors[name].tolist() for name in ("token_ids", "logprobs", "versions"))
-        routing, at, at_routing = bytes(tensors["routing"].tolist()), 0, 0
+        routing, at, at_routing = tensors["routing"].numpy().tobytes(), 0, 0
         for ticket, number, count, finish, size in tensors["heads"].tolist():
             here, word = slice(at, at + count), _FINISHES[finish]
             if word != "failed":
@@ -256,7 +257,7 @@ class ServerFlow:
 
 @dataclass
 class RolloutStream:
-    """Rollout source and weight sync next to a flow, whose rounds end for evaluations and weight updates."""
+    """Rollout source and weight sync; rounds of the flow end for evaluations and weight updates."""
 
     flow: ServerFlow
     sync: WeightSync

@@ -176,6 +176,7 @@ class FakeServer:
         self.script, self.token = script, token
         self.version = VERSION
         self.seconds_per_token = seconds_per_token
+        self.looks_s = 0.02  # between looks for a client that has hung up
         self.wedged = False  # /health_generate hangs, /health still answers 200
         self.seen: list[Json] = []  # bodies of /generate, without probes
         self.probes = 0
@@ -282,7 +283,7 @@ class FakeServer:
         try:
             # As SGLang does: a client that hangs up ends its request.
             script = asyncio.ensure_future(self.script(exchange))
-            gone = asyncio.ensure_future(_hung_up(reader))
+            gone = asyncio.ensure_future(_hung_up(reader, self.looks_s))
             await asyncio.wait({script, gone}, return_when=asyncio.FIRST_COMPLETED)
             for task in (script, gone):
                 task.cancel()
@@ -298,6 +299,6 @@ def generated(router: ServerRouter, *arguments: Any, **given: Any) -> Generation
     return router.result()
 
 
-async def _hung_up(reader: asyncio.StreamReader) -> None:
+async def _hung_up(reader: asyncio.StreamReader, looks_s: float) -> None:
     while not reader.at_eof():
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(looks_s)

@@ -169,12 +169,14 @@ class StreamRun:
     per_step: int = 4
     waves: int = 0
     quantum: int = 0
+    together: bool = False  # the ranks are one replica, not one each
     fleet: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.policy = Policy()
         engine = FakeFleet(self.policy, self.ranks, **self.fleet)
-        worker = RolloutWorker(engine, self.ranks, SingleRank(), N, seed=7)  # type: ignore[arg-type]
+        self.replicas, replica = (SingleRank(), self.ranks) if self.together else (self.ranks, SingleRank())
+        worker = RolloutWorker(engine, self.replicas, replica, N, seed=7)  # type: ignore[arg-type]
         quantum = 0 if self.free else self.quantum or -(-LONGEST // self.k)
         version = lambda: self.policy.weight_version  # noqa: E731
         self.flow = ServerFlow(
@@ -188,47 +190,55 @@ class StreamRun:
             look_s=0.0,  # type: ignore[arg-type]
         )
         self.stream, self.stock = RolloutStream(self.flow, self.policy), Stock(self.flow, version, self.flow)
-        last = 0 if self.waves else self.steps * self.per_step
-        plan = SamplingPlan(N, self.waves, self.per_step, self.per_step, ahead=self.k, last=last)
+        plan = SamplingPlan(
+            N, self.waves, self.per_step, self.per_step, ahead=self.k, steps=0 if self.waves else self.steps
+        )
         stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
         self.collector = Collector(
             Numbered(),
             self.stream,
             Lengths(),
             plan,
-            self.ranks,
+            self.replicas,
             stage,
             log,
             stock=self.stock,  # type: ignore[arg-type]
         )
         self.done = 0
         self.taken: list[Any] = []  # batch of each step
+        self.versions: list[int] = []  # of the trainer at each
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank."""
         tensors = {name: tensor.clone() for name, tensor in self.stock.state().items()}
         numbers = {"done": self.done, "version": self.policy.weight_version, **self.collector.numbers(self.done)}
-        return {**numbers, "weights": self.policy.weights.clone(), "tensors": tensors}
+        return {
+            **numbers,
+            "weights": self.policy.weights.clone(),
+            "tensors": tensors,
+            "published": {**self.policy.published},
+        }
 
     def resume(self, saved: Mapping[str, Any], *, same_layout: bool = True) -> StreamRun:
         self.done, self.policy.weights = saved["done"], saved["weights"].clone()
         self.policy.resume_at(saved["version"])
+        self.policy.published = {**saved["published"]}
         self.stock.restore(saved["tensors"] if same_layout else None)
         self.collector.resume(saved)
         return self
 
     def run(self, steps: int | None = None) -> StreamRun:
         """Make steps, by default to the run's end."""
-        if not self.policy.published:
+        if not self.versions:
             self.stream.publish()
         for _ in range(self.steps - self.done if steps is None else steps):
+            self.versions.append(self.policy.weight_version)
             batch = self.collector.take(self.done)
             self.taken.append(batch)
             rows = batch.samples.rollout
             counts = torch.bincount(rows.tokens[rows.loss_mask], minlength=VOCABULARY)
-            self.policy.weights = (
-                self.policy.weights + self.ranks.sum(counts).double() * 2.0**-6 * torch.arange(VOCABULARY).sub(3).sign()
-            )
+            moves = self.replicas.sum(counts).double() * torch.arange(VOCABULARY).sub(3).sign() * 2.0**-6
+            self.policy.weights = self.policy.weights + moves
             self.done += 1
             self.stream.publish()
         return self

@@ -5,6 +5,7 @@ The form is that of its `SimpleResourcesServer` and `simple_agent` (github.com/N
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import sys
@@ -67,6 +68,7 @@ class Counters:
         if kind == "increment":
             if body["count"] > 9:
                 return JSONResponse({"detail": "too much"}, 422)
+            await asyncio.sleep(0.05)  # a call that does not wait for the one before it comes first
             self.counts[session] += body["count"]
             return JSONResponse({"success": True})
         if kind == "read":

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib.util
 import json
+import os
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -195,6 +197,14 @@ def play(
     return outcomes
 
 
+def resources() -> set[object]:
+    """Descriptors of this process, each with what it is, child processes and threads; garbage holds none of them."""
+    gc.collect()
+    time.sleep(0.5)  # for the server to see that connections have ended
+    links = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    return {*((one.name, os.readlink(one)) for one in links), *psutil.Process().children(True), *threading.enumerate()}
+
+
 def conversation(tokenizer: Any, played: Played) -> str:
     return str(tokenizer.decode(list(played.trajectory.branch.token_ids)))
 
@@ -243,8 +253,7 @@ def test_what_a_server_does_costs_the_sample_by_kind(server: tuple[World, str]) 
     """Each trajectory ends once and closes its session; those that hang hold up no other, and nothing is left."""
     world, url = server
     play(f"http:{url}", "3", "5")  # what stays in the process is there then
-    world.faults, process = (*list(KINDS)[1:], *("none",) * GOOD), psutil.Process()
-    before = (process.num_fds(), process.children(recursive=True), threading.enumerate())
+    world.faults, before = (*list(KINDS)[1:], *("none",) * GOOD), resources()
     for _ in range(GENERATIONS):
         ends = list[int]()
         outcomes = play(f"http:{url}", "3", "5", count=EACH, timeout_s=PATIENCE_S, ends=ends)
@@ -257,11 +266,9 @@ def test_what_a_server_does_costs_the_sample_by_kind(server: tuple[World, str]) 
         hung = [faults[number] == "hangs" for number in ends]
         assert all(hung[hung.index(True) :])
     assert world.opened == EACH * GENERATIONS + 1 == world.closed
-    gc.collect()
+    assert not resources() - before  # those of earlier tests may end meanwhile
     left = [one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done()]
     assert not [one for one in left if one.get_loop().is_closed()]  # the server's is open
-    time.sleep(0.5)  # for the server to see that connections have ended
-    assert (process.num_fds(), process.children(recursive=True), threading.enumerate()) == before
 
 
 def test_each_request_has_its_connection(server: tuple[World, str]) -> None:

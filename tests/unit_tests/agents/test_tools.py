@@ -94,6 +94,12 @@ def test_calls_come_back_through_the_template(style: str, writer: str) -> None:
         assert box.calls(written) == [Call("weather", arguments)], written
 
 
+def test_thoughts_of_harmony_call_nothing() -> None:
+    thought = "<|channel|>analysis<|message|>I may call to=functions.weather now<|end|>"
+    text = f"{thought}<|start|>assistant<|channel|>final<|message|>{json.dumps(GOOD)}<|return|>"
+    assert Toolbox([weather], "harmony").calls(text) == []
+
+
 def test_every_style_has_a_template() -> None:
     assert WRITERS.keys() == STYLES.keys()
 

@@ -242,7 +242,7 @@ def test_rows_of_a_trajectory_stay_together() -> None:
     ranks = assign_rows(batch.prompt_index, batch.lengths, block=[0, 1], dp_size=2, units=batch.unit)
     assert len(set(ranks[1:4].tolist())) == 1
     rows = rollout("three rows")
-    chosen = share_out(Samples(PROMPTS, rows, rewards(rows), torch.arange(2)), torch.tensor([0, 1]), SingleRank())
+    chosen = share_out(Samples(PROMPTS, rows, rewards(rows), torch.arange(2)), SingleRank())
     assert torch.equal(chosen.rollout.tokens, rows.tokens)
     assert chosen.rewards.totals.tolist() == rewards(rows).totals.tolist()
 

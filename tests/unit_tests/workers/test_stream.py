@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 from itertools import combinations
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.errors import RunError
+from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.selection import Ages, choose
+from tests.helpers.distributed import run_ranks
 from tests.helpers.fleet import LONGEST, STOP, N, StreamRun, token_of
+from tests.helpers.selection import FULL
+from tests.unit_tests.workers import stream_on_ranks as cases
 
 
 def trained(run: StreamRun) -> list[list[int]]:
@@ -23,15 +27,14 @@ def trained(run: StreamRun) -> list[list[int]]:
 
 def assert_exact(run: StreamRun) -> None:
     """Each token's log-prob is that of the weights of its version, and its token the one that those draw."""
-    for current, batch in enumerate(run.taken, 1):
+    for current, batch in zip(run.versions, run.taken, strict=True):
         rows = batch.samples.rollout
         assert rows.token_versions is not None
         for row in range(len(rows.tokens)):
             mask = rows.loss_mask[row]
             versions = rows.token_versions[row][mask].tolist()
             assert versions == sorted(versions)
-            assert versions[0] >= current - run.k
-            assert versions[-1] <= current
+            assert all(current - run.k <= version <= current for version in versions)
             for token, logprob, version in zip(
                 rows.tokens[row][mask].tolist(), rows.rollout_logprobs[row][mask].tolist(), versions, strict=True
             ):
@@ -101,12 +104,98 @@ def test_a_run_on_other_ranks_loses_no_ticket(waves: int) -> None:
     assert_once(first, second)
 
 
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = run_ranks(2, cases.on_ranks, timeout_s=120)
+    return runs
+
+
+@pytest.mark.parametrize("waves", [0, 3])
+@pytest.mark.parametrize("together", [False, True])
+def test_ranks_train_what_one_rank_trains(of_ranks: list[dict[str, Any]], waves: int, together: bool) -> None:
+    """Two replicas, and one of two ranks, also resumed: weights to the bit, tickets, tokens and what is dropped."""
+    alone = cases.facts(cases.run_of(SingleRank(), waves=waves, together=False).run())
+    for name, first in ((f"{waves} {together}", 0), (f"{waves} {together} resumed", cases.SAVED)):
+        ranks = [runs[name] for runs in of_ranks]
+        for rank in ranks:
+            assert torch.equal(rank["weights"], alone["weights"])
+        for number, expected in enumerate(alone["steps"][first:]):
+            own = [rank["steps"][number] for rank in ranks]
+            assert all(step["tickets"] == expected["tickets"] for step in own)
+            assert all(step["dropped"] == expected["dropped"] for step in own)
+            assert own[0]["rows"] | own[1]["rows"] == expected["rows"]
+            assert len(own[0]["rows"]) + len(own[1]["rows"]) == len(expected["rows"]) * (2 if together else 1)
+
+
 def assert_once(*runs: StreamRun) -> None:
     """Each ticket that was drawn was trained, dropped with a reason, or is in flight: one of the three."""
     ends = Counter(ticket for run in runs for step in trained(run) for ticket in step)
     ends += Counter(one.ticket for run in runs for batch in run.taken for one in batch.dropped)
     ends += Counter(ticket for ticket, *_ in runs[-1].collector.numbers(0)["in_flight"])
     assert ends == Counter(range(runs[-1].stock.drawn))
+
+
+def test_a_lower_limit_drops_what_is_too_old() -> None:
+    """Resumed with one step ahead in place of eight: each ticket trains once, or is dropped by its age."""
+    first = StreamRun(8, SingleRank(), steps=12).run(6)
+    second = StreamRun(1, SingleRank(), steps=12).resume(first.saved()).run()
+    assert_once(first, second)
+    assert_exact(second)
+    assert {one.reason for batch in second.taken for one in batch.dropped} == {"expired"}
+
+
+def test_prompts_in_flight_out_of_order_need_their_flow() -> None:
+    saved = StreamRun(4, SingleRank(), steps=8).run(3).saved()
+    assert [ticket for ticket, *_ in saved["in_flight"]] != list(range(12, 12 + len(saved["in_flight"])))
+    run = StreamRun(4, SingleRank(), steps=8)
+    run.collector.stock = None
+    with pytest.raises(UserError, match=r"trainer\.async_steps=0: the checkpoint has \d+ prompts in flight"):
+        run.collector.resume(saved)
+
+
+def digest(run: StreamRun) -> str:
+    return hashlib.sha256(run.policy.weights.numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("waves", [0, 3])
+def test_killed_runs_end_with_the_weights_of_one_that_was_not(waves: int) -> None:
+    """Eight steps ahead, locked: after a kill at a random step a run goes on from its last checkpoint."""
+    kills, draw, steps = 250 if FULL else 15, random.Random(waves), 16
+    expected = digest(StreamRun(8, SingleRank(), waves=waves, steps=steps).run())
+    while kills > 0:
+        saved: dict[str, Any] | None = None
+        while True:
+            run = StreamRun(8, SingleRank(), waves=waves, steps=steps)
+            if saved is not None:
+                run.resume(saved)
+            last = draw.randint(run.done, steps + 4)  # of this attempt; beyond the end: it ends
+            while run.done < min(last, steps):
+                run.run(1)
+                saved = run.saved() if draw.random() < 0.5 else saved
+            if run.done == steps:
+                break
+            kills -= 1
+        assert digest(run) == expected
+
+
+def test_free_runs_lose_and_double_nothing() -> None:
+    """Kills, other layouts, failed samples and an erratic fleet, with and without dynamic sampling."""
+    faults, seed = 1_000 if FULL else 30, 0
+    while faults > 0:
+        draw, seed = random.Random(seed), seed + 1
+        broken = draw.randrange(7)
+        fleet = {**erratic(seed), "fails": lambda key, broken=broken: sum(key) % 7 == broken}
+        given = {"free": True, "waves": draw.choice([0, 4]), "steps": 10, "fleet": fleet}
+        k, parts = draw.choice([1, 2, 4, 8]), list[StreamRun]()
+        while not parts or parts[-1].done < 10:
+            run = StreamRun(k, SingleRank(), **given)
+            if parts:
+                run.resume(parts[-1].saved(), same_layout=draw.random() < 0.7)
+            parts.append(run.run(min(draw.randint(1, 5), 10 - run.done)))
+            faults -= 1
+        assert_once(*parts)
+        for run in parts:
+            assert_exact(run)
 
 
 @pytest.mark.parametrize("free", [False, True])

@@ -151,7 +151,7 @@ class SglangRolloutEngine:
         self.router.start(requests, given, version=version, deadline=deadline, partials=partials, mixed_versions=mixed)
 
     def end(self, *, interrupt: bool = False) -> GenerationResult:
-        """Return the result of the generation, once it has ended; interrupt: at once, with what there is."""
+        """Return the generation's result, once it has ended; interrupt: at once, with what there is."""
         result = self.router.result(interrupt=interrupt)
         self._since.add(replace(result, samples={}, failures={}, unserved={}))
         return result
@@ -193,7 +193,7 @@ class SglangRolloutEngine:
         *,
         trains: bool,
     ) -> Rollout:
-        """Return one row per request in order; collective. Raises RunError on all ranks if too many have failed."""
+        """Return one row per request; collective. Raises RunError on all ranks if too many failed."""
         any_failed = _settle_failures(failures, len(requests), self._world, self._settings.max_failed_share)
         return rollout_of(
             requests,

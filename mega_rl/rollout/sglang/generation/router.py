@@ -288,7 +288,7 @@ class ServerRouter:
             raise RunError(f"a generation continued {_SLACK_S:g} s after its deadline") from None
 
     def so_far(self, wait_s: float = 0.0) -> tuple[GenerationResult, bool]:
-        """Return what has ended of the generation begun last, and whether all has, after a wait of up to `wait_s`."""
+        """Return the samples that have ended, and whether all have, after a wait of up to `wait_s`."""
         assert self._future is not None, "no generation was started"
         has_ended = not concurrent.futures.wait([self._future], timeout=wait_s).not_done
         ended = GenerationResult() if self._generation is None else self._generation.result

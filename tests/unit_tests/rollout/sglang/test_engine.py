@@ -95,7 +95,7 @@ def engine_over(fleet: Any, *, share: float = 0.0, restarts: int = 2, **given: A
         settings=SglangRolloutSettings(
             sampling=SAMPLING,
             max_positions=given.pop("max_positions", 64),
-            timeout_s=5.0,
+            timeout_s=30.0,
             concurrency=4,
             restarts=restarts,
             max_failed_share=share,
@@ -380,14 +380,15 @@ def test_a_cancelled_turn_is_aborted_at_its_server() -> None:
         await exchange.aborted.wait()
         aborted.append(exchange.body["rid"])
         waiting.append(asked.put(TurnRequest((3,), (5, 0, 0), 2)))
-        waiting[-1].add_done_callback(lambda _: asked.close())
+        waiting[-1].add_done_callback(lambda _: waiting[1].add_done_callback(lambda _: asked.close()))
         await exchange.forever()
 
     with FakeServer(slow) as server, closing(router_over(server)) as fleet:
+        server.looks_s = 3600.0  # the client hangs up, too, and the server may see that before the abort
         engine, _ = engine_over(fleet)
         asked, aborted = TurnQueue(), list[str]()
         waiting = [asked.put(TurnRequest(ids, (5, 0, len(ids) - 1), 4)) for ids in ((3,), (3, 4))]
-        late = threading.Timer(10.0, asked.close)  # a test without an abort fails, too
+        late = threading.Timer(30.0, asked.close)  # a test without an abort fails, too
         late.start()
         engine.turns(asked, TurnSampling((0, 3)))
         late.cancel()
