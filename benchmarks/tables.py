@@ -29,6 +29,7 @@ SHOWN = {
     "step_s": ("step of {}", "{:.2f} s"),
     "peak_bytes": ("peak memory of {}", "{:.2f} GB"),
     "numbers": ("{}", "{:.3g}"),
+    "lines": ("{}", "{}"),
 }
 
 

@@ -187,7 +187,11 @@ RL: Table = {
             "if complete < min(count, alive - later * count):",
             "if complete < 0:",
         ),
-        ("an expired group trains", "kept = (left & self.usable & ~late)", "kept = (left & self.usable)"),
+        (
+            "an expired group trains",
+            "return oldest < self.current - self.limit\n",
+            "return oldest < 0\n",
+        ),
     ],
     ("experience", "trainer/test_dynamic_sampling.py"): [
         (

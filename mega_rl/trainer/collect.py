@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.data.order import StepOrder, SuccessRates
+from mega_rl.errors import UserError
 from mega_rl.parallel.boxes import EngineState, Piece, whole
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.loop import Stages, StepLog
@@ -40,7 +41,7 @@ class SamplingPlan:
     prompts_per_step: int = 0  # prompts that train, where a step chooses
     prompts: int = 0  # prompts of each draw, where a step chooses
     ahead: int = 0  # steps that generation runs ahead, the largest age of a token in versions
-    last: int = 0  # draws that the whole run needs; 0: unknown
+    steps: int = 0  # of the run, each of which trains all that is drawn for it; 0: nobody knows how many it drops
     overlong: Overlong = field(default_factory=Overlong)
     by_parts: bool = False  # a difference in a weighted component counts, even if the totals are equal
     greedy: bool = False  # the estimator compares samples with greedy responses
@@ -128,7 +129,7 @@ class Collector:
                 rollout = self.source.generate(prompts, step=step)
             samples = self._scored(prompts, Arrived([*range(first, first + len(prompts))], [], rollout, None))
         else:
-            samples, dropped = self._chosen(self.stock)
+            samples, dropped = self._chosen(self.stock, step)
             greedy = self._greedy_rewards(samples.prompts, step)
             self.stock.flow.go_on()
         with self.stage("reward"):
@@ -151,8 +152,14 @@ class Collector:
 
     def resume(self, numbers: JsonObject) -> None:
         """Resume from the `numbers` of a checkpoint, empty for a new run; collective."""
+        tickets = sorted(ticket for ticket, *_ in numbers.get("in_flight", ()))
         if self.stock is not None and numbers:
             self.stock.resume(numbers, self.order.prompt_of)
+        elif tickets and tickets[-1] - tickets[0] >= len(tickets):
+            raise UserError(
+                f"trainer.async_steps=0: the checkpoint has {len(tickets)} prompts in flight, of which later ones have "
+                "been trained; set trainer.async_steps as it was, or another number above 0"
+            )
 
     def _scored(self, prompts: Sequence[Prompt], arrived: Arrived) -> Samples:
         """Return checked and scored samples; collective."""
@@ -166,30 +173,35 @@ class Collector:
                 self.success.record(samples, self.ranks)
         return samples
 
-    def _chosen(self, stock: Stock) -> tuple[Samples, list[Dropped]]:
+    def _chosen(self, stock: Stock, step: int) -> tuple[Samples, list[Dropped]]:
         """Wait until the step can choose; return this replica's rows, and the dropped groups."""
         plan, flow, pool = self.plan, stock.flow, stock.pool
         count, draws, wait = plan.prompts_per_step, 0, False
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
-        while len(stock.begun) < (plan.ahead + 1) * count and self._draw(stock):
+        expired = stock.expire(limit=plan.ahead)
+        while len(stock.begun) < (plan.ahead + 1) * count and self._draw(stock, step):
             draws += 1
         while True:
             with self.stage("generate"):
                 arrived = flow.arrived(wait=wait)
             if arrived is not None:
                 sampled += self._add(stock, arrived)
+                expired += stock.expire(limit=plan.ahead)
             if (chosen := stock.choose(count, limit=plan.ahead)) is not None:
                 break
             wait = True
             if not flow.waiting:
-                if draws >= max(plan.waves, 1) or not self._draw(stock):
+                if 0 < plan.waves <= draws or not self._draw(stock, step):
                     chosen = pool.filled(count)
                     break
                 draws += 1
         filled = float((~pool.usable[chosen]).sum())
         samples, dropped = stock.take(chosen, limit=plan.ahead)
+        dropped += expired
         total, number = self.ranks.sum(sampled).tolist()
         self.log.add({"rollout/dropped_groups": float(len(dropped))})
+        if plan.ahead:
+            self.log.add({"rollout/expired_groups": float(sum(one.reason == "expired" for one in dropped))})
         if plan.waves:
             self.log.add({"rollout/generations": float(draws), "rollout/filled_groups": filled})
             self.log.add({"reward/sampled_mean": total / max(number, 1.0)})
@@ -197,12 +209,12 @@ class Collector:
         check_rows(samples.rollout, samples.prompts, self.ranks, samples=plan.samples)
         return samples, dropped
 
-    def _draw(self, stock: Stock) -> bool:
+    def _draw(self, stock: Stock, step: int) -> bool:
         """Draw prompts and begin their groups; False where the run needs no more."""
-        first, size = stock.drawn, self.plan.prompts
-        if self.plan.last and first >= self.plan.last:
+        first, size, plan = stock.drawn, self.plan.prompts, self.plan
+        if plan.steps and len(stock.begun) >= (plan.steps - step) * plan.prompts_per_step:
             return False
-        draw = Draw(first, size, first if self.plan.waves else first // size)
+        draw = Draw(first, size, first if plan.waves else first // size)
         stock.begin(draw, self.order.take(first, size))
         return True
 

@@ -50,6 +50,10 @@ class Ages(NamedTuple):
     current: int  # version that the trainer has
     limit: int
 
+    def are_over(self, oldest: Tensor) -> Tensor:
+        """Return [G] bool: groups that are too old for this step; oldest: [G] int64."""
+        return oldest < self.current - self.limit
+
     def are_last(self, oldest: Tensor) -> Tensor:
         """Return [G] bool: groups that would be too old at the next step; oldest: [G] int64."""
         return oldest <= self.current - self.limit
@@ -120,18 +124,21 @@ class Pool:
         assert self.samples is not None
         taken, left = self.samples.only(chosen), torch.ones(len(self.oldest), dtype=torch.bool)
         left[chosen] = False
-        late = ages.are_last(self.oldest)
-        dropped = [
-            Dropped(int(self.samples.tickets[place]), self._reason(place, ages), *self.means[place].tolist())
-            for place in (left & (late | ~self.usable)).nonzero().flatten().tolist()
-        ]
-        kept = (left & self.usable & ~late).nonzero().flatten()
-        self.samples = self.samples.only(kept) if len(kept) else None
-        self.oldest, self.usable, self.means = self.oldest[kept], self.usable[kept], self.means[kept]
-        return taken, dropped
+        return taken, self.keep(left & self.usable & ~ages.are_last(self.oldest), left, limit=ages.limit)
 
-    def _reason(self, place: int, ages: Ages) -> str:
-        return ("expired" if ages.limit else "surplus") if self.usable[place] else "equal"
+    def keep(self, kept: Tensor, left: Tensor, *, limit: int) -> list[Dropped]:
+        """Remove all groups but `kept`, [G] bool; return those of them that are `left`, [G] bool, as dropped."""
+        if self.samples is None:
+            return []
+        dropped = [
+            Dropped(int(self.samples.tickets[place]), reason, *self.means[place].tolist())
+            for place in (left & ~kept).nonzero().flatten().tolist()
+            for reason in ["equal" if not self.usable[place] else "expired" if limit else "surplus"]
+        ]
+        places = kept.nonzero().flatten()
+        self.samples = self.samples.only(places) if len(places) else None
+        self.oldest, self.usable, self.means = self.oldest[places], self.usable[places], self.means[places]
+        return dropped
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -187,12 +194,22 @@ class Stock:
         """Return the places in the pool that a step takes, or None, as `choose`."""
         return self.pool.choose(list(self.flow.waiting.values()), count, Ages(self.version(), limit))
 
+    def expire(self, *, limit: int) -> list[Dropped]:
+        """Drop the groups that are too old for a step, as after a resume with a lower limit."""
+        over = Ages(self.version(), limit).are_over(self.pool.oldest)
+        return self._forget(self.pool.keep(~over, torch.ones_like(over), limit=limit) if over.any() else [])
+
     def take(self, chosen: Tensor, *, limit: int) -> tuple[Samples, list[Dropped]]:
         """Remove and return the chosen groups, and drop those that no later step may take."""
         samples, dropped = self.pool.take(chosen, Ages(self.version(), limit))
-        for ticket in [*samples.tickets.tolist(), *(one.ticket for one in dropped)]:
+        for ticket in samples.tickets.tolist():
             del self.begun[ticket]
-        return samples, dropped
+        return samples, self._forget(dropped)
+
+    def _forget(self, dropped: list[Dropped]) -> list[Dropped]:
+        for one in dropped:
+            del self.begun[one.ticket]
+        return dropped
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -227,7 +244,7 @@ class Stock:
         parts: dict[str, dict[str, Tensor]] = {"flow": {}, "pool": {}}
         for name, tensor in (tensors or {}).items():
             part, _, own = name.partition("/")
-            parts[part][own] = tensor
+            parts.get(part, {})[own] = tensor
         self._complete = parts["pool"]
         if self.state_of_flow is not None:
             self.state_of_flow.restore(parts["flow"])

@@ -227,6 +227,7 @@ class ServerFlow:
         self.pause()
         rows = [(key, sample) for flight in self.flights.values() for key, sample in flight.samples.items()]
         failed = {key for flight in self.flights.values() for key in flight.failures}
+        routing = b"".join(one.routing for _, one in rows)
         heads = [
             (*key, len(one.token_ids), _FINISHES.index("failed" if key in failed else one.finish), len(one.routing))
             for key, one in rows
@@ -236,7 +237,7 @@ class ServerFlow:
             "token_ids": torch.tensor([token for _, one in rows for token in one.token_ids], dtype=torch.int64),
             "logprobs": torch.tensor([value for _, one in rows for value in one.logprobs], dtype=torch.float64),
             "versions": torch.tensor([version for _, one in rows for version in one.versions], dtype=torch.int64),
-            "routing": torch.tensor(list(b"".join(one.routing for _, one in rows)), dtype=torch.uint8),
+            "routing": torch.frombuffer(bytearray(routing), dtype=torch.uint8) if routing else torch.zeros(0).byte(),
         }
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
@@ -244,7 +245,7 @@ class ServerFlow:
         if not tensors:
             return
         ids, logprobs, versions = (tensors[name].tolist() for name in ("token_ids", "logprobs", "versions"))
-        routing, at, at_routing = bytes(tensors["routing"].tolist()), 0, 0
+        routing, at, at_routing = tensors["routing"].numpy().tobytes(), 0, 0
         for ticket, number, count, finish, size in tensors["heads"].tolist():
             here, word = slice(at, at + count), _FINISHES[finish]
             if word != "failed":

@@ -51,7 +51,13 @@ def is_right(sample: Sample, request: SampleRequest, sampling: Sampling) -> bool
     return (sample.token_ids, sample.logprobs, sample.finish) == (tokens, logprobs, finish)
 
 
-def right_answer(body: Json, *, version: int = VERSION, num_tokens: int | None = None) -> Json:
+def right_answer(
+    body: Json,
+    *,
+    version: int = VERSION,
+    num_tokens: int | None = None,
+    token: Callable[[int, int], int] = token_at,
+) -> Json:
     """The answer to a body of /generate; cut at `num_tokens`, as an abort would."""
     params = body["sampling_params"]
     context, stops = body["input_ids"], set(params["stop_token_ids"])
@@ -61,7 +67,7 @@ def right_answer(body: Json, *, version: int = VERSION, num_tokens: int | None =
         if num_tokens is not None and len(tokens) >= num_tokens:
             finish = {"type": "abort", "message": "Abort in the decode batch"}
             break
-        tokens.append(token_at(params.get("sampling_seed", 0), len(context) + len(tokens)))
+        tokens.append(token(params.get("sampling_seed", 0), len(context) + len(tokens)))
         if tokens[-1] in stops:
             finish = {"type": "stop", "matched": tokens[-1]}
             break
@@ -102,9 +108,10 @@ class Exchange:
         """Number of the prompt, by its first token as `requests` of a test make it; -1 of a probe."""
         return -1 if self.is_probe else int(self.body["rid"].split("-")[1])
 
-    def answer(self) -> Json:
-        """The right answer."""
-        return right_answer(self.body, version=self.server.version)
+    def answer(self, num_tokens: int | None = None) -> Json:
+        """The right answer, as `right_answer`."""
+        server = self.server
+        return right_answer(self.body, version=server.version, num_tokens=num_tokens, token=server.token)
 
     async def send(self, content: bytes, *, status: int = 200, length: int | None = None) -> None:
         """An HTTP answer, whose header may claim another length."""
@@ -151,15 +158,22 @@ async def right(exchange: Exchange) -> None:
         except TimeoutError:
             pass
         else:
-            whole = right_answer(exchange.body, version=server.version, num_tokens=exchange.tokens)
+            whole = exchange.answer(exchange.tokens)
     await exchange.send_json(whole)
 
 
 class FakeServer:
     """`with FakeServer(script) as server:`; a script gets every /generate, probes included."""
 
-    def __init__(self, script: Script = right, *, index: int = 0, seconds_per_token: float = 0.0) -> None:
-        self.script = script
+    def __init__(
+        self,
+        script: Script = right,
+        *,
+        index: int = 0,
+        seconds_per_token: float = 0.0,
+        token: Callable[[int, int], int] = token_at,
+    ) -> None:
+        self.script, self.token = script, token
         self.version = VERSION
         self.seconds_per_token = seconds_per_token
         self.looks_s = 0.02  # between looks for a client that has hung up

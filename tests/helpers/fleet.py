@@ -190,8 +190,9 @@ class StreamRun:
             look_s=0.0,  # type: ignore[arg-type]
         )
         self.stream, self.stock = RolloutStream(self.flow, self.policy), Stock(self.flow, version, self.flow)
-        last = 0 if self.waves else self.steps * self.per_step
-        plan = SamplingPlan(N, self.waves, self.per_step, self.per_step, ahead=self.k, last=last)
+        plan = SamplingPlan(
+            N, self.waves, self.per_step, self.per_step, ahead=self.k, steps=0 if self.waves else self.steps
+        )
         stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
         self.collector = Collector(
             Numbered(),

@@ -19,6 +19,7 @@ from tests.peers import package
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Arguments besides --tiny, and the peers that a benchmark needs. device.py has a test file of its own.
 PROGRAMS: dict[str, tuple[list[str], list[str]]] = {
+    "ahead": ([], []),
     "checkpoint": ([], []),
     "converters": (["--only", "export dense TP2"], ["mbridge"]),
     "converters, all": ([], ["mbridge"]),
@@ -57,7 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 # `make test` runs "engines"; the others are those of `make test-full`.
 LONG = ("e2e", "converters", "converters, all", "learning", "restart", "checkpoint", "ddp", "reward_pool")
-LONG += ("stream", "weight_sync")
+LONG += ("ahead", "stream", "weight_sync")
 
 
 @pytest.mark.parametrize("name", without(PROGRAMS, *LONG))

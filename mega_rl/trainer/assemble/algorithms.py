@@ -186,7 +186,7 @@ def build_collector(
             by_parts=method.needs_parts,
             greedy=method.needs_greedy,
             ahead=trainer.async_steps,
-            last=0 if dynamic.max_generations else trainer.steps * per_step,
+            steps=0 if dynamic.max_generations else trainer.steps,
             overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
         ),
         ranks=run.replicas,

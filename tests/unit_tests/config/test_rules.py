@@ -137,7 +137,7 @@ RULES = [
     (1, "D.mixture.temperature=2", "D.mixture.temperature=2.0 has no effect: it needs D.mixture.sources"),
     (1, "D.curriculum=success D.shuffle=false", "D.curriculum=success with D.shuffle=false: prompts come in one"),
     (1, "D.curriculum=success R.source=none", "D.curriculum=success needs rewards, which R.source=none does not"),
-    (1, "D.stream.rows=8 T.async_steps=2", "D.stream.rows with T.async_steps=2: a checkpoint keeps the place"),
+    (1, "D.stream.rows=8 T.async_steps=2", "D.stream.rows with T.async_steps=2: a checkpoint keeps one place"),
     (1, "D.stream.timeout_s=5", "D.stream.timeout_s=5.0 has no effect: it needs D.stream.rows"),
     (1, "D.stream.rows=8 T.epochs=2", "D.stream.rows=8: the number of prompts is not known, so it cannot go with"),
     (1, "D.stream.rows=8 D.val_size=3 T.val_interval=5", "D.stream.rows=8: the number of prompts is not known, so"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.errors import RunError
+from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.selection import Ages, choose
 from tests.helpers.distributed import run_ranks
@@ -133,6 +133,24 @@ def assert_once(*runs: StreamRun) -> None:
     ends += Counter(one.ticket for run in runs for batch in run.taken for one in batch.dropped)
     ends += Counter(ticket for ticket, *_ in runs[-1].collector.numbers(0)["in_flight"])
     assert ends == Counter(range(runs[-1].stock.drawn))
+
+
+def test_a_lower_limit_drops_what_is_too_old() -> None:
+    """Resumed with one step ahead in place of eight: each ticket trains once, or is dropped by its age."""
+    first = StreamRun(8, SingleRank(), steps=12).run(6)
+    second = StreamRun(1, SingleRank(), steps=12).resume(first.saved()).run()
+    assert_once(first, second)
+    assert_exact(second)
+    assert {one.reason for batch in second.taken for one in batch.dropped} == {"expired"}
+
+
+def test_prompts_in_flight_out_of_order_need_their_flow() -> None:
+    saved = StreamRun(4, SingleRank(), steps=8).run(3).saved()
+    assert [ticket for ticket, *_ in saved["in_flight"]] != list(range(12, 12 + len(saved["in_flight"])))
+    run = StreamRun(4, SingleRank(), steps=8)
+    run.collector.stock = None
+    with pytest.raises(UserError, match=r"trainer\.async_steps=0: the checkpoint has \d+ prompts in flight"):
+        run.collector.resume(saved)
 
 
 def digest(run: StreamRun) -> str:
