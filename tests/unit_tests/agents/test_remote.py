@@ -266,7 +266,8 @@ def test_what_a_server_does_costs_the_sample_by_kind(server: tuple[World, str]) 
         hung = [faults[number] == "hangs" for number in ends]
         assert all(hung[hung.index(True) :])
     assert world.opened == EACH * GENERATIONS + 1 == world.closed
-    assert not resources() - before  # those of earlier tests may end meanwhile
+    opened = resources() - before  # resources of earlier tests may end meanwhile
+    assert not opened
     left = [one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done()]
     assert not [one for one in left if one.get_loop().is_closed()]  # the server's is open
 
