@@ -140,7 +140,7 @@ CHECKS: dict[str, Check] = {
     "reward model": shown("reward model"),
     "embedded rollouts": shown("embedded rollouts"),
     "weights to servers by process group": shown("by distributed"),
-    "generation one step ahead": setting(*SERVED),
+    "generation ahead of training": setting(*SERVED),
     "checkpoints, and going on from them": shown("resume"),
     "going on under another layout": shown("resume elsewhere"),
     "going on from the other engine's checkpoint": shown("checkpoint of the other engine"),

@@ -27,11 +27,11 @@ def faults() -> dict[str, Any]:
     """Things that the real trainer could get wrong, by name."""
     from mega_rl.parallel.divergence import TeacherHead
     from mega_rl.rewards.role import RewardComponents, TextScorer
-    from mega_rl.trainer import collect, policy_gradient, rows
+    from mega_rl.trainer import policy_gradient, rows, selection
     from mega_rl.workers.models import LearningWorker
 
     built = policy_gradient.build_experience
-    update, choose, teacher_logits = LearningWorker.update, rows.choose, TeacherHead.logits
+    update, choose, teacher_logits = LearningWorker.update, selection.choose, TeacherHead.logits
     score, settings = TextScorer.score, RewardComponents.__init__
 
     def early(*args: Any, **kwargs: Any) -> Any:
@@ -52,15 +52,16 @@ def faults() -> dict[str, Any]:
     def unweighted(self: Any, weights: Any, **more: Any) -> None:
         settings(self, None, **more)
 
-    def last(spread: Any, count: int) -> Any:
-        return len(spread) - 1 - choose(spread.flip(0), count).flip(0)
+    def last(tickets: Any, oldest: Any, **more: Any) -> Any:
+        chosen = choose(-tickets, oldest, **more)
+        return None if chosen is None else chosen.flip(0)
 
     return {
         "rewards of the row before": patch.object(TextScorer, "score", rolled),
         "advantages one token early": patch.object(policy_gradient, "build_experience", early),
         "rate of the next step": patch.object(LearningWorker, "update", late),
         "groups of equal rewards kept": patch.object(rows, "has_spread", _all_spread),
-        "last groups instead of the first": patch.object(collect, "choose", last),
+        "last groups instead of the first": patch.object(selection, "choose", last),
         "weights of parts left out": patch.object(RewardComponents, "__init__", unweighted),
         "divergence of one temperature": patch.object(TeacherHead, "logits", cold),
     }
