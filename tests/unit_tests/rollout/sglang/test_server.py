@@ -232,7 +232,9 @@ def test_quantised_checkpoint_is_served_without_its_weights(scripted: Any, tmp_p
     for name, text in (("config.json", json.dumps(config)), ("model.safetensors", "")):
         (tmp_path / name).write_text(text)
     process = scripted("well", model_path=tmp_path, config_changes={"quantization_config": None})
-    given = psutil.Process(process.pid).cmdline()
+    deadline = time.monotonic() + 20.0  # until the child has become the server
+    while "--model-path" not in (given := psutil.Process(process.pid).cmdline()) and time.monotonic() < deadline:
+        time.sleep(0.01)
     folder = Path(given[given.index("--model-path") + 1])
     assert given[given.index("--load-format") + 1] == "dummy"
     assert [file.name for file in folder.iterdir()] == ["config.json"]
