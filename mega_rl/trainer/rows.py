@@ -239,7 +239,7 @@ def share_out(samples: Samples, ranks: Ranks) -> Samples:
     count = 1 + int(ranks.max(torch.cat([number, none]).max()))
     keys = gather_column(rows.prompt_index * count + number, ranks)
     columns = gather_column(rewards.columns(), ranks)[keys.argsort()]
-    # As `share` does.
+    # `share` gives each rank the same prompts.
     own = ranks.exchange_rows(rows, ((rows.prompt_index + 1) * ranks.size - 1) // len(samples.prompts))
     number = own.sample_index if own.branch is None else (own.sample_index << _BRANCH_BITS) + own.branch
     own_keys = own.prompt_index * count + number

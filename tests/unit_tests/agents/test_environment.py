@@ -46,7 +46,7 @@ def play(own: Any, count: int = 8, sample: Any = answer, limit: int = 40) -> lis
     outcomes = runner.run(made, sample_turns)
     assert (queues[-1].playing, queues[-1]._open) == (0, {})
     blocked = len(queues) - 1  # each made the others run again
-    # Which frees their caches; what had ended before another one blocked does not run again.
+    # An end frees caches; what had ended before another one blocked does not run again.
     ended = set[tuple[int, int]]().union(*(one.ended for one in queues))
     left = [one for one in outcomes if (one.trajectory.prompt_index, one.trajectory.sample_index) not in ended]
     assert len(left) <= blocked
