@@ -7,8 +7,9 @@ interrupts.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from torch import Tensor
 
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.generation.engine import rollout_of, sampling_seed
+from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS, rollout_of, sampling_seed
 from mega_rl.rollout.sglang.generation.samples import (
-    GenerationResult,
     Key,
     RequestFailure,
     Sample,
@@ -61,19 +61,29 @@ class Policy:
         return {}
 
 
+@dataclass(eq=False)
+class _Job:
+    """A request at the fleet."""
+
+    request: SampleRequest
+    answer: Callable[[Sample | RequestFailure], None]
+    sample: Sample
+    dropped: bool = False
+
+
 @dataclass
 class FakeFleet:
-    """One rank's engine; `pace(key, look)` counts the looks of the whole run."""
+    """One rank's engine; `pace(key, look)` counts the looks of the whole run. Keys: ticket and sample."""
 
     policy: Policy
     everyone: Ranks
     pace: Callable[[Key, int], int] = lambda key, number: LONGEST
     fails: Callable[[Key], bool] = lambda key: False
     sampling: Sampling = SAMPLING
+    routed: None = None
     looks: int = 0
-    _begun: int = 0  # looks before the round
-    _asked: Sequence[SampleRequest] = ()
-    _partials: Mapping[Key, Sample] = field(default_factory=dict)
+    tokens: int = 0  # sampled
+    _jobs: list[_Job] = field(default_factory=list)
 
     def requests(self, prompts: Sequence[Prompt], places: Sequence[int], *, n: int, seed: Any) -> list[SampleRequest]:
         ids = [
@@ -86,21 +96,26 @@ class FakeFleet:
     def metrics(self) -> Metrics:
         return {}
 
-    def begin(self, requests: Sequence[SampleRequest], partials: Mapping[Key, Sample]) -> None:
-        self._asked, self._partials, self._begun = requests, partials, self.looks
+    def open(self) -> None:
+        assert not self._jobs
 
     @property
     def router(self) -> FakeFleet:
         return self
 
-    def so_far(self, wait_s: float = 0.0) -> tuple[GenerationResult, bool]:
-        self.looks += 1
-        result = self._played(interrupt=True)
-        return replace(result, unserved={}), not result.unserved
+    def ask(
+        self, request: SampleRequest, answer: Callable[[Sample | RequestFailure], None], so_far: Sample
+    ) -> Callable[[], object]:
+        job = _Job(request, answer, so_far)
+        self._jobs.append(job)
+        return lambda: setattr(job, "dropped", True)
 
-    def end(self, *, interrupt: bool = False) -> GenerationResult:
-        self.looks += 1
-        return self._played(interrupt=interrupt)
+    def end(self, *, interrupt: bool = False) -> None:
+        self.look()
+        jobs, self._jobs = self._jobs, []
+        assert interrupt or not jobs
+        for job in jobs:
+            job.answer(job.sample)
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
         assert not lost()
@@ -110,29 +125,40 @@ class FakeFleet:
         version = self.policy.weight_version
         return rollout_of(requests, samples, weight_version=version, with_failed=has_failed, with_token_versions=True)
 
-    def _played(self, *, interrupt: bool) -> GenerationResult:
-        result, version = GenerationResult(), self.policy.weight_version
+    def look(self) -> None:
+        """Let requests come along until this look."""
+        look, self.looks = self.looks, self.looks + 1
+        for job in [*self._jobs]:
+            key = (job.request.key[0], job.request.key[1] >> NUMBER_BITS)
+            self._decode(job, self.pace(key, look))
+            if self.fails(key) or job.sample.is_whole(job.request, self.sampling) or job.dropped:
+                self._jobs.remove(job)
+                job.answer(RequestFailure("bad_answer", "it is cut") if self.fails(key) else job.sample)
+
+    def _decode(self, job: _Job, count: int) -> None:
+        version, before = self.policy.weight_version, job.sample
         weights = self.policy.published[version]
-        for request in self._asked:
-            before = self._partials[request.key]
-            ids, logprobs, versions = list(before.token_ids), list(before.logprobs), list(before.versions)
-            left = (
-                sum(self.pace(request.key, look) for look in range(self._begun, self.looks)) if interrupt else LONGEST
-            )
-            assert request.limit is not None
-            while left and len(ids) < request.limit and STOP not in ids:
-                ids.append(token_of(weights, request.seed, len(ids)))
-                logprobs.append(float(weights.log_softmax(0)[ids[-1]]))
-                versions.append(version)
-                left -= 1
-            sample = Sample(ids, logprobs, versions, "stop" if STOP in ids else "length")
-            if self.fails(request.key):
-                result.failures[request.key] = RequestFailure("bad_answer", "it is cut")
-            elif sample.is_whole(request, SAMPLING):
-                result.samples[request.key] = sample
-            else:
-                result.unserved[request.key] = replace(sample, finish="partial")
-        return result
+        ids, logprobs, versions = list(before.token_ids), list(before.logprobs), list(before.versions)
+        assert job.request.limit is not None
+        while count and len(ids) < job.request.limit and STOP not in ids:
+            ids.append(token_of(weights, job.request.seed, len(ids)))
+            logprobs.append(float(weights.log_softmax(0)[ids[-1]]))
+            versions.append(version)
+            count, self.tokens = count - 1, self.tokens + 1
+        whole = STOP in ids or len(ids) >= job.request.limit
+        job.sample = Sample(ids, logprobs, versions, ("stop" if STOP in ids else "length") if whole else "partial")
+
+
+class Looks(threading.Condition):
+    """Whoever waits looks at the fleet first."""
+
+    def __init__(self, fleet: FakeFleet) -> None:
+        super().__init__()
+        self._fleet = fleet
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        self._fleet.look()
+        return super().wait_for(predicate, min(timeout or 0.0, 0.01))
 
 
 class Numbered:
@@ -189,6 +215,7 @@ class StreamRun:
             beat_s=0.01,
             look_s=0.0,  # type: ignore[arg-type]
         )
+        self.flow.requests.changed = Looks(engine)
         self.stream, self.stock = RolloutStream(self.flow, self.policy), Stock(self.flow, version, self.flow)
         plan = SamplingPlan(
             N, self.waves, self.per_step, self.per_step, ahead=self.k, steps=0 if self.waves else self.steps

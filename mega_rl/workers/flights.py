@@ -1,0 +1,262 @@
+"""Groups in progress over many weight updates, and their requests: responses, and turns of trajectories.
+
+A request is open until its sample is whole. That of a single response is there from the start of its group; a turn's
+comes when its environment asks for it. While a round runs, servers get the open requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from mega_rl.agents.environment import Answer, Played, TurnRequest
+from mega_rl.agents.trajectory import Trajectory
+from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS, SglangRolloutEngine, answer_turn
+from mega_rl.rollout.sglang.generation.samples import Key, RequestFailure, Sample, SampleRequest
+from mega_rl.types import Prompt
+
+_FINISHES = ("partial", "stop", "length", "failed")  # in a checkpoint
+
+
+def number_of(key: Key) -> int:
+    """Return the number of a request's sample within its group."""
+    return key[1] >> NUMBER_BITS
+
+
+class _Kept(NamedTuple):
+    """A sample that was in flight before."""
+
+    sample: Sample
+    context: int  # digest of the tokens before it
+
+
+def _digest(token_ids: tuple[int, ...]) -> int:
+    return xxhash.xxh3_64_intdigest(array("q", token_ids).tobytes()) >> 1
+
+
+@dataclass(eq=False)
+class Flight:
+    """Group in progress: samples of one prompt."""
+
+    prompt: Prompt
+    in_replica: bool  # this rank's replica asks for them
+    is_mine: bool  # this rank does
+    seed: tuple[int, ...] = ()
+    place: int = 0  # of the prompt in its draw
+    # On the rank that asks; keys: (ticket, number of the sample and of its turn, as of `SglangRolloutEngine`).
+    requests: dict[Key, SampleRequest] = field(default_factory=dict)
+    samples: dict[Key, Sample] = field(default_factory=dict)  # whole, or as far as they came
+    failures: dict[Key, RequestFailure] = field(default_factory=dict)
+    room: dict[int, int] = field(default_factory=dict)  # tokens that each sample may still get in this round
+    playing: dict[int, Trajectory] = field(default_factory=dict)  # by number, those that have not ended
+    played: dict[int, Played] = field(default_factory=dict)
+
+    def open(self) -> list[SampleRequest]:
+        """Return the requests whose samples are neither whole nor failed."""
+        done = {key for key, sample in self.samples.items() if sample.finish != "partial"} | self.failures.keys()
+        return [request for key, request in self.requests.items() if key not in done]
+
+    def oldest(self, current: int) -> int:
+        """Return the version of the oldest token; `current` without a token."""
+        return min((min(sample.versions, default=current) for sample in self.samples.values()), default=current)
+
+
+@dataclass(eq=False)
+class OpenRequests:
+    """The requests of all groups in progress. Threads of training, environments and servers call it."""
+
+    engine: SglangRolloutEngine
+    groups: dict[int, Flight]  # by ticket
+    quantum: int  # tokens that a sample gets in a round at most, in all its requests; 0: no limit
+    changed: threading.Condition = field(default_factory=threading.Condition)  # guards all
+    runs: bool = False  # a round
+    drifted: int = 0  # kept samples whose environment asked with other tokens
+    _kept: dict[Key, _Kept] = field(default_factory=dict)
+    _out: dict[Key, Callable[[], object]] = field(default_factory=dict)  # at servers, with functions that drop them
+    _waits: dict[Key, Future[Answer]] = field(default_factory=dict)  # environments for whole turns
+
+    def ask(self, request: SampleRequest, waits: Future[Answer] | None = None) -> None:
+        """Open a request, which continues what is kept of it after the same tokens."""
+        with self.changed:
+            key, flight = request.key, self.groups[request.key[0]]
+            kept = self._kept.pop(key, None)
+            if kept is not None and kept.context != _digest(request.prompt):
+                kept, self.drifted = None, self.drifted + 1
+            flight.requests[key], flight.samples[key] = request, Sample() if kept is None else kept.sample
+            if waits is not None:
+                self._waits[key] = waits
+                waits.add_done_callback(partial(self._drop, request))
+            if flight.samples[key].finish != "partial":
+                self._answer(request, flight.samples[key])
+            elif self.runs:
+                self._send(request)
+            self.changed.notify_all()
+
+    def put(self, turn: TurnRequest) -> Future[Answer]:
+        """Ask for a turn of a trajectory, whose prompt is its ticket."""
+        (ticket, sample, number), answer = turn.key, Future[Answer]()
+        flight = self.groups[ticket]
+        request = self.engine.turn_request(turn._replace(key=(flight.place, sample, number)), flight.seed)
+        self.ask(replace(request, key=(ticket, request.key[1])), answer)
+        return answer
+
+    def end(self, trajectory: Trajectory) -> None:
+        """Cancel the turns that an ended trajectory has left."""
+        with self.changed:
+            flight, number = self.groups.get(trajectory.prompt_index), trajectory.sample_index
+            if flight is not None and flight.playing.get(number) is trajectory:
+                for request in flight.open():
+                    if number_of(request.key) == number and request.key in self._waits:
+                        self._waits[request.key].cancel()
+                for key in [key for key in self._kept if (key[0], number_of(key)) == (trajectory.prompt_index, number)]:
+                    del self._kept[key]
+
+    def forget(self, trajectory: Trajectory) -> None:
+        """Keep a trajectory's turns for its next start."""
+        with self.changed:
+            flight = self.groups[trajectory.prompt_index]
+            for key in [key for key in flight.requests if number_of(key) == trajectory.sample_index]:
+                request, sample = flight.requests.pop(key), flight.samples.pop(key)
+                if flight.failures.pop(key, None) is None:
+                    self._kept[key] = _Kept(sample, _digest(request.prompt))
+                self._waits.pop(key, None)
+                self._out.pop(key, bool)()
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def start(self, *, anew: bool = True) -> None:
+        """Begin a round; not `anew`: continue one whose servers were lost."""
+        self.engine.open()
+        with self.changed:
+            self.runs = True
+            for flight in self.groups.values():
+                if anew:
+                    flight.room = dict.fromkeys(map(number_of, flight.requests), self.quantum)
+                    flight.room |= dict.fromkeys(flight.playing, self.quantum)
+                for request in flight.open():
+                    self._send(request)
+
+    def stop(self, *, interrupt: bool) -> None:
+        """End the round; interrupt: what is at servers is cut short."""
+        with self.changed:
+            self.runs = False
+        self.engine.end(interrupt=interrupt)
+
+    def lost(self) -> list[SampleRequest]:
+        """Return the requests that a round had to continue, and that no server has."""
+        with self.changed:
+            return [
+                request
+                for flight in self.groups.values()
+                for request in flight.open()
+                if request.key not in self._out and (not self.quantum or flight.room.get(number_of(request.key), 0))
+            ]
+
+    def are_quiet(self, wait_s: float) -> bool:
+        """Return whether no server has a request and each trajectory waits for a turn, within `wait_s`."""
+
+        def quiet() -> bool:
+            return not self._out and all(
+                flight.playing.keys() <= {number_of(request.key) for request in flight.open()}
+                for flight in self.groups.values()
+                if flight.playing
+            )
+
+        with self.changed:
+            return self.changed.wait_for(quiet, wait_s)
+
+    def _send(self, request: SampleRequest) -> None:
+        key, flight = request.key, self.groups[request.key[0]]
+        sample, number = flight.samples[key], number_of(key)
+        limit, have = request.most(self.engine.sampling), len(sample.token_ids)
+        if self.quantum:
+            limit = min(limit, have + flight.room.get(number, 0))
+            if limit <= have:
+                return
+            flight.room[number] -= limit - have
+        answered = partial(self._answered, request, limit)
+        self._out[key] = self.engine.router.ask(replace(request, limit=limit), answered, sample)
+
+    def _answered(self, request: SampleRequest, limit: int, outcome: Sample | RequestFailure) -> None:
+        with self.changed:
+            key, flight = request.key, self.groups.get(request.key[0])
+            if flight is None or flight.requests.get(key) is not request:
+                return  # dropped
+            self._out.pop(key, None)
+            if isinstance(outcome, RequestFailure):
+                flight.failures[key] = outcome
+                self._answer(request, outcome)
+            else:
+                if self.quantum:
+                    flight.room[number_of(key)] += limit - len(outcome.token_ids)
+                is_whole = outcome.is_whole(request, self.engine.sampling)
+                flight.samples[key] = outcome if is_whole else replace(outcome, finish="partial", routing=b"")
+                if is_whole:
+                    self._answer(request, outcome)
+            self.changed.notify_all()
+
+    def _answer(self, request: SampleRequest, outcome: Sample | RequestFailure) -> None:
+        waits = self._waits.pop(request.key, None)
+        if waits is not None:
+            answer_turn(waits, len(request.prompt), self.engine.routed, outcome)
+
+    def _drop(self, request: SampleRequest, waits: Future[Answer]) -> None:
+        """Drop a turn that its environment does not wait for any more."""
+        with self.changed:
+            flight = self.groups.get(request.key[0])
+            if waits.cancelled() and flight is not None and flight.requests.get(request.key) is request:
+                del flight.requests[request.key], flight.samples[request.key]
+                self._waits.pop(request.key, None)
+                self._out.pop(request.key, bool)()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this rank's samples as flat tables."""
+        with self.changed:
+            rows = [
+                (key, _Kept(flight.samples[key], _digest(request.prompt)), key in flight.failures)
+                for flight in self.groups.values()
+                for key, request in flight.requests.items()
+            ]
+            rows += [(key, kept, False) for key, kept in self._kept.items() if key[0] in self.groups]
+        samples = [kept.sample for _, kept, _ in rows]
+        routing = b"".join(one.routing for one in samples)
+        heads = [
+            (
+                *key,
+                len(kept.sample.token_ids),
+                _FINISHES.index("failed" if failed else kept.sample.finish),
+                len(kept.sample.routing),
+                kept.context,
+            )
+            for key, kept, failed in rows
+        ]
+        return {
+            "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 6),
+            "token_ids": torch.tensor([token for one in samples for token in one.token_ids], dtype=torch.int64),
+            "logprobs": torch.tensor([value for one in samples for value in one.logprobs], dtype=torch.float64),
+            "versions": torch.tensor([version for one in samples for version in one.versions], dtype=torch.int64),
+            "routing": torch.frombuffer(bytearray(routing), dtype=torch.uint8) if routing else torch.zeros(0).byte(),
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the samples of `state` for the requests that come; a failed one begins anew."""
+        ids, logprobs, versions = (tensors[name].tolist() for name in ("token_ids", "logprobs", "versions"))
+        routing, at, at_routing = tensors["routing"].numpy().tobytes(), 0, 0
+        for ticket, number, count, finish, size, context in tensors["heads"].tolist():
+            here, word = slice(at, at + count), _FINISHES[finish]
+            if word != "failed":
+                own = routing[at_routing : at_routing + size]
+                sample = Sample(ids[here], logprobs[here], versions[here], word, own)  # type: ignore[arg-type]
+                self._kept[ticket, number] = _Kept(sample, context)
+            at, at_routing = at + count, at_routing + size
