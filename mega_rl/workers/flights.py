@@ -18,8 +18,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl.agents.environment import Answer, Played, TurnRequest
+from mega_rl.agents.environment import GRACE_S, MOST_BLOCKED, Answer, LivePlay, Played, Runner, TurnRequest, Turns
 from mega_rl.agents.trajectory import Trajectory
+from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS, SglangRolloutEngine, answer_turn
 from mega_rl.rollout.sglang.generation.samples import Key, RequestFailure, Sample, SampleRequest
 from mega_rl.types import Prompt
@@ -71,7 +72,7 @@ class Flight:
 
 
 @dataclass(eq=False)
-class OpenRequests:
+class OpenRequests(Turns):
     """The requests of all groups in progress. Threads of training, environments and servers call it."""
 
     engine: SglangRolloutEngine
@@ -110,7 +111,6 @@ class OpenRequests:
         return answer
 
     def end(self, trajectory: Trajectory) -> None:
-        """Cancel the turns that an ended trajectory has left."""
         with self.changed:
             flight, number = self.groups.get(trajectory.prompt_index), trajectory.sample_index
             if flight is not None and flight.playing.get(number) is trajectory:
@@ -260,3 +260,62 @@ class OpenRequests:
                 sample = Sample(ids[here], logprobs[here], versions[here], word, own)  # type: ignore[arg-type]
                 self._kept[ticket, number] = _Kept(sample, context)
             at, at_routing = at + count, at_routing + size
+
+
+@dataclass(eq=False)
+class Players:
+    """This rank's trajectories, which play as long as the run."""
+
+    runner: Runner
+    requests: OpenRequests
+    samples: int  # of each prompt
+    limit: int  # tokens, as of `Trajectory`
+    _play: LivePlay | None = None
+    _blocked: int = 0  # environments, since groups came the last time
+
+    def begin(self, ticket: int) -> None:
+        """Play the samples of a group."""
+        flight, self._blocked = self.requests.groups[ticket], 0
+        for number in range(self.samples):
+            self._start(flight, Trajectory(flight.prompt, ticket, number, self.limit))
+
+    def look(self) -> None:
+        """Start all others again if a trajectory blocks the loop. Raises RunError where that does not help."""
+        play = self._play
+        if play is None or not (play.stalled or play.error):
+            return
+        with self.requests.changed:
+            play.abandoned, self._play, left = True, None, dict(play.playing)
+        if play.error:
+            raise play.error
+        place, what = self.runner.blocked(play)
+        self._blocked += 1
+        if place not in left or self._blocked > MOST_BLOCKED:
+            raise RunError(f"{self.runner.name}: environments {what}")
+        for number, one in left.items():
+            self.requests.forget(one)
+            if number == place:
+                self._ended(self.runner.failed(one, what))
+            else:
+                self._start(self.requests.groups[one.prompt_index], replace(one, branches=[], end=None))
+
+    def close(self) -> None:
+        """Cancel what plays."""
+        if self._play is not None:
+            self._play.abandoned = True
+            self._play.running.wait(GRACE_S)
+
+    def _start(self, flight: Flight, trajectory: Trajectory) -> None:
+        if self._play is None:
+            self._play = self.runner.live(self.requests, self._ended)
+        with self.requests.changed:
+            flight.playing[trajectory.sample_index] = trajectory
+            self._play.begin(trajectory)
+
+    def _ended(self, played: Played) -> None:
+        with self.requests.changed:
+            flight, number = self.requests.groups.get(played.trajectory.prompt_index), played.trajectory.sample_index
+            if flight is not None:
+                del flight.playing[number]
+                flight.played[number] = played
+            self.requests.changed.notify_all()

@@ -13,12 +13,12 @@ from torch import Tensor
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import share
-from mega_rl.protocols import Ranks, WeightSync
+from mega_rl.protocols import Ranks, RolloutSource, WeightSync
 from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS, SglangRolloutEngine
 from mega_rl.rollout.sglang.generation.samples import Key, RequestFailure, Sample, SampleRequest
 from mega_rl.types import Arrived, Draw, Draws, Metrics, Prompt, Rollout
-from mega_rl.workers.flights import Flight, OpenRequests, number_of
-from mega_rl.workers.rollout import RolloutWorker, own_share
+from mega_rl.workers.flights import Flight, OpenRequests, Players, number_of
+from mega_rl.workers.rollout import EnvironmentRollouts, RolloutWorker, own_share
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +45,17 @@ class ServerFlow:
     timeout_s: float  # deadline of one wait
     beat_s: float = 5.0  # the ranks meet this often while a round ends, within the deadline of a collective
     look_s: float = 0.05  # and this often while a step waits for groups
+    rollouts: EnvironmentRollouts | None = None  # samples are trajectories of its environment
     waiting: dict[int, int] = field(default_factory=dict, init=False)
     waited_s: float = field(default=0.0, init=False)  # time that training has waited
     flights: dict[int, Flight] = field(default_factory=dict, init=False)  # by ticket, in progress or not yet returned
 
     def __post_init__(self) -> None:
         self.requests = OpenRequests(self.engine, self.flights, self.quantum)
+        self.players: Players | None = None
+        if self.rollouts is not None:
+            limit = self.engine.sampling.max_new_tokens
+            self.players = Players(self.rollouts.runner, self.requests, self.worker.n, limit)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -63,7 +68,9 @@ class ServerFlow:
             place = ticket - draw.first
             self.flights[ticket] = Flight(prompt, place in replicas, place in mine, seed, place)
             self.waiting[ticket] = self.version()
-            if place in mine:
+            if place in mine and self.players is not None:
+                self.players.begin(ticket)
+            elif place in mine:
                 try:
                     for one in self.engine.requests([prompt], [place], n=self.worker.n, seed=seed):
                         self.requests.ask(replace(one, key=(ticket, one.key[1] << NUMBER_BITS)))
@@ -100,6 +107,8 @@ class ServerFlow:
 
     def close(self) -> None:
         """End at the end of the run; the router's end cancels what is in progress."""
+        if self.players is not None:
+            self.players.close()
         if not self.requests.are_quiet(0.0):
             log.warning("the generation of %d groups is cancelled", len(self.flights))
         self.flights.clear()
@@ -107,6 +116,14 @@ class ServerFlow:
     def _taken(self, complete: Mapping[int, int]) -> Arrived:
         """Remove and return complete groups, given the versions of their oldest tokens; collective."""
         flights = [self.flights.pop(ticket) for ticket in complete]
+        own = [place for place, flight in enumerate(flights) if flight.in_replica]
+        if self.rollouts is not None:
+            played = [one for flight in flights for one in flight.played.values()]
+            places = {ticket: place for place, ticket in enumerate(complete)}
+            for one in played:
+                one.trajectory.prompt_index = places[one.trajectory.prompt_index]
+            rows = self.rollouts.rollout(played, with_versions=True)
+            return Arrived(list(complete), list(complete.values()), rows, own)
         requests, samples, failures = list[SampleRequest](), dict[Key, Sample](), dict[Key, RequestFailure]()
         for place, flight in enumerate(flights):
             for request in flight.requests.values():
@@ -117,7 +134,6 @@ class ServerFlow:
                 else:
                     samples[key] = flight.samples[request.key]
         rows = self.worker.replica.gather_rows(self.engine.rows(requests, samples, failures, trains=True))
-        own = [place for place, flight in enumerate(flights) if flight.in_replica]
         return Arrived(list(complete), list(complete.values()), rows, own)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
@@ -128,6 +144,7 @@ class ServerFlow:
         running = not interrupt
         while running:
             own = not self.requests.are_quiet(self.beat_s)
+            self._look()
             late = own and time.monotonic() - begin >= self.timeout_s
             running, is_late = self.everyone.max(torch.tensor([int(own), int(late)])).bool().tolist()
             if is_late:
@@ -161,6 +178,7 @@ class ServerFlow:
 
         Each group has the version of its oldest token.
         """
+        self._look()
         table = torch.zeros(len(self.flights) + 1, 2, dtype=torch.int64)
         with self.requests.changed:
             for place, flight in enumerate(self.flights.values()):
@@ -173,6 +191,16 @@ class ServerFlow:
         self.waiting = {ticket: oldest for ticket, (is_complete, oldest) in of_tickets.items() if not is_complete}
         complete = {ticket: oldest for ticket, (is_complete, oldest) in of_tickets.items() if is_complete}
         return complete, bool(lost), bool(is_late)
+
+    def _look(self) -> None:
+        """See to environments that block; collective."""
+        if self.players is not None:
+            failure: RunError | None = None
+            try:
+                self.players.look()
+            except RunError as error:
+                failure = error
+            raise_together(failure, self.everyone, error=RunError)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -193,6 +221,7 @@ class RolloutStream:
 
     flow: ServerFlow
     sync: WeightSync
+    source: RolloutSource  # of evaluations and greedy responses
     # After every `check_interval`-th update servers answer prompts with the trainer's weights, and `compare` raises or
     # returns their `rollout/logprob_diff_*`.
     compare: Callable[[Rollout], Metrics] | None = None  # collective
@@ -206,12 +235,12 @@ class RolloutStream:
         """Return samples of an evaluation, or greedy ones."""
         assert greedy or draws is not None, "samples for training come by the flow"
         self.flow.pause()
-        return self.flow.worker.generate(prompts, step=step, greedy=greedy, draws=draws)
+        return self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
 
     def metrics(self) -> Metrics:
         """Return and reset the metrics of generations; `rollout/ahead_wait_s` is the time that training waited."""
         waited, self.flow.waited_s = self.flow.waited_s, 0.0
-        return self.flow.worker.metrics() | {"rollout/ahead_wait_s": waited}
+        return self.source.metrics() | {"rollout/ahead_wait_s": waited}
 
     @property
     def weight_version(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_rl.agents.environment import Environment, Runner, TurnRequest
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS, rollout_of, sampling_seed
@@ -29,7 +30,7 @@ from mega_rl.trainer.collect import Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.selection import Stock
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
-from mega_rl.workers.rollout import RolloutWorker
+from mega_rl.workers.rollout import EnvironmentRollouts, RolloutContext, RolloutWorker
 from mega_rl.workers.stream import RolloutStream, ServerFlow
 from tests.helpers.fakes import FakeSink, FakeTimer
 
@@ -42,6 +43,11 @@ def token_of(weights: Tensor, seed: int, position: int) -> int:
     generator = torch.Generator().manual_seed(seed * 1_000 + position)
     at = torch.rand((), generator=generator, dtype=torch.float64)
     return int((weights.softmax(0).cumsum(0) < at).sum().clamp(max=VOCABULARY - 1))
+
+
+def logits_of(weights: Tensor, context: Sequence[int]) -> Tensor:
+    """Return the logits of a turn, which depend on the tokens before it."""
+    return weights + ((torch.arange(VOCABULARY) * sum(context) * len(context)) % 5) / 4
 
 
 @dataclass
@@ -81,6 +87,7 @@ class FakeFleet:
     fails: Callable[[Key], bool] = lambda key: False
     sampling: Sampling = SAMPLING
     routed: None = None
+    by_context: bool = False  # tokens are those of `logits_of`
     looks: int = 0
     tokens: int = 0  # sampled
     _jobs: list[_Job] = field(default_factory=list)
@@ -92,6 +99,11 @@ class FakeFleet:
             for sample in range(n)
         ]
         return [SampleRequest((place, s), own, sampling_seed(seed, place, s), LONGEST) for own, place, s in ids]
+
+    def turn_request(self, turn: TurnRequest, seed: tuple[int, ...]) -> SampleRequest:
+        ids, (place, sample, number), limit = turn
+        own = sampling_seed(seed, place, sample, number)
+        return SampleRequest((place, sample << NUMBER_BITS | number), ids, own, limit)
 
     def metrics(self) -> Metrics:
         return {}
@@ -138,6 +150,7 @@ class FakeFleet:
     def _decode(self, job: _Job, count: int) -> None:
         version, before = self.policy.weight_version, job.sample
         weights = self.policy.published[version]
+        weights = logits_of(weights, job.request.prompt) if self.by_context else weights
         ids, logprobs, versions = list(before.token_ids), list(before.logprobs), list(before.versions)
         assert job.request.limit is not None
         while count and len(ids) < job.request.limit and STOP not in ids:
@@ -178,6 +191,8 @@ class Lengths:
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rows = [prompts[int(number)].index % 3 for number in rollout.prompt_index]
         large = ((rollout.tokens > 3) & rollout.loss_mask).sum(1) / LONGEST
+        of_samples = rollout.prompt_index * N + rollout.sample_index  # rows of a trajectory have its reward
+        large = torch.zeros(len(prompts) * N).index_add(0, of_samples, large)[of_samples]
         return Rewards(torch.where(torch.tensor(rows, dtype=torch.int64) == 0, 0.0, large.float()))
 
     def metrics(self) -> Metrics:
@@ -197,14 +212,20 @@ class StreamRun:
     quantum: int = 0
     together: bool = False  # the ranks are one replica, not one each
     fleet: dict[str, Any] = field(default_factory=dict)
+    environment: Environment | None = None  # samples are its trajectories
 
     def __post_init__(self) -> None:
         self.policy = Policy()
-        engine = FakeFleet(self.policy, self.ranks, **self.fleet)
+        engine = FakeFleet(self.policy, self.ranks, by_context=self.environment is not None, **self.fleet)
         self.replicas, replica = (SingleRank(), self.ranks) if self.together else (self.ranks, SingleRank())
         worker = RolloutWorker(engine, self.replicas, replica, N, seed=7)  # type: ignore[arg-type]
         quantum = 0 if self.free else self.quantum or -(-LONGEST // self.k)
-        version = lambda: self.policy.weight_version  # noqa: E731
+        version, rollouts = lambda: self.policy.weight_version, None
+        if self.environment is not None:
+            tokenizer: Any = None
+            context = RolloutContext(tokenizer, engine, SAMPLING, N, 7, self.replicas, replica, version)
+            runner = Runner(self.environment, "rollout.source='own.py:Own'", vocab_size=100)
+            rollouts = EnvironmentRollouts(runner, context, self.ranks, self.per_step * N)
         self.flow = ServerFlow(
             worker,
             engine,
@@ -214,9 +235,13 @@ class StreamRun:
             timeout_s=2.0,
             beat_s=0.01,
             look_s=0.0,  # type: ignore[arg-type]
+            rollouts=rollouts,
         )
         self.flow.requests.changed = Looks(engine)
-        self.stream, self.stock = RolloutStream(self.flow, self.policy), Stock(self.flow, version, self.flow)
+        self.stream, self.stock = (
+            RolloutStream(self.flow, self.policy, rollouts or worker),
+            Stock(self.flow, version, self.flow),
+        )
         plan = SamplingPlan(
             N, self.waves, self.per_step, self.per_step, ahead=self.k, steps=0 if self.waves else self.steps
         )
@@ -253,6 +278,11 @@ class StreamRun:
         self.stock.restore(saved["tensors"] if same_layout else None)
         self.collector.resume(saved)
         return self
+
+    def kill(self) -> None:
+        """Leave what is in progress."""
+        if self.flow.players is not None and self.flow.players._play is not None:
+            self.flow.players._play.abandoned = True
 
     def run(self, steps: int | None = None) -> StreamRun:
         """Make steps, by default to the run's end."""
