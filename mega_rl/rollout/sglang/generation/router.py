@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ STALL_S = 30.0
 _GRACE_S = 5.0  # for aborted requests to answer
 _SLACK_S = 30.0  # beyond a generation's deadline, until it is given up
 _CALL_S = 10.0  # for a short function on the event loop
+_DRAIN_S = 0.05  # between looks at the requests of a server that leaves
 # Samples of one prompt share its prefix where they meet, so they stay together up to this imbalance.
 _AFFINITY_SLACK = 8
 _BACKOFF_S = 0.1  # before the second try; doubles
@@ -76,7 +77,7 @@ class _Job:
 class _Generation:
     """State of one generation, on the event loop."""
 
-    replicas: Sequence[Replica]
+    replicas: Collection[Replica]  # of this moment: servers join and leave
     sampling: Sampling
     version: int
     mixed_versions: bool
@@ -121,30 +122,29 @@ class ServerRouter:
         Args:
             vocab_size: of the servers' embedding; a prompt with another token kills a server.
             max_concurrency: requests in flight at one server; or those of the servers on this rank's host, by their
-                place in `endpoints`: the router uses others only while none of these serves.
+                index: the router uses others only while none of these serves.
             retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
             stall_timeout_s: seconds without a token from a server with requests until it is checked, and of the check.
             grace_s: seconds for aborted requests to answer with what they have.
         """
-        assert endpoints, "a router needs a server"
-        near: Mapping[int, int] = {}
+        self._near: Mapping[int, int] = {}
         if not isinstance(max_concurrency, int):
-            near, max_concurrency = max_concurrency, -(-sum(max_concurrency.values()) // len(endpoints))
+            self._near, max_concurrency = max_concurrency, -(-sum(max_concurrency.values()) // len(endpoints))
+        self._max_concurrency = max_concurrency
         self._vocab_size, self._retries = vocab_size, retries
         self._request_timeout_s, self._grace_s = request_timeout_s, grace_s
         self._stall_timeout_s = min(stall_timeout_s, request_timeout_s / 4)
-        self._replicas = []
-        for index, endpoint in enumerate(endpoints):
-            capacity = near.get(index, max_concurrency)
-            client = SglangClient(endpoint, vocab_size=vocab_size, max_concurrency=capacity)
-            self._replicas.append(Replica(client, capacity=capacity, near=index in near))
+        self._replicas: dict[int, Replica] = {}  # by the server's number in the run
+        self._draining: set[asyncio.Task[None]] = set()  # of servers that have left
         self._generation: _Generation | None = None
         self._future: concurrent.futures.Future[GenerationResult] | None = None
         self._deadline = 0.0  # end of the generation, time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-router", daemon=True)
         self._thread.start()
+        for endpoint in endpoints:
+            self.place(endpoint)
 
     def close(self) -> None:
         """Cancel a pending generation, close all connections and end the thread. May be called twice."""
@@ -157,7 +157,7 @@ class ServerRouter:
                 task.cancel()
             if others:
                 await asyncio.wait(others, timeout=_CALL_S)
-            for replica in self._replicas:
+            for replica in self._replicas.values():
                 await replica.client.close()
 
         if self._future is not None:
@@ -173,7 +173,7 @@ class ServerRouter:
     # -- rotation ------------------------------------------------------------------------------------------------------
 
     def mark(self, index: int, state: State, reason: str = "", *, version: int | None = None) -> None:
-        """Say the state of server `index` of `endpoints`.
+        """Say the state of server `index`.
 
         READY: it holds the weights of `version`, verified. STALE: no new traffic; requests in flight continue, without
         stall checks. DOWN: its requests in flight are retried elsewhere at once.
@@ -190,13 +190,47 @@ class ServerRouter:
 
         _on_loop(self._loop, mark)
 
-    def move(self, index: int, endpoint: Endpoint) -> None:
-        """Point at a restarted server's new address and keys; it stays out of rotation until `mark`."""
-        _on_loop(self._loop, lambda: self._replicas[index].client.move(endpoint))
+    def place(self, endpoint: Endpoint) -> None:
+        """Add the server of a new index, or give a restarted one its new address and keys.
 
-    def states(self) -> list[tuple[State, str]]:
-        """Return each server's state and why it is not READY, in the order of `endpoints`."""
-        return _on_loop(self._loop, lambda: [(replica.state, replica.reason) for replica in self._replicas])
+        It gets no requests before `mark`.
+        """
+
+        def place() -> None:
+            index = endpoint.index
+            if index in self._replicas:
+                self._replicas[index].client.move(endpoint)
+                return
+            capacity = self._near.get(index, self._max_concurrency)
+            client = SglangClient(endpoint, vocab_size=self._vocab_size, max_concurrency=capacity)
+            self._replicas[index] = Replica(client, capacity=capacity, near=index in self._near)
+
+        _on_loop(self._loop, place)
+
+    def remove(self, index: int) -> None:
+        """Send a server no more; its requests in flight continue, and after them its connections close."""
+
+        async def drain(replica: Replica) -> None:
+            try:
+                while replica.in_flight:
+                    await asyncio.sleep(_DRAIN_S)
+            finally:
+                await replica.client.close()
+
+        def remove() -> None:
+            task = self._loop.create_task(drain(self._replicas.pop(index)))
+            self._draining.add(task)
+            task.add_done_callback(self._draining.discard)
+            if self._generation is not None:
+                _dispatch(self._generation)
+
+        _on_loop(self._loop, remove)
+
+    def states(self) -> dict[int, tuple[State, str]]:
+        """Return each server's state and why it is not READY."""
+        return _on_loop(
+            self._loop, lambda: {index: (one.state, one.reason) for index, one in sorted(self._replicas.items())}
+        )
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -233,7 +267,7 @@ class ServerRouter:
             usable = mixed_versions or all(number == version for number in partial.versions)
             jobs.append(_Job(request, partial if usable else Sample(), ends))
         self._generation, self._deadline = (
-            _Generation(self._replicas, sampling, version, mixed_versions, self._stall_timeout_s, deadline_s),
+            _Generation(self._replicas.values(), sampling, version, mixed_versions, self._stall_timeout_s, deadline_s),
             deadline,
         )
         self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
@@ -329,7 +363,7 @@ class ServerRouter:
                     _close(generation)
         finally:
             self._generation = generation.group = None
-            for replica in self._replicas:
+            for replica in self._replicas.values():
                 replica.in_flight = 0  # tries that were cut short among them
             generation.phase.end()
         return generation.result

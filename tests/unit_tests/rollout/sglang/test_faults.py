@@ -168,7 +168,7 @@ def test_a_server_with_other_weights_is_taken_out() -> None:
     change, kind = STALE_MUTANTS["older version"], "other_weights"
     result, states = generate([mutate(change), right], requests(4), within_s=3.0)
     assert len(result.samples) == 4
-    assert [state for state, _ in states] == [State.STALE, State.READY]
+    assert [state for state, _ in states.values()] == [State.STALE, State.READY]
     assert kind in states[0][1]
     assert set(result.failed_tries) == {kind}
     alone, _ = generate([mutate(change)], requests(4), within_s=3.0)
@@ -431,4 +431,4 @@ def test_chaos() -> None:
     assert len(result.samples) == 600, result.failed_tries
     assert min(fired.values()) > 0
     assert len(fired) == 8
-    assert [state is State.READY for state, _ in states] == [False, True, False]
+    assert [state is State.READY for state, _ in states.values()] == [False, True, False]
