@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
-import random
 import threading
 import time
 import uuid
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.generation.client import SglangClient
 from mega_rl.rollout.sglang.generation.replica import Replica, least_loaded
@@ -32,6 +31,7 @@ from mega_rl.rollout.sglang.generation.samples import (
     SampleRequest,
     Sampling,
     State,
+    backoff_s,
 )
 from mega_rl.tracking import progress
 
@@ -40,11 +40,8 @@ STALL_S = 30.0
 _GRACE_S = 5.0  # for aborted requests to answer
 _SLACK_S = 30.0  # beyond a generation's deadline, until it is given up
 _CALL_S = 10.0  # for a short function on the event loop
-_DRAIN_S = 0.05  # between looks at the requests of a server that leaves
 # Samples of one prompt share its prefix where they meet, so they stay together up to this imbalance.
 _AFFINITY_SLACK = 8
-_BACKOFF_S = 0.1  # before the second try; doubles
-_MAX_BACKOFF_S = 5.0
 _PROGRESS_S = 0.2
 
 Result = TypeVar("Result")
@@ -210,15 +207,8 @@ class ServerRouter:
     def remove(self, index: int) -> None:
         """Send a server no more; its requests in flight continue, and after them its connections close."""
 
-        async def drain(replica: Replica) -> None:
-            try:
-                while replica.in_flight:
-                    await asyncio.sleep(_DRAIN_S)
-            finally:
-                await replica.client.close()
-
         def remove() -> None:
-            task = self._loop.create_task(drain(self._replicas.pop(index)))
+            task = self._loop.create_task(self._replicas.pop(index).drain())
             self._draining.add(task)
             task.add_done_callback(self._draining.discard)
             if self._generation is not None:
@@ -228,9 +218,7 @@ class ServerRouter:
 
     def states(self) -> dict[int, tuple[State, str]]:
         """Return each server's state and why it is not READY."""
-        return _on_loop(
-            self._loop, lambda: {index: (one.state, one.reason) for index, one in sorted(self._replicas.items())}
-        )
+        return _on_loop(self._loop, lambda: {i: (one.state, one.reason) for i, one in self._replicas.items()})
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +250,7 @@ class ServerRouter:
         assert len({request.key for request in requests}) == len(requests), "two requests have one key"
         jobs, ends = list[_Job](), self._loop.time() + deadline - time.monotonic()
         for request in requests:
-            _check(request, self._vocab_size)
+            request.check(self._vocab_size)
             partial = (partials or {}).get(request.key, Sample())
             usable = mixed_versions or all(number == version for number in partial.versions)
             jobs.append(_Job(request, partial if usable else Sample(), ends))
@@ -278,7 +266,7 @@ class ServerRouter:
 
         The function that it returns drops the request, whose server then stops decoding. Raises UserError as `start`.
         """
-        _check(request, self._vocab_size)
+        request.check(self._vocab_size)
         generation = self._generation
         assert generation is not None
         deadline_s = generation.deadline_s
@@ -363,8 +351,6 @@ class ServerRouter:
                     _close(generation)
         finally:
             self._generation = generation.group = None
-            for replica in self._replicas.values():
-                replica.in_flight = 0  # tries that were cut short among them
             generation.phase.end()
         return generation.result
 
@@ -388,7 +374,9 @@ class ServerRouter:
             if isinstance(outcome, RequestFailure):
                 if _failed(generation, job, replica, outcome, retries=self._retries):
                     return outcome
-                self._loop.call_later(_backoff_s(job), _dispatch, generation)  # also a busy server's pause ends
+                self._loop.call_later(
+                    backoff_s(job.request, job.bad_answers + job.disruptions), _dispatch, generation
+                )  # also a busy server's pause ends
             elif outcome is not None and outcome.finish != "partial":
                 replica.answered(self._loop.time())
         return job.partial
@@ -489,7 +477,7 @@ def _failed(generation: _Generation, job: _Job, replica: Replica, failure: Reque
         job.bad_answers += 1
     else:
         job.disruptions += 1
-    wait_s = _backoff_s(job)
+    wait_s = backoff_s(job.request, job.bad_answers + job.disruptions)
     replica.failed(now, failure, wait_s=wait_s)
     elsewhere = any(other is not replica for other in _serving(generation, State.READY))
     job.not_before = now if elsewhere and failure.charge != "sample" else now + wait_s
@@ -562,22 +550,6 @@ def _close(generation: _Generation) -> None:
     """End the generation and what it waits for."""
     for task in (*generation.jobs.values(), *generation.helpers.values()):
         task.cancel()
-
-
-def _check(request: SampleRequest, vocab_size: int) -> None:
-    """Raise UserError for a prompt that kills a server."""
-    if not request.prompt or not all(0 <= token < vocab_size for token in request.prompt):
-        raise UserError(
-            f"prompt {request.key[0]} is empty or holds a token outside the model's {vocab_size} tokens; "
-            "check that the tokenizer is the model's own"
-        )
-
-
-def _backoff_s(job: _Job) -> float:
-    """Return the seconds until the next try: 0.1, 0.2, 0.4 ... with a jitter."""
-    failed = job.bad_answers + job.disruptions
-    jitter = random.Random(f"{job.request.key} {job.request.seed} {failed}").uniform(0.5, 1.5)
-    return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** (failed - 1)) * jitter
 
 
 def _help(
