@@ -3,7 +3,7 @@
     READY --failures in a row, or no sign of life--> SUSPECT --a real generation--> READY
     READY, SUSPECT --answers with another weight version--> STALE
     SUSPECT --PROBES generations failed--> DOWN
-    any --`ServerRouter.mark`--> STALE, DOWN, READY
+    any --`ServerRouter.mark`--> STALE, DOWN, READY, LEFT
 
 Only the caller, who can restart a server and send it weights, leads out of STALE and DOWN.
 """

@@ -173,13 +173,18 @@ class ServerRouter:
         """Say the state of server `index`.
 
         READY: it holds the weights of `version`, verified. STALE: no new traffic; requests in flight continue, without
-        stall checks. DOWN: its requests in flight are retried elsewhere at once.
+        stall checks. DOWN: its requests in flight are retried elsewhere at once. LEFT: as STALE, for good; after its
+        last request its connections close.
         """
 
         def mark() -> None:
             replica, generation = self._replicas[index], self._generation
             replica.version = replica.version if version is None else version
-            replica.move(state, reason, planned=state is State.STALE)
+            replica.move(state, reason, planned=state in (State.STALE, State.LEFT))
+            if state is State.LEFT:
+                task = self._loop.create_task(self._replicas.pop(index).drain())
+                self._draining.add(task)
+                task.add_done_callback(self._draining.discard)
             if generation is not None:
                 if state is State.DOWN:
                     _evict(generation, replica, RequestFailure("server_down", f"{replica.client.name}: {reason}"))
@@ -203,18 +208,6 @@ class ServerRouter:
             self._replicas[index] = Replica(client, capacity=capacity, near=index in self._near)
 
         _on_loop(self._loop, place)
-
-    def remove(self, index: int) -> None:
-        """Send a server no more; its requests in flight continue, and after them its connections close."""
-
-        def remove() -> None:
-            task = self._loop.create_task(self._replicas.pop(index).drain())
-            self._draining.add(task)
-            task.add_done_callback(self._draining.discard)
-            if self._generation is not None:
-                _dispatch(self._generation)
-
-        _on_loop(self._loop, remove)
 
     def states(self) -> dict[int, tuple[State, str]]:
         """Return each server's state and why it is not READY."""

@@ -128,6 +128,7 @@ class State(Enum):
     SUSPECT = "suspect"  # none until a real generation has succeeded there; then READY, else DOWN
     STALE = "stale"  # none until it was sent the weights; `ServerRouter.mark` says so
     DOWN = "down"  # none until it was started again and sent the weights
+    LEFT = "left"  # none, for good
 
 
 @dataclass

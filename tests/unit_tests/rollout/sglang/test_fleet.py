@@ -232,7 +232,7 @@ def test_server_that_leaves_is_drained(killed: bool) -> None:
         fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
         while servers[0].generating() < 3:
             time.sleep(0.01)
-        fleet.remove(0)
+        fleet.mark(0, State.LEFT)
         before = len(servers[0].seen)
         if killed:
             servers[0].kill()
@@ -251,8 +251,8 @@ def test_server_that_joins_waits_for_its_weights() -> None:
         assert len(generate(fleet, requests(10)).samples) == 10
         assert (len(first.seen), len(late.seen)) == (10, 0)
         fleet.mark(5, State.READY, version=VERSION)
-        fleet.remove(0)
+        fleet.mark(0, State.LEFT)
         assert len(generate(fleet, requests(10)).samples) == 10
         assert (len(first.seen), len(late.seen)) == (10, 10)
-        fleet.remove(5)
+        fleet.mark(5, State.LEFT)
         assert len(generate(fleet, requests(10)).unserved) == 10
