@@ -137,6 +137,16 @@ RL: Table = {
             "uniform_at(self._keys[rows], step)",
             "uniform_at(self._keys[rows], step // 2)",
         ),
+        (
+            "tokens are drawn at a temperature 10 % higher than said",
+            "tokens = _invert_cdf(weights, block_sums, uniforms)",
+            "tokens = _invert_cdf(weights ** (1 / 1.1), _block_sums(weights ** (1 / 1.1)), uniforms)",
+        ),
+        (
+            "neighbouring prompts share random numbers",
+            "keys = stream_keys(seed, *numbers.unbind(dim=1))",
+            "keys = stream_keys(seed, *(numbers // numbers.new_tensor([2, 1])).unbind(dim=1))",
+        ),
     ],
     ("experience", "algorithms/test_exact_gradients.py"): [
         (

@@ -80,7 +80,10 @@ class PolicyChanges:
     of_versions: dict[int, float] = field(default_factory=dict, init=False)  # nats, to a version from the one before
 
     def since(self, ages: Tensor) -> Tensor:
-        """Return [n] float64, nats, the sum over the last versions; infinite where one is unknown; ages: [n] int64."""
+        """Return [n] float64, nats, the sum over the last `ages`, [n] int64, versions.
+
+        It is infinite where a change is unknown.
+        """
         oldest, current = int(ages.max()) if len(ages) else 0, self.current()
         changes = [self.of_versions.get(current - age, inf) for age in range(oldest)]
         return torch.tensor([0.0, *changes], dtype=torch.float64).cumsum(0)[ages]
@@ -175,10 +178,10 @@ class MismatchGuard:
 
 @dataclass
 class Rescoring(Event):
-    """Scores a few responses again right before the weights that sampled them change, and rows of a step after.
+    """Scores of responses of generation ahead right before their weights change, and right after.
 
     Before: every `interval` steps, tokens that servers have just sampled, under the limits of a run without older
-    ones. After: how far the update has moved the policy.
+    ones. After: how far the update has moved the policy, on rows of the step.
     """
 
     actor: TokenModel

@@ -291,9 +291,9 @@ class RolloutStream:
         return self.sync.publish()
 
     def newest(self, count: int = 4) -> Rollout | None:
-        """Return up to `count` responses of each rank that the current weights have just sampled; collective.
+        """Return up to `count` responses of each rank with tokens of the current weights; collective.
 
-        Their older tokens are off the loss mask. None: in `patience_s` no rank had any.
+        Their other tokens are off the loss mask. None: in `patience_s` no rank had any.
         """
         flow, begin = self.flow, time.monotonic()
         while True:
@@ -317,7 +317,10 @@ class RolloutStream:
         return rows
 
     def _just_sampled(self) -> tuple[dict[Key, Sample], bool]:
-        """Return this rank's responses that end with a token of the current weights, and if the round has ended."""
+        """Return responses that end with a token of the current weights; and if no more come.
+
+        They are this rank's.
+        """
         flow = self.flow
         result, is_over = flow.engine.router.so_far() if flow._runs else (GenerationResult(), True)
         known = {key: sample for flight in flow.flights.values() for key, sample in flight.samples.items()}
