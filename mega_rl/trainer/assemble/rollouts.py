@@ -74,9 +74,6 @@ class NoRollouts:
         return {}
 
 
-CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
-
-
 @dataclass(frozen=True)
 class Rollouts:
     """Source of responses, sync of its weights, and state of the devices by stage."""
@@ -275,11 +272,4 @@ def _stream(
         timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s + own_s,
         rollouts=environments,
     )
-    return RolloutStream(
-        flow,
-        sync,
-        own_source or worker,
-        check_interval=rollout.verify_interval,
-        check_prompts=world.size,
-        check_draws=Draws(1, rollout.temperature, stream=CHECK),
-    )
+    return RolloutStream(flow, sync, own_source or worker)
