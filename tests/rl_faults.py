@@ -202,6 +202,8 @@ RL: Table = {
             "return oldest < self.current - self.limit\n",
             "return oldest < 0\n",
         ),
+        ("more steps are in flight than training needs", "max(self.depth - spare, 2)", "limit + 1"),
+        ("a resumed run forgets how many steps were in flight", 'int(numbers.get("depth", self.depth))', "2"),
     ],
     ("experience", "trainer/test_rescoring.py"): [
         (
