@@ -181,6 +181,11 @@ class _BranchRow(NamedTuple):
     turns: tuple[int, ...] = ()  # for each token after the prompt the number of its turn, from 1; 0: it was read
     routing: tuple[tuple[int, torch.Tensor], ...] = ()  # as of `Branch.routing`
 
+    def of_tokens(self, version: int) -> tuple[int, ...]:
+        """Return the version of each token that trains: the oldest, if a turn does not say its own."""
+        count = sum(self.own)
+        return self.versions if len(self.versions) == count else (min(self.versions, default=version),) * count
+
 
 def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
     """Return a branch as a row, up to its last turn that trains."""
@@ -241,9 +246,7 @@ def rows_of(
         tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
         mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
         logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
-        oldest = (min(row.versions, default=version),)  # if a turn does not say its versions
-        of_tokens = row.versions if len(row.versions) == sum(row.own) else oldest
-        versions[number, mask[number]] = torch.tensor(of_tokens, dtype=torch.int64)
+        versions[number, mask[number]] = torch.tensor(row.of_tokens(version), dtype=torch.int64)
         turn[number, row.prompt : len(row.token_ids)] = torch.tensor(row.turns[: len(row.own)], dtype=torch.int16)
 
     def column(values: Sequence[int]) -> torch.Tensor:
