@@ -26,7 +26,9 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.environment import of_other_programs, python_module
 from mega_rl.processes import KILL_S, PIPE, POLL_S, Child, ChildDeadlineError, ChildStartError
 from mega_rl.rewards.call import Arguments, PlannedFunction
-from mega_rl.rewards.score import Item, NotAScoreError, Outcome, Report, RewardError, RewardFailure, as_score, ignore
+from mega_rl.rewards.score import (
+    Item, NotAScoreError, Outcome, Report, RewardError, RewardFailure, as_score, ignore, outcome_of,
+)  # fmt: skip
 
 COMMAND = python_module("mega_rl.rewards.pool_worker")
 START_S = 300.0  # for imports of the function's file, from a busy file server
@@ -51,6 +53,14 @@ class FunctionRewards:
             structured=all(one.structured for one in columns),
             every=any(one.every for one in columns),
         )
+
+    @property
+    def can_begin_early(self) -> bool:
+        """Return whether responses can be scored in any order and company, off the main thread.
+
+        Calls of several responses keep their company, and functions in this process the main thread, for signals.
+        """
+        return all(one.per_call == 1 and (self.pool is not None or one.is_async) for one in self.functions)
 
     def takes_answer(self, source: str) -> bool:
         """Return whether a function that scores rows of a data source needs their answers."""
@@ -124,6 +134,7 @@ class WorkerPool:
         self._order = json.dumps(order).encode()
         self._workers: list[_Worker | None] = [_Worker(number, self._order) for number in range(num_workers)]
         self._threads = ThreadPoolExecutor(num_workers, "reward worker")
+        self._stop = threading.Event()  # ends the call in progress
 
     def score(self, function: PlannedFunction, batch: Sequence[Arguments], report: Report = ignore) -> list[Outcome]:
         """Return the outcome of each response.
@@ -136,7 +147,7 @@ class WorkerPool:
         waiting = deque(range(len(batch))[first : first + size] for first in range(0, len(batch), size))
         outcomes: list[Outcome] = [None] * len(batch)
         crashed: set[int] = set()
-        stop = threading.Event()
+        stop = self._stop = threading.Event()
 
         def serve(number: int) -> None:
             while not stop.is_set():
@@ -192,11 +203,11 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers and what they have started. May be called twice."""
-        workers = [worker for worker in self._workers if worker is not None]
-        for worker in workers:
+        self._stop.set()
+        for worker in filter(None, self._workers):
             worker.kill()  # a thread that still asks it hears its end
         self._threads.shutdown()
-        for worker in workers:
+        for worker in filter(None, self._workers):
             worker.end()
         self._workers.clear()
 
@@ -230,7 +241,7 @@ class _Worker(Child):
         with contextlib.suppress(OSError):  # ended; `_receive` says how
             self._send(message)
         outcomes = cast("list[Any]", self._receive(within_s))
-        return [RewardFailure(*one) if isinstance(one, list) else one for one in outcomes]
+        return [outcome_of(one) for one in outcomes]
 
     def _send(self, message: bytes) -> None:
         self.stdin.write(message + b"\n")
