@@ -27,7 +27,15 @@ from mega_rl.environment import of_other_programs, python_module
 from mega_rl.processes import KILL_S, PIPE, POLL_S, Child, ChildDeadlineError, ChildStartError
 from mega_rl.rewards.call import Arguments, PlannedFunction
 from mega_rl.rewards.score import (
-    Item, NotAScoreError, Outcome, Report, RewardError, RewardFailure, as_score, ignore, outcome_of,
+    Item,
+    NotAScoreError,
+    Outcome,
+    Report,
+    RewardError,
+    RewardFailure,
+    as_score,
+    ignore,
+    outcome_of,
 )  # fmt: skip
 
 COMMAND = python_module("mega_rl.rewards.pool_worker")
