@@ -201,8 +201,8 @@ AGENTS: Table = {
         ),
         (
             "an early score stands for another sample",
-            "rollout.sample_index.tolist(), strict=True))",
-            "[0] * len(rollout.lengths), strict=True))",
+            "rollout.sample_index.tolist(), strict=True))\n\n\nclass EarlyScores",
+            "[0] * len(rollout.lengths), strict=True))\n\n\nclass EarlyScores",
         ),
         (
             "a response is scored early and at the end",
@@ -222,7 +222,7 @@ AGENTS: Table = {
         (
             "an error of the thread is lost",
             "        if thread is not None and thread.error is not None:",
-            "        if thread is None and thread.error is not None:",
+            "        if thread is not None and thread.error is True:",
         ),
         (
             "scores of a generation that raised are kept",
@@ -248,6 +248,11 @@ AGENTS: Table = {
             "two threads ask a source at a time",
             "        with self._turn:\n            begin",
             "        if self._turn:\n            begin",
+        ),
+        (
+            "a pool that closes starts workers again",
+            "        self._stop.set()\n        for worker",
+            "        for worker",
         ),
     ],
     ("agents", "rollout/test_continuous.py"): [

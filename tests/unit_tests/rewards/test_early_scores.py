@@ -48,11 +48,16 @@ class Watched:
     gate: threading.Event = field(default_factory=threading.Event)
     calls: list[tuple[str, str]] = field(default_factory=list)
     scored: int = 0
+    inside: int = 0
+    most: int = 0  # calls at a time
 
     def score(self, items: Sequence[Item], report: Report = ignore) -> list[Outcome]:
         self.calls += [(threading.current_thread().name, response.text) for _, response in items]
+        self.inside += 1
+        self.most = max(self.most, self.inside)
         assert self.gate.wait(WAIT_S)
         outcomes: list[Outcome] = self.source.score(items, report)
+        self.inside -= 1
         self.scored += len(outcomes)
         return outcomes
 
@@ -187,10 +192,12 @@ def test_forgotten_responses_are_neither_scored_nor_counted() -> None:
     assert [text for _, text in source.calls] == ["50"]
     # The next generation comes while the source has not answered; it gets its own turn.
     scorer.begin(of_eight()[4:5], PROMPTS)
+    time.sleep(0.05)
     threading.Timer(0.2, source.gate.set).start()
     rewards = scorer.score(of_eight(), PROMPTS)
     assert same((rewards, 0), (score_on(1, 1, "late")[0][0], 0))
     assert Counter(text for _, text in source.calls) == Counter([*TEXTS, "50"])
+    assert source.most == 1
     assert "early scores" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -202,6 +209,19 @@ def test_thread_that_hangs_ends_the_run() -> None:
     with pytest.raises(HungError, match=r"rank 0 has scored no response for 0.2 s"):
         scorer.score(of_eight(), PROMPTS)
     source.gate.set()
+
+
+def test_pool_that_closes_leaves_no_worker() -> None:
+    """A run ended by an error ends its reward workers, also in the middle of early scores."""
+    with pooled("naughty", timeout_s=5.0) as workers:
+        scorer = scorer_of(workers, reader=ResponseReader(lambda ids: "hang"))
+        for one in TRAJECTORIES:
+            scorer.begin(of_eight()[one], PROMPTS)
+        time.sleep(0.5)
+        scorer.forget()
+        begin = time.monotonic()
+        workers.pool.close()  # type: ignore[union-attr]
+        assert time.monotonic() - begin < 4.0
 
 
 def test_functions_that_need_company_or_the_main_thread_score_at_the_end() -> None:
