@@ -196,8 +196,8 @@ AGENTS: Table = {
     ("agents", "rewards/test_early_scores.py"): [
         (
             "the score of an earlier run of a trajectory is taken",
-            "strict=True) if known[keys[row]] == item}",
-            "strict=True)}",
+            "for row in came if known[keys[row]] == texts[row]}",
+            "for row in came}",
         ),
         (
             "an early score stands for another sample",
@@ -206,8 +206,8 @@ AGENTS: Table = {
         ),
         (
             "a response is scored early and at the end",
-            "taken = self.replica.max(torch.tensor([row in begun for row in rows]).long()).tolist()",
-            "taken = [0] * len(rows)",
+            "for row, is_taken in zip(rows, taken[rank::size], strict=True) if not is_taken}",
+            "for row in rows}",
         ),
         (
             "only the rank that began a response has its score",

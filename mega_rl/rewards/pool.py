@@ -26,17 +26,7 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.environment import of_other_programs, python_module
 from mega_rl.processes import KILL_S, PIPE, POLL_S, Child, ChildDeadlineError, ChildStartError
 from mega_rl.rewards.call import Arguments, PlannedFunction
-from mega_rl.rewards.score import (
-    Item,
-    NotAScoreError,
-    Outcome,
-    Report,
-    RewardError,
-    RewardFailure,
-    as_score,
-    ignore,
-    outcome_of,
-)  # fmt: skip
+from mega_rl.rewards.score import Item, NotAScoreError, Outcome, Report, RewardError, RewardFailure, as_score, ignore
 
 COMMAND = python_module("mega_rl.rewards.pool_worker")
 START_S = 300.0  # for imports of the function's file, from a busy file server
@@ -249,7 +239,7 @@ class _Worker(Child):
         with contextlib.suppress(OSError):  # ended; `_receive` says how
             self._send(message)
         outcomes = cast("list[Any]", self._receive(within_s))
-        return [outcome_of(one) for one in outcomes]
+        return [RewardFailure.or_score(one) for one in outcomes]
 
     def _send(self, message: bytes) -> None:
         self.stdin.write(message + b"\n")

@@ -26,10 +26,8 @@ from mega_rl.rewards.score import (
     RewardFailure,
     Score,
     answered,
-    as_json,
     is_finite,
     no_score,
-    outcome_of,
     shortened,
 )
 from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
@@ -185,8 +183,8 @@ BEAT_S = 1.0
 class TextScorer:
     """Reward role of one replica over a source of scores.
 
-    Each rank of the replica scores every size-th row and all get the sum: a source sees each response once. Of rows
-    that came before, by `begin`, the rank that got them makes the scores.
+    Each rank of the replica scores every size-th row and all get the sum: a source sees each response once. A rank that
+    was given rows by `begin` has scored them before, for all.
     """
 
     source: FunctionRewards
@@ -204,7 +202,7 @@ class TextScorer:
     _heard: tuple[float, str] = field(default=(0.0, ""), init=False)  # when, and what the source waits for since
 
     def begin(self, rollout: Rollout, prompts: Sequence[Prompt]) -> None:
-        """Begin to score rows that `score` will get too, on a thread."""
+        """Let a thread score rows that `score` will get too; each trajectory comes whole."""
         rows, keys = answered(rollout), _keys(rollout)
         self._early = self._early or EarlyScores(self._call)
         items = self.reader.texts(rollout, rows, prompts)
@@ -224,19 +222,22 @@ class TextScorer:
 
         Raises on every rank RewardError, and UserError for settings that do not go with the reward's components.
         """
+        rank, size, early = self.replica.rank, self.replica.size, self._early
+        self._early, known = None, {} if early is None else early.close()
+        every, keys = answered(rollout), _keys(rollout)
         # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
-        every = answered(rollout)
-        rows = every[self.replica.rank :: self.replica.size]
-        texts: dict[int, Item] = {}
-
-        def read(wanted: Sequence[int]) -> list[Item]:
-            new = [row for row in wanted if row not in texts]
-            texts.update(zip(new, self.reader.texts(rollout, new, prompts), strict=True))
-            return [texts[row] for row in wanted]
-
-        items = read(rows)
-        known = self._outcomes(every, rollout, read)
-        outcomes = [known[row] for row in rows]
+        rows, came = every[rank::size], [row for row in every if keys[row] in known]
+        read = sorted({*rows, *came})
+        texts = dict(zip(read, self.reader.texts(rollout, read, prompts), strict=True))
+        # A trajectory that ran again may have another response.
+        begun = {row: keys[row] for row in came if known[keys[row]] == texts[row]}
+        taken = self.replica.max(torch.tensor([row in begun for row in every]).long()).tolist()
+        left = {row: texts[row] for row, is_taken in zip(rows, taken[rank::size], strict=True) if not is_taken}
+        scored = self._outcomes(left, begun, early)
+        if any(taken):
+            parts = self.replica.gather_json([*scored.items()])
+            scored = {row: RewardFailure.or_score(one) for part in parts for row, one in part}
+        items, outcomes = [texts[row] for row in rows], [scored[row] for row in rows]
         self.components.settle(items, outcomes, self.everyone)
         numbers = self._numbers(items, outcomes)
         columns = torch.zeros(len(rollout.lengths), self.components.width, dtype=torch.float32)
@@ -250,26 +251,15 @@ class TextScorer:
         return taken
 
     def _outcomes(
-        self, rows: Sequence[int], rollout: Rollout, read: Callable[[Sequence[int]], list[Item]]
+        self, left: Mapping[int, Item], begun: Mapping[int, Key], early: EarlyScores | None
     ) -> dict[int, Outcome]:
-        """Return outcomes of this rank's share of rows, or of all where some came before; collective."""
-        early, self._early = self._early, None
-        begun: dict[int, Key] = {}
-        if early is not None:
-            keys, known = _keys(rollout), early.close()
-            came = [row for row in rows if keys[row] in known]
-            # A trajectory that ran again may have another response.
-            begun = {row: keys[row] for row, item in zip(came, read(came), strict=True) if known[keys[row]] == item}
-        taken = self.replica.max(torch.tensor([row in begun for row in rows]).long()).tolist()
-        rest = [row for row, is_taken in zip(rows, taken, strict=True) if not is_taken]
-        left = rest[self.replica.rank :: self.replica.size]
-        items = read(left)
+        """Return outcomes of rows that are left and of those begun early; collective; raises on all ranks."""
 
         def work() -> tuple[dict[int, Outcome], RewardError | None]:
             try:
-                scored = {} if early is None else early.outcomes()
-                outcomes = {row: scored[key] for row, key in begun.items()}
-                return outcomes | dict(zip(left, self._call(items) if left else [], strict=True)), None
+                made = {} if early is None else early.outcomes()
+                outcomes = {row: made[key] for row, key in begun.items()}
+                return outcomes | dict(zip(left, self._call([*left.values()]) if left else [], strict=True)), None
             except RewardError as error:
                 return {}, error
 
@@ -277,12 +267,9 @@ class TextScorer:
         outcomes, failure = run_beside_meetings(work, self.everyone, stalled=self._stalled)
         raise_together(failure, self.everyone, error=RewardError)
         spent, self._spent = self._spent, (0, 0.0)
-        scored, total_s = self.everyone.sum(torch.tensor(spent, dtype=torch.float64)).tolist()
-        if scored:
-            self._metrics["time/reward_latency_s"] = total_s / scored
-        if any(taken):
-            parts = self.replica.gather_json([[row, as_json(one)] for row, one in outcomes.items()])
-            outcomes = {row: outcome_of(one) for part in parts for row, one in part}
+        count, total_s = self.everyone.sum(torch.tensor(spent, dtype=torch.float64)).tolist()
+        if count:
+            self._metrics["time/reward_latency_s"] = total_s / count
         return outcomes
 
     def _call(self, items: Sequence[Item]) -> list[Outcome]:
