@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,7 +196,7 @@ class Connection:
         self._pool.bring_back(lost)
         for index in lost:
             self._controls[index].endpoint = self._pool.endpoints[index]
-            self.router.move(index, self._pool.endpoints[index])
+            self.router.place(self._pool.endpoints[index])
         self.memory.started_anew(lost)
         # Between generation and training the policy may be on the host.
         offloaded = self._actor.is_offloaded("parameters")
@@ -223,16 +223,16 @@ def connect(
     sglang, hf = rollout.sglang, actor.sharding.merged.hf
     # Every rank has a control of every server; only the one that leads a server uses it.
     controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
-    servers = [Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)]
+    servers = {i: Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)}
     weights = _weights(rollout, dtype, pool, actor, world)
-    transport = _transport(rollout, weights, pool, servers, world)
+    transport = _transport(rollout, weights, pool, servers.values(), world)
     # After an error ranks or servers may be gone.
     resources.push(lambda kind, *_: transport.close() if kind is None else None)
     per_rank, host = math.ceil(sglang.max_concurrency / world.size), world.rank // pool.ranks_per_host
     # A rank asks the servers of its host; the ranks of a server's hosts share its requests equally.
     near = {
         one.index: math.ceil(sglang.max_concurrency / (len(one.hosts) * pool.ranks_per_host))
-        for one in servers
+        for one in servers.values()
         if host in one.hosts
     }
     router = ServerRouter(
@@ -243,7 +243,7 @@ def connect(
         request_timeout_s=sglang.request_timeout_s,
     )
     resources.callback(router.close)
-    own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}
+    own = {one.index: controls[one.index] for one in servers.values() if transport.leader_of(one) == world.rank}
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
     adapter, tokens = ADAPTER if weights.apart else "", sglang.sync.probe_tokens
     probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
@@ -256,7 +256,7 @@ def connect(
             router,
             world,
             controls=own,
-            num_servers=len(servers),
+            servers=servers,
             expected=expected,
             probe=probe if probe.num_tokens else None,
             adapters=AdapterPush(weights, servers, world) if weights.apart else None,
@@ -283,7 +283,7 @@ def _weights(
 
 
 def _transport(
-    rollout: RolloutConfig, weights: TrainerWeights, pool: ServerPool, servers: Sequence[Server], world: Ranks
+    rollout: RolloutConfig, weights: TrainerWeights, pool: ServerPool, servers: Collection[Server], world: Ranks
 ) -> Transport:
     """Return the way of weights to these servers."""
     takes_turns = pool.colocated and weights.engine.device.type == "cuda"

@@ -74,9 +74,6 @@ class NoRollouts:
         return {}
 
 
-CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
-
-
 @dataclass(frozen=True)
 class Rollouts:
     """Source of responses, sync of its weights, and state of the devices by stage."""
@@ -262,10 +259,4 @@ def _stream(
         quantum=math.ceil(rollout.max_new_tokens / trainer.async_steps) if by_tokens else 0,
         timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s,
     )
-    return RolloutStream(
-        flow,
-        sync,
-        check_interval=rollout.verify_interval,
-        check_prompts=world.size,
-        check_draws=Draws(1, rollout.temperature, stream=CHECK),
-    )
+    return RolloutStream(flow, sync)

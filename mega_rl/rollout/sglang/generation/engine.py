@@ -211,12 +211,13 @@ class SglangRolloutEngine:
         """
         for times in range(self._settings.restarts + 1):
             states = self.router.states()
-            out = [int(state is not State.READY) for state, _ in states]
-            dead = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
+            out = torch.tensor([int(state is not State.READY) for state, _ in states.values()])
+            some = self._world.max(out).tolist()  # on some rank
+            dead = [i for i, is_out in zip(states, some, strict=True) if is_out]
             unserved = int(self._world.sum(torch.tensor(lost())))
             if not unserved and not (dead and times == 0):
                 break
-            reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
+            reasons = "; ".join(f"server {i}: {why}" for i, (state, why) in states.items() if state is not State.READY)
             if times == self._settings.restarts:
                 raise RunError(
                     f"{unserved} samples are without an answer and servers {dead} have been brought back "

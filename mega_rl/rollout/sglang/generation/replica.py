@@ -3,7 +3,7 @@
     READY --failures in a row, or no sign of life--> SUSPECT --a real generation--> READY
     READY, SUSPECT --answers with another weight version--> STALE
     SUSPECT --PROBES generations failed--> DOWN
-    any --`ServerRouter.mark`--> STALE, DOWN, READY
+    any --`ServerRouter.mark`--> STALE, DOWN, READY, LEFT
 
 Only the caller, who can restart a server and send it weights, leads out of STALE and DOWN.
 """
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 FAILURES_IN_ROW = 3  # tries without an answer that make a server suspect
 BAD_ANSWERS_IN_ROW = 12  # the same for bad answers: more, since samples may be to blame
 PROBES = 3
+_DRAIN_S = 0.05  # between looks at the requests of a server that leaves
 _PROBE_WAIT_S = 0.2  # before the second probe; doubles
 
 
@@ -92,6 +93,14 @@ class Replica:
             self.busy_until = 0.0
         self._planned = planned and state is not State.READY
         self.state, self.reason = state, reason
+
+    async def drain(self) -> None:
+        """Wait for the end of its requests in flight, then close its connections."""
+        try:
+            while self.in_flight:
+                await asyncio.sleep(_DRAIN_S)
+        finally:
+            await self.client.close()
 
     async def probe(self, rid: str, *, version: int, mixed_versions: bool, timeout_s: float) -> None:
         """Probe a SUSPECT server with generations until READY, STALE or, after `PROBES` failures, DOWN."""

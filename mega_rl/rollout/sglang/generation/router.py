@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
-import random
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.generation.client import SglangClient
 from mega_rl.rollout.sglang.generation.replica import Replica, least_loaded
@@ -32,6 +31,7 @@ from mega_rl.rollout.sglang.generation.samples import (
     SampleRequest,
     Sampling,
     State,
+    backoff_s,
 )
 from mega_rl.tracking import progress
 
@@ -42,8 +42,6 @@ _SLACK_S = 30.0  # beyond a generation's deadline, until it is given up
 _CALL_S = 10.0  # for a short function on the event loop
 # Samples of one prompt share its prefix where they meet, so they stay together up to this imbalance.
 _AFFINITY_SLACK = 8
-_BACKOFF_S = 0.1  # before the second try; doubles
-_MAX_BACKOFF_S = 5.0
 _PROGRESS_S = 0.2
 
 Result = TypeVar("Result")
@@ -76,7 +74,7 @@ class _Job:
 class _Generation:
     """State of one generation, on the event loop."""
 
-    replicas: Sequence[Replica]
+    replicas: Collection[Replica]  # of this moment: servers join and leave
     sampling: Sampling
     version: int
     mixed_versions: bool
@@ -121,30 +119,29 @@ class ServerRouter:
         Args:
             vocab_size: of the servers' embedding; a prompt with another token kills a server.
             max_concurrency: requests in flight at one server; or those of the servers on this rank's host, by their
-                place in `endpoints`: the router uses others only while none of these serves.
+                index: the router uses others only while none of these serves.
             retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
             stall_timeout_s: seconds without a token from a server with requests until it is checked, and of the check.
             grace_s: seconds for aborted requests to answer with what they have.
         """
-        assert endpoints, "a router needs a server"
-        near: Mapping[int, int] = {}
+        self._near: Mapping[int, int] = {}
         if not isinstance(max_concurrency, int):
-            near, max_concurrency = max_concurrency, -(-sum(max_concurrency.values()) // len(endpoints))
+            self._near, max_concurrency = max_concurrency, -(-sum(max_concurrency.values()) // len(endpoints))
+        self._max_concurrency = max_concurrency
         self._vocab_size, self._retries = vocab_size, retries
         self._request_timeout_s, self._grace_s = request_timeout_s, grace_s
         self._stall_timeout_s = min(stall_timeout_s, request_timeout_s / 4)
-        self._replicas = []
-        for index, endpoint in enumerate(endpoints):
-            capacity = near.get(index, max_concurrency)
-            client = SglangClient(endpoint, vocab_size=vocab_size, max_concurrency=capacity)
-            self._replicas.append(Replica(client, capacity=capacity, near=index in near))
+        self._replicas: dict[int, Replica] = {}  # by the server's number in the run
+        self._draining: set[asyncio.Task[None]] = set()  # of servers that have left
         self._generation: _Generation | None = None
         self._future: concurrent.futures.Future[GenerationResult] | None = None
         self._deadline = 0.0  # end of the generation, time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-router", daemon=True)
         self._thread.start()
+        for endpoint in endpoints:
+            self.place(endpoint)
 
     def close(self) -> None:
         """Cancel a pending generation, close all connections and end the thread. May be called twice."""
@@ -157,7 +154,7 @@ class ServerRouter:
                 task.cancel()
             if others:
                 await asyncio.wait(others, timeout=_CALL_S)
-            for replica in self._replicas:
+            for replica in self._replicas.values():
                 await replica.client.close()
 
         if self._future is not None:
@@ -173,16 +170,21 @@ class ServerRouter:
     # -- rotation ------------------------------------------------------------------------------------------------------
 
     def mark(self, index: int, state: State, reason: str = "", *, version: int | None = None) -> None:
-        """Say the state of server `index` of `endpoints`.
+        """Say the state of server `index`.
 
         READY: it holds the weights of `version`, verified. STALE: no new traffic; requests in flight continue, without
-        stall checks. DOWN: its requests in flight are retried elsewhere at once.
+        stall checks. DOWN: its requests in flight are retried elsewhere at once. LEFT: as STALE, for good; after its
+        last request its connections close.
         """
 
         def mark() -> None:
             replica, generation = self._replicas[index], self._generation
             replica.version = replica.version if version is None else version
-            replica.move(state, reason, planned=state is State.STALE)
+            replica.move(state, reason, planned=state in (State.STALE, State.LEFT))
+            if state is State.LEFT:
+                task = self._loop.create_task(self._replicas.pop(index).drain())
+                self._draining.add(task)
+                task.add_done_callback(self._draining.discard)
             if generation is not None:
                 if state is State.DOWN:
                     _evict(generation, replica, RequestFailure("server_down", f"{replica.client.name}: {reason}"))
@@ -190,13 +192,26 @@ class ServerRouter:
 
         _on_loop(self._loop, mark)
 
-    def move(self, index: int, endpoint: Endpoint) -> None:
-        """Point at a restarted server's new address and keys; it stays out of rotation until `mark`."""
-        _on_loop(self._loop, lambda: self._replicas[index].client.move(endpoint))
+    def place(self, endpoint: Endpoint) -> None:
+        """Add the server of a new index, or give a restarted one its new address and keys.
 
-    def states(self) -> list[tuple[State, str]]:
-        """Return each server's state and why it is not READY, in the order of `endpoints`."""
-        return _on_loop(self._loop, lambda: [(replica.state, replica.reason) for replica in self._replicas])
+        It gets no requests before `mark`.
+        """
+
+        def place() -> None:
+            index = endpoint.index
+            if index in self._replicas:
+                self._replicas[index].client.move(endpoint)
+                return
+            capacity = self._near.get(index, self._max_concurrency)
+            client = SglangClient(endpoint, vocab_size=self._vocab_size, max_concurrency=capacity)
+            self._replicas[index] = Replica(client, capacity=capacity, near=index in self._near)
+
+        _on_loop(self._loop, place)
+
+    def states(self) -> dict[int, tuple[State, str]]:
+        """Return each server's state and why it is not READY."""
+        return _on_loop(self._loop, lambda: {i: (one.state, one.reason) for i, one in self._replicas.items()})
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -228,12 +243,12 @@ class ServerRouter:
         assert len({request.key for request in requests}) == len(requests), "two requests have one key"
         jobs, ends = list[_Job](), self._loop.time() + deadline - time.monotonic()
         for request in requests:
-            _check(request, self._vocab_size)
+            request.check(self._vocab_size)
             partial = (partials or {}).get(request.key, Sample())
             usable = mixed_versions or all(number == version for number in partial.versions)
             jobs.append(_Job(request, partial if usable else Sample(), ends))
         self._generation, self._deadline = (
-            _Generation(self._replicas, sampling, version, mixed_versions, self._stall_timeout_s, deadline_s),
+            _Generation(self._replicas.values(), sampling, version, mixed_versions, self._stall_timeout_s, deadline_s),
             deadline,
         )
         self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
@@ -244,7 +259,7 @@ class ServerRouter:
 
         The function that it returns drops the request, whose server then stops decoding. Raises UserError as `start`.
         """
-        _check(request, self._vocab_size)
+        request.check(self._vocab_size)
         generation = self._generation
         assert generation is not None
         deadline_s = generation.deadline_s
@@ -329,8 +344,6 @@ class ServerRouter:
                     _close(generation)
         finally:
             self._generation = generation.group = None
-            for replica in self._replicas:
-                replica.in_flight = 0  # tries that were cut short among them
             generation.phase.end()
         return generation.result
 
@@ -354,7 +367,9 @@ class ServerRouter:
             if isinstance(outcome, RequestFailure):
                 if _failed(generation, job, replica, outcome, retries=self._retries):
                     return outcome
-                self._loop.call_later(_backoff_s(job), _dispatch, generation)  # also a busy server's pause ends
+                self._loop.call_later(
+                    backoff_s(job.request, job.bad_answers + job.disruptions), _dispatch, generation
+                )  # also a busy server's pause ends
             elif outcome is not None and outcome.finish != "partial":
                 replica.answered(self._loop.time())
         return job.partial
@@ -455,7 +470,7 @@ def _failed(generation: _Generation, job: _Job, replica: Replica, failure: Reque
         job.bad_answers += 1
     else:
         job.disruptions += 1
-    wait_s = _backoff_s(job)
+    wait_s = backoff_s(job.request, job.bad_answers + job.disruptions)
     replica.failed(now, failure, wait_s=wait_s)
     elsewhere = any(other is not replica for other in _serving(generation, State.READY))
     job.not_before = now if elsewhere and failure.charge != "sample" else now + wait_s
@@ -528,22 +543,6 @@ def _close(generation: _Generation) -> None:
     """End the generation and what it waits for."""
     for task in (*generation.jobs.values(), *generation.helpers.values()):
         task.cancel()
-
-
-def _check(request: SampleRequest, vocab_size: int) -> None:
-    """Raise UserError for a prompt that kills a server."""
-    if not request.prompt or not all(0 <= token < vocab_size for token in request.prompt):
-        raise UserError(
-            f"prompt {request.key[0]} is empty or holds a token outside the model's {vocab_size} tokens; "
-            "check that the tokenizer is the model's own"
-        )
-
-
-def _backoff_s(job: _Job) -> float:
-    """Return the seconds until the next try: 0.1, 0.2, 0.4 ... with a jitter."""
-    failed = job.bad_answers + job.disruptions
-    jitter = random.Random(f"{job.request.key} {job.request.seed} {failed}").uniform(0.5, 1.5)
-    return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** (failed - 1)) * jitter
 
 
 def _help(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from mega_rl.errors import UserError
+
 Key = tuple[int, int]  # (prompt_index, sample_index)
 
 NUCLEUS_OF_ONE = 1e-6  # a top_p so small that the nucleus is only the most likely token
+_BACKOFF_S = 0.1  # before the second try; doubles
+_MAX_BACKOFF_S = 5.0
 _NEVER = -1e30  # added to a logit: probability 0; JSON has no infinity
 
 
@@ -46,6 +51,14 @@ class SampleRequest:
     def most(self, sampling: Sampling) -> int:
         """Return the most tokens of the whole response, including those of a partial one."""
         return sampling.max_new_tokens if self.limit is None else self.limit
+
+    def check(self, vocab_size: int) -> None:
+        """Raise UserError for a prompt that kills a server."""
+        if not self.prompt or not all(0 <= token < vocab_size for token in self.prompt):
+            raise UserError(
+                f"prompt {self.key[0]} is empty or holds a token outside the model's {vocab_size} tokens; "
+                "check that the tokenizer is the model's own"
+            )
 
 
 @dataclass
@@ -102,6 +115,12 @@ class RequestFailure(Exception):
         self.tries = 0  # number, if this was the last one
 
 
+def backoff_s(request: SampleRequest, failed: int) -> float:
+    """Return the seconds until the next try after failed ones: 0.1, 0.2, 0.4 ... with a jitter."""
+    jitter = random.Random(f"{request.key} {request.seed} {failed}").uniform(0.5, 1.5)
+    return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** (failed - 1)) * jitter
+
+
 class State(Enum):
     """State of a server in the rotation."""
 
@@ -109,6 +128,7 @@ class State(Enum):
     SUSPECT = "suspect"  # none until a real generation has succeeded there; then READY, else DOWN
     STALE = "stale"  # none until it was sent the weights; `ServerRouter.mark` says so
     DOWN = "down"  # none until it was started again and sent the weights
+    LEFT = "left"  # none, for good
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -58,10 +58,9 @@ def server_arguments(adapter: Adapter | None, device: str) -> dict[str, object]:
 class AdapterPush:
     """Sends the trainer's adapters to servers, under one name; rank 0 talks to all."""
 
-    def __init__(self, weights: TrainerWeights, servers: Sequence[Server], ranks: Ranks) -> None:
-        """servers: each has a `receiver` on rank 0."""
-        self._weights, self._ranks = weights, ranks
-        self._servers = {server.index: server for server in servers}
+    def __init__(self, weights: TrainerWeights, servers: Mapping[int, Server], ranks: Ranks) -> None:
+        """servers: of this moment, by index; each has a `receiver` on rank 0."""
+        self._weights, self._servers, self._ranks = weights, servers, ranks
 
     def send(self, *, version: int, servers: Sequence[int]) -> tuple[dict[int, str], dict[str, Tensor]]:
         """Replace the adapters of servers that are paused, and raise their weight version; collective.

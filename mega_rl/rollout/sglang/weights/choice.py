@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -29,7 +29,7 @@ _TRIES = 3
 
 def transport_for(
     weights: TrainerWeights,
-    servers: Sequence[Server],
+    servers: Collection[Server],
     ranks: Ranks,
     *,
     delta: str,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -130,7 +130,7 @@ def payload(data: object, bucket: Bucket, dtype: torch.dtype) -> str:
     return base64.b64encode(pickle.dumps(content, protocol=4)).decode("ascii")
 
 
-def ranks_of_servers(servers: Sequence[Server], hosts: Sequence[int]) -> dict[int, list[int]]:
+def ranks_of_servers(servers: Collection[Server], hosts: Sequence[int]) -> dict[int, list[int]]:
     """Return by server the trainer's ranks on the GPUs of its tensor-parallel ranks.
 
     hosts: of each rank. Servers of a host have its GPUs one after the other, and so have ranks; a server on several
@@ -156,7 +156,7 @@ class CudaIpcTransport(Transport):
     def __init__(
         self,
         weights: TrainerWeights,
-        servers: Sequence[Server],
+        servers: Collection[Server],
         *,
         hosts: Sequence[int],
         bucket_bytes: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -42,18 +42,19 @@ class SglangWeightSync:
         ranks: Ranks,
         *,
         controls: Mapping[int, Control],
-        num_servers: int,
+        servers: Collection[int],
         expected: ExpectedServer,
         probe: Probe | None,
         adapters: AdapterPush | None = None,
     ) -> None:
         """
         controls: of the servers that this rank steers; every server has one rank that does.
+        servers: of the run at this moment, as `controls`.
         probe: None proves nothing; else it runs after every update.
         adapters: None sends all weights in every update; else a server that has the base gets its adapters only.
         """
         self._transport, self._router, self._ranks = transport, router, ranks
-        self._controls, self._num_servers = controls, num_servers
+        self._controls, self._servers = controls, servers
         self._expected, self._probe, self._adapters = expected, probe, adapters
         self._listeners: list[Callable[[Sequence[int]], None]] = []
         self._weight_version = 0
@@ -84,7 +85,7 @@ class SglangWeightSync:
         Raises on all ranks alike: UserErrors for servers of another model or setting (with all differences), before
         sending; RunError when no server took the update, and the version then stays.
         """
-        metrics = self._update(range(self._num_servers), self._weight_version + 1)
+        metrics = self._update(sorted(self._servers), self._weight_version + 1)
         self._weight_version += 1
         return {"rollout/weight_version": float(self._weight_version), **metrics}
 
@@ -185,7 +186,7 @@ class SglangWeightSync:
                 "weights of version %d: %d of %d servers are out of rotation until they are refit:\n%s",
                 version,
                 len(attempt.failed),
-                self._num_servers,
+                len(self._servers),
                 reasons,
             )
         if not self._ready:

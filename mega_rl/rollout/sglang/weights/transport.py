@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -91,13 +91,13 @@ class Transport(ABC):
     _part: GroupRanks  # ranks that send together with this one
 
     def __init__(
-        self, weights: TrainerWeights, servers: Sequence[Server], *, bucket_bytes: int, timeout_s: float
+        self, weights: TrainerWeights, servers: Collection[Server], *, bucket_bytes: int, timeout_s: float
     ) -> None:
         """
-        servers: each has a `receiver` on the rank that leads it, `leader_of`.
+        servers: of this moment, read at each send; each has a `receiver` on the rank that leads it, `leader_of`.
         timeout_s: longest that a server takes to answer, in seconds.
         """
-        self._weights, self._servers = weights, list(servers)
+        self._weights, self._servers = weights, servers
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self.buckets = weights.buckets(bucket_bytes, by_stage=self._by_stage)  # in the order in which they are sent
         self.report: Metrics = {"sync/bytes": float(sum(bucket.nbytes for bucket in self.buckets))}  # of the last send

@@ -62,8 +62,8 @@ class ScriptedFleet:
         self.asked: list[tuple[list[Key], int, Sampling]] = []
         self.servers = [(State.READY, ""), (State.READY, "")]
 
-    def states(self) -> list[tuple[State, str]]:
-        return self.servers
+    def states(self) -> dict[int, tuple[State, str]]:
+        return dict(enumerate(self.servers))
 
     def start(
         self, requests: list[SampleRequest], sampling: Sampling, *, version: int, partials: Any, **_: Any
@@ -134,7 +134,7 @@ def test_other_hosts_serve_while_none_here_does(near_serves: bool) -> None:
             if near_serves:
                 for _ in range(2):
                     assert len(generate(engine).tokens) == 6
-                assert [state for state, _ in fleet.states()] == [State.READY] * 2
+                assert [state for state, _ in fleet.states().values()] == [State.READY] * 2
                 assert server.most_in_flight == 4
             else:
                 requests = [SampleRequest((i, 0), (3, 4), i) for i in range(6)]

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mega_rl.rollout.sglang.generation import replica, router
+from mega_rl.rollout.sglang.generation import replica, samples
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import GenerationResult, SampleRequest, Sampling, State
 from tests.helpers.fake_sglang import (
@@ -52,7 +52,7 @@ BAD = 0  # the prompt that scripts deal badly with
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits between tries, a tenth as long as they are."""
-    monkeypatch.setattr(router, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(samples, "_BACKOFF_S", 0.01)
     monkeypatch.setattr(replica, "_PROBE_WAIT_S", 0.02)
 
 
@@ -104,6 +104,7 @@ def generate(
             result = generated(fleet, asked, SAMPLING, version=VERSION, deadline=began + deadline_s)
             seconds, states = time.monotonic() - began, fleet.states()
             assert not asyncio.run_coroutine_threadsafe(_other_tasks(), fleet._loop).result(5)
+            assert [one.in_flight for one in fleet._replicas.values()] == [0] * len(servers)
     check_exactly_once(result, asked)
     assert seconds < within_s + BUSY_S, f"{seconds:.2f} s, {result}"
     return result, states
@@ -168,7 +169,7 @@ def test_a_server_with_other_weights_is_taken_out() -> None:
     change, kind = STALE_MUTANTS["older version"], "other_weights"
     result, states = generate([mutate(change), right], requests(4), within_s=3.0)
     assert len(result.samples) == 4
-    assert [state for state, _ in states] == [State.STALE, State.READY]
+    assert [state for state, _ in states.values()] == [State.STALE, State.READY]
     assert kind in states[0][1]
     assert set(result.failed_tries) == {kind}
     alone, _ = generate([mutate(change)], requests(4), within_s=3.0)
@@ -431,4 +432,4 @@ def test_chaos() -> None:
     assert len(result.samples) == 600, result.failed_tries
     assert min(fired.values()) > 0
     assert len(fired) == 8
-    assert [state is State.READY for state, _ in states] == [False, True, False]
+    assert [state is State.READY for state, _ in states.values()] == [False, True, False]

@@ -26,6 +26,7 @@ from tests.helpers.fake_sglang import (
     is_right,
     right,
 )
+from tests.helpers.sglang import wait_until
 
 HUNG_S = 120.0  # of a generation that no test expects to be late
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, stop_token_ids=(STOP,))
@@ -113,7 +114,7 @@ def test_only_ready_replicas_of_the_version_get_traffic() -> None:
         fleet.mark(1, State.DOWN, "killed")
         assert len(generate(fleet, requests(10)).samples) == 10
         assert [len(server.seen) for server in servers] == [0, 0, 10]
-        assert [state for state, _ in fleet.states()] == [State.STALE, State.DOWN, State.READY]
+        assert [state for state, _ in fleet.states().values()] == [State.STALE, State.DOWN, State.READY]
         result = generate(fleet, requests(10), version=2)
         assert (len(result.unserved), result.requests) == (10, 0)
         for server in servers:
@@ -134,7 +135,7 @@ def test_suspect_server_that_generates_is_used_again() -> None:
         result = generate(fleet, requests(12))
         assert len(result.samples) == 12
         assert server.probes == 1
-        assert fleet.states() == [(State.READY, "")]
+        assert fleet.states() == {0: (State.READY, "")}
 
 
 def test_interrupted_generation_keeps_tokens_and_continues() -> None:
@@ -221,3 +222,37 @@ def test_closing_ends_a_generation_under_way() -> None:
         began = time.monotonic()
         fleet.close()
         assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_server_that_leaves_is_drained(killed: bool) -> None:
+    """Its requests in flight end there, and elsewhere if it ends; it gets no other, and its connections close."""
+    asked = requests(24)
+    with fleet_of(right, right, seconds_per_token=0.1, max_concurrency=3) as (fleet, servers):
+        fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
+        while servers[0].generating() < 3:
+            time.sleep(0.01)
+        fleet.mark(0, State.LEFT)
+        before = len(servers[0].seen)
+        if killed:
+            servers[0].kill()
+        servers[1].seconds_per_token = 0.0
+        result = fleet.result()
+        assert all(is_right(result.samples[request.key], request, SAMPLING) for request in asked)
+        assert len(servers[0].seen) == before, "it got a new request"
+        assert list(fleet.states()) == [1]
+        wait_until("no connection", lambda: not (servers[0].connections or fleet._draining), timeout_s=5.0)
+        assert result.tokens == sum(len(sample.token_ids) for sample in result.samples.values()) or killed
+
+
+def test_server_that_joins_waits_for_its_weights() -> None:
+    with fleet_of(right) as (fleet, (first,)), FakeServer(index=5) as late:
+        fleet.place(late.endpoint)
+        assert len(generate(fleet, requests(10)).samples) == 10
+        assert (len(first.seen), len(late.seen)) == (10, 0)
+        fleet.mark(5, State.READY, version=VERSION)
+        fleet.mark(0, State.LEFT)
+        assert len(generate(fleet, requests(10)).samples) == 10
+        assert (len(first.seen), len(late.seen)) == (10, 10)
+        fleet.mark(5, State.LEFT)
+        assert len(generate(fleet, requests(10)).unserved) == 10

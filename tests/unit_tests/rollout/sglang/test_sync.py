@@ -129,7 +129,7 @@ class Run:
             self.rotation,
             ranks,
             controls=self.controls,
-            num_servers=len(endpoints),
+            servers=range(len(endpoints)),
             expected=EXPECTED,
             probe=Probe(
                 self.trainer.evaluate,
@@ -239,7 +239,7 @@ def test_merged_weights_go_where_adapters_cannot(
 def test_adapters_follow_a_base_that_is_sent_once(servers: list[UpdateServer]) -> None:
     """A server that has lost its weights gets all of them; what it then says proves each update."""
     run, adapted = run_of(servers), Adapted()
-    receivers = [Server(i, 1, (), control) for i, control in run.controls.items()]
+    receivers = {i: Server(i, 1, (), control) for i, control in run.controls.items()}
     run.sync._adapters = AdapterPush(adapted, receivers, SingleRank())  # type: ignore[arg-type]
     run.sync._probe = replace(run.sync._probe, adapter=ADAPTER)
 

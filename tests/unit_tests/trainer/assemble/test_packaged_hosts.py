@@ -149,7 +149,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
             "samples": [process.server.samples for process in MADE if process.server],
             "asked_by": [sorted(process.server.asked_by) for process in MADE if process.server],
             "rows": rows,
-            "ready": [state.value for state, _ in connection.router.states()],
+            "ready": [state.value for state, _ in connection.router.states().values()],
         }
 
 
