@@ -241,6 +241,7 @@ class _Play:
     vocab_size: int
     asked: Turns
     outcomes: dict[int, Played | None]  # by place; None: it has not ended
+    ended: Callable[[Played], Played]  # see `Runner.run`
     tick: float = field(default_factory=time.monotonic)  # when the loop was last seen alive
     abandoned: bool = False
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
@@ -293,7 +294,7 @@ class _Play:
         await asyncio.wait({run}, timeout=GRACE_S if late else None)
         self.asked.end(trajectory)
         if not self.abandoned:
-            self.outcomes[place] = self._outcome(policy, run, late=late)
+            self.outcomes[place] = self.ended(self._outcome(policy, run, late=late))
 
     def _outcome(self, policy: Policy, run: asyncio.Task[None], *, late: bool) -> Played:
         trajectory, error = policy.trajectory, None
@@ -327,7 +328,6 @@ class _Play:
 class LivePlay(_Play):
     """Trajectories that come while others run, on a thread that ends when it is `abandoned`."""
 
-    ended: Callable[[Played], None] = lambda played: None  # called on that thread
     playing: dict[int, Trajectory] = field(default_factory=dict)  # by place
     error: BaseException | None = None  # of our own code
     _begun: int = 0
@@ -362,9 +362,7 @@ class LivePlay(_Play):
 
     async def _one(self, place: int, trajectory: Trajectory) -> None:
         await super()._one(place, trajectory)
-        if (played := self.outcomes.pop(place)) is not None:
-            del self.playing[place]
-            self.ended(played)
+        del self.outcomes[place], self.playing[place]
 
 
 @dataclass(frozen=True)
@@ -375,8 +373,13 @@ class Runner:
     name: str  # the setting that chose it
     vocab_size: int
 
-    def run(self, trajectories: Sequence[Trajectory], sample: SampleTurns, *, first: int = 0) -> list[Played]:
+    def run(
+        self, trajectories: Sequence[Trajectory], sample: SampleTurns, *,
+        first: int = 0, ended: Callable[[Played], Played] = lambda played: played,
+    ) -> list[Played]:  # fmt: skip
         """Return the outcome of each trajectory; `sample` is called on this thread. first: as of `TurnQueue`.
+
+        ended: called on the event loop with each outcome, while others still run; returns the outcome that counts.
 
         An environment that blocks the loop longer than its deadline fails; the others then run again on another loop,
         from their start. Raises RunError if that does not help.
@@ -385,7 +388,7 @@ class Runner:
         for _ in range(MOST_BLOCKED + 1):
             fresh = [replace(one, branches=[], end=None) for one in trajectories]
             asked = TurnQueue(first, playing=[*outcomes.values()].count(None))
-            play = _Play(self.environment, self.vocab_size, asked, outcomes)
+            play = _Play(self.environment, self.vocab_size, asked, outcomes, ended)
             asked.is_alive = play.is_alive
             if self._drive(play, fresh, asked, sample):
                 return [one for one in outcomes.values() if one is not None]
@@ -395,9 +398,9 @@ class Runner:
             outcomes = {**outcomes, place: self.failed(fresh[place], what)}  # the blocked thread keeps the old ones
         raise RunError(f"{self.name}: environments {what}")
 
-    def live(self, asked: Turns, ended: Callable[[Played], None]) -> LivePlay:
-        """Return a loop for trajectories that come while others run."""
-        return LivePlay(self.environment, self.vocab_size, asked, {}, ended=ended)
+    def live(self, asked: Turns, ended: Callable[[Played], Played]) -> LivePlay:
+        """Return a loop for trajectories that come while others run. ended: as of `run`."""
+        return LivePlay(self.environment, self.vocab_size, asked, {}, ended)
 
     def blocked(self, play: _Play) -> tuple[int | None, str]:
         """Return which trajectory blocks a stalled loop, if that is known, and the fault in words."""

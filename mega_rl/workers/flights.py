@@ -312,10 +312,11 @@ class Players:
             flight.playing[trajectory.sample_index] = trajectory
             self._play.begin(trajectory)
 
-    def _ended(self, played: Played) -> None:
+    def _ended(self, played: Played) -> Played:
         with self.requests.changed:
             flight, number = self.requests.groups.get(played.trajectory.prompt_index), played.trajectory.sample_index
             if flight is not None:
                 del flight.playing[number]
                 flight.played[number] = played
             self.requests.changed.notify_all()
+        return played

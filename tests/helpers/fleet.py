@@ -225,7 +225,7 @@ class StreamRun:
             tokenizer: Any = None
             context = RolloutContext(tokenizer, engine, SAMPLING, N, 7, self.replicas, replica, version)
             runner = Runner(self.environment, "rollout.source='own.py:Own'", vocab_size=100)
-            rollouts = EnvironmentRollouts(runner, context, self.ranks, self.per_step * N)
+            rollouts = EnvironmentRollouts(runner, context, self.ranks, window=self.per_step * N)
         self.flow = ServerFlow(
             worker,
             engine,
