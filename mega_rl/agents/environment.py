@@ -151,7 +151,7 @@ def in_batches(asked: TurnQueue, sample: Callable[[Sequence[TurnRequest]], Seque
 
 
 class Turns(Protocol):
-    """Where trajectories ask for turns."""
+    """Taker of the turns that trajectories ask for."""
 
     def put(self, request: TurnRequest) -> Future[Answer]:
         """Ask for a turn."""

@@ -33,7 +33,7 @@ def number_of(key: Key) -> int:
     return key[1] >> NUMBER_BITS
 
 
-class _Kept(NamedTuple):
+class _Earlier(NamedTuple):
     """A sample that was in flight before."""
 
     sample: Sample
@@ -45,7 +45,7 @@ def _digest(token_ids: tuple[int, ...]) -> int:
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlight:
     """Group in progress: samples of one prompt."""
 
     prompt: Prompt
@@ -72,64 +72,57 @@ class Flight:
 
 
 @dataclass(eq=False)
-class OpenRequests(Turns):
+class OpenRequests:
     """The requests of all groups in progress. Threads of training, environments and servers call it."""
 
     engine: SglangRolloutEngine
-    groups: dict[int, Flight]  # by ticket
+    groups: dict[int, InFlight]  # by ticket
     quantum: int  # tokens that a sample gets in a round at most, in all its requests; 0: no limit
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards all
     runs: bool = False  # a round
     drifted: int = 0  # kept samples whose environment asked with other tokens
-    _kept: dict[Key, _Kept] = field(default_factory=dict)
+    _kept: dict[Key, _Earlier] = field(default_factory=dict)
     _out: dict[Key, Callable[[], object]] = field(default_factory=dict)  # at servers, with functions that drop them
     _waits: dict[Key, Future[Answer]] = field(default_factory=dict)  # environments for whole turns
 
     def ask(self, request: SampleRequest, waits: Future[Answer] | None = None) -> None:
         """Open a request, which continues what is kept of it after the same tokens."""
         with self.changed:
-            key, flight = request.key, self.groups[request.key[0]]
+            key, group = request.key, self.groups[request.key[0]]
             kept = self._kept.pop(key, None)
             if kept is not None and kept.context != _digest(request.prompt):
                 kept, self.drifted = None, self.drifted + 1
-            flight.requests[key], flight.samples[key] = request, Sample() if kept is None else kept.sample
+            group.requests[key], group.samples[key] = request, Sample() if kept is None else kept.sample
             if waits is not None:
                 self._waits[key] = waits
                 waits.add_done_callback(partial(self._drop, request))
-            if flight.samples[key].finish != "partial":
-                self._answer(request, flight.samples[key])
+            if group.samples[key].finish != "partial":
+                self._answer(request, group.samples[key])
             elif self.runs:
                 self._send(request)
             self.changed.notify_all()
 
-    def put(self, turn: TurnRequest) -> Future[Answer]:
-        """Ask for a turn of a trajectory, whose prompt is its ticket."""
-        (ticket, sample, number), answer = turn.key, Future[Answer]()
-        flight = self.groups[ticket]
-        request = self.engine.turn_request(turn._replace(key=(flight.place, sample, number)), flight.seed)
-        self.ask(replace(request, key=(ticket, request.key[1])), answer)
-        return answer
-
-    def end(self, trajectory: Trajectory) -> None:
+    def leave(self, trajectory: Trajectory, *, keep: bool) -> None:
+        """Cancel a trajectory's open turns; keep: all that it has of turns, for its next start."""
+        ticket, number = trajectory.prompt_index, trajectory.sample_index
         with self.changed:
-            flight, number = self.groups.get(trajectory.prompt_index), trajectory.sample_index
-            if flight is not None and flight.playing.get(number) is trajectory:
-                for request in flight.open():
-                    if number_of(request.key) == number and request.key in self._waits:
-                        self._waits[request.key].cancel()
-                for key in [key for key in self._kept if (key[0], number_of(key)) == (trajectory.prompt_index, number)]:
-                    del self._kept[key]
-
-    def forget(self, trajectory: Trajectory) -> None:
-        """Keep a trajectory's turns for its next start."""
-        with self.changed:
-            flight = self.groups[trajectory.prompt_index]
-            for key in [key for key in flight.requests if number_of(key) == trajectory.sample_index]:
-                request, sample = flight.requests.pop(key), flight.samples.pop(key)
-                if flight.failures.pop(key, None) is None:
-                    self._kept[key] = _Kept(sample, _digest(request.prompt))
-                self._waits.pop(key, None)
-                self._out.pop(key, bool)()
+            group = self.groups.get(ticket)
+            if group is None or group.playing.get(number) is not trajectory:
+                return
+            for key, request in [*group.requests.items()]:
+                if number_of(key) != number:
+                    continue
+                if keep and key not in group.failures:
+                    self._kept[key] = _Earlier(group.samples[key], _digest(request.prompt))
+                if key in self._waits:
+                    self._waits[key].cancel()  # which drops it
+                elif keep:
+                    del group.requests[key], group.samples[key]
+                    group.failures.pop(key, None)
+            if not keep:
+                self._kept = {
+                    key: one for key, one in self._kept.items() if (key[0], number_of(key)) != (ticket, number)
+                }
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -138,11 +131,11 @@ class OpenRequests(Turns):
         self.engine.open()
         with self.changed:
             self.runs = True
-            for flight in self.groups.values():
+            for group in self.groups.values():
                 if anew:
-                    flight.room = dict.fromkeys(map(number_of, flight.requests), self.quantum)
-                    flight.room |= dict.fromkeys(flight.playing, self.quantum)
-                for request in flight.open():
+                    group.room = dict.fromkeys(map(number_of, group.requests), self.quantum)
+                    group.room |= dict.fromkeys(group.playing, self.quantum)
+                for request in group.open():
                     self._send(request)
 
     def stop(self, *, interrupt: bool) -> None:
@@ -156,9 +149,9 @@ class OpenRequests(Turns):
         with self.changed:
             return [
                 request
-                for flight in self.groups.values()
-                for request in flight.open()
-                if request.key not in self._out and (not self.quantum or flight.room.get(number_of(request.key), 0))
+                for group in self.groups.values()
+                for request in group.open()
+                if request.key not in self._out and (not self.quantum or group.room.get(number_of(request.key), 0))
             ]
 
     def are_quiet(self, wait_s: float) -> bool:
@@ -166,40 +159,40 @@ class OpenRequests(Turns):
 
         def quiet() -> bool:
             return not self._out and all(
-                flight.playing.keys() <= {number_of(request.key) for request in flight.open()}
-                for flight in self.groups.values()
-                if flight.playing
+                group.playing.keys() <= {number_of(request.key) for request in group.open()}
+                for group in self.groups.values()
+                if group.playing
             )
 
         with self.changed:
             return self.changed.wait_for(quiet, wait_s)
 
     def _send(self, request: SampleRequest) -> None:
-        key, flight = request.key, self.groups[request.key[0]]
-        sample, number = flight.samples[key], number_of(key)
+        key, group = request.key, self.groups[request.key[0]]
+        sample, number = group.samples[key], number_of(key)
         limit, have = request.most(self.engine.sampling), len(sample.token_ids)
         if self.quantum:
-            limit = min(limit, have + flight.room.get(number, 0))
+            limit = min(limit, have + group.room.get(number, 0))
             if limit <= have:
                 return
-            flight.room[number] -= limit - have
+            group.room[number] -= limit - have
         answered = partial(self._answered, request, limit)
         self._out[key] = self.engine.router.ask(replace(request, limit=limit), answered, sample)
 
     def _answered(self, request: SampleRequest, limit: int, outcome: Sample | RequestFailure) -> None:
         with self.changed:
-            key, flight = request.key, self.groups.get(request.key[0])
-            if flight is None or flight.requests.get(key) is not request:
+            key, group = request.key, self.groups.get(request.key[0])
+            if group is None or group.requests.get(key) is not request:
                 return  # dropped
             self._out.pop(key, None)
             if isinstance(outcome, RequestFailure):
-                flight.failures[key] = outcome
+                group.failures[key] = outcome
                 self._answer(request, outcome)
             else:
                 if self.quantum:
-                    flight.room[number_of(key)] += limit - len(outcome.token_ids)
+                    group.room[number_of(key)] += limit - len(outcome.token_ids)
                 is_whole = outcome.is_whole(request, self.engine.sampling)
-                flight.samples[key] = outcome if is_whole else replace(outcome, finish="partial", routing=b"")
+                group.samples[key] = outcome if is_whole else replace(outcome, finish="partial", routing=b"")
                 if is_whole:
                     self._answer(request, outcome)
             self.changed.notify_all()
@@ -212,9 +205,9 @@ class OpenRequests(Turns):
     def _drop(self, request: SampleRequest, waits: Future[Answer]) -> None:
         """Drop a turn that its environment does not wait for any more."""
         with self.changed:
-            flight = self.groups.get(request.key[0])
-            if waits.cancelled() and flight is not None and flight.requests.get(request.key) is request:
-                del flight.requests[request.key], flight.samples[request.key]
+            group = self.groups.get(request.key[0])
+            if waits.cancelled() and group is not None and group.requests.get(request.key) is request:
+                del group.requests[request.key], group.samples[request.key]
                 self._waits.pop(request.key, None)
                 self._out.pop(request.key, bool)()
 
@@ -224,9 +217,9 @@ class OpenRequests(Turns):
         """Return this rank's samples as flat tables."""
         with self.changed:
             rows = [
-                (key, _Kept(flight.samples[key], _digest(request.prompt)), key in flight.failures)
-                for flight in self.groups.values()
-                for key, request in flight.requests.items()
+                (key, _Earlier(group.samples[key], _digest(request.prompt)), key in group.failures)
+                for group in self.groups.values()
+                for key, request in group.requests.items()
             ]
             rows += [(key, kept, False) for key, kept in self._kept.items() if key[0] in self.groups]
         samples = [kept.sample for _, kept, _ in rows]
@@ -258,12 +251,12 @@ class OpenRequests(Turns):
             if word != "failed":
                 own = routing[at_routing : at_routing + size]
                 sample = Sample(ids[here], logprobs[here], versions[here], word, own)  # type: ignore[arg-type]
-                self._kept[ticket, number] = _Kept(sample, context)
+                self._kept[ticket, number] = _Earlier(sample, context)
             at, at_routing = at + count, at_routing + size
 
 
 @dataclass(eq=False)
-class Players:
+class Players(Turns):
     """This rank's trajectories, which play as long as the run."""
 
     runner: Runner
@@ -275,9 +268,9 @@ class Players:
 
     def begin(self, ticket: int) -> None:
         """Play the samples of a group."""
-        flight, self._blocked = self.requests.groups[ticket], 0
+        group, self._blocked = self.requests.groups[ticket], 0
         for number in range(self.samples):
-            self._start(flight, Trajectory(flight.prompt, ticket, number, self.limit))
+            self._start(group, Trajectory(group.prompt, ticket, number, self.limit))
 
     def look(self) -> None:
         """Start all others again if a trajectory blocks the loop. Raises RunError where that does not help."""
@@ -293,7 +286,7 @@ class Players:
         if place not in left or self._blocked > MOST_BLOCKED:
             raise RunError(f"{self.runner.name}: environments {what}")
         for number, one in left.items():
-            self.requests.forget(one)
+            self.requests.leave(one, keep=True)
             if number == place:
                 self._ended(self.runner.failed(one, what))
             else:
@@ -305,18 +298,28 @@ class Players:
             self._play.abandoned = True
             self._play.running.wait(GRACE_S)
 
-    def _start(self, flight: Flight, trajectory: Trajectory) -> None:
+    def put(self, turn: TurnRequest) -> Future[Answer]:
+        (ticket, sample, number), answer = turn.key, Future[Answer]()
+        group = self.requests.groups[ticket]
+        request = self.requests.engine.turn_request(turn._replace(key=(group.place, sample, number)), group.seed)
+        self.requests.ask(replace(request, key=(ticket, request.key[1])), answer)
+        return answer
+
+    def end(self, trajectory: Trajectory) -> None:
+        self.requests.leave(trajectory, keep=False)
+
+    def _start(self, group: InFlight, trajectory: Trajectory) -> None:
         if self._play is None:
-            self._play = self.runner.live(self.requests, self._ended)
+            self._play = self.runner.live(self, self._ended)
         with self.requests.changed:
-            flight.playing[trajectory.sample_index] = trajectory
+            group.playing[trajectory.sample_index] = trajectory
             self._play.begin(trajectory)
 
     def _ended(self, played: Played) -> Played:
         with self.requests.changed:
-            flight, number = self.requests.groups.get(played.trajectory.prompt_index), played.trajectory.sample_index
-            if flight is not None:
-                del flight.playing[number]
-                flight.played[number] = played
+            group, number = self.requests.groups.get(played.trajectory.prompt_index), played.trajectory.sample_index
+            if group is not None:
+                del group.playing[number]
+                group.played[number] = played
             self.requests.changed.notify_all()
         return played

@@ -17,7 +17,7 @@ from mega_rl.protocols import Ranks, RolloutSource, WeightSync
 from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS, SglangRolloutEngine
 from mega_rl.rollout.sglang.generation.samples import Key, RequestFailure, Sample, SampleRequest
 from mega_rl.types import Arrived, Draw, Draws, Metrics, Prompt, Rollout
-from mega_rl.workers.flights import Flight, OpenRequests, Players, number_of
+from mega_rl.workers.flights import InFlight, OpenRequests, Players, number_of
 from mega_rl.workers.rollout import EnvironmentRollouts, RolloutWorker, own_share
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ServerFlow:
     rollouts: EnvironmentRollouts | None = None  # samples are trajectories of its environment
     waiting: dict[int, int] = field(default_factory=dict, init=False)
     waited_s: float = field(default=0.0, init=False)  # time that training has waited
-    flights: dict[int, Flight] = field(default_factory=dict, init=False)  # by ticket, in progress or not yet returned
+    flights: dict[int, InFlight] = field(default_factory=dict, init=False)  # by ticket, in progress or not yet returned
 
     def __post_init__(self) -> None:
         self.requests = OpenRequests(self.engine, self.flights, self.quantum)
@@ -63,19 +63,23 @@ class ServerFlow:
         """Begin groups with the next round. Raises UserError on all ranks, as the engine's `requests`."""
         mine = set(own_share(draw.size, self.worker.data_parallel, self.worker.replica))
         replicas = set(share(draw.size, self.worker.data_parallel))
-        seed, failure = (self.worker.seed, draw.word), None
+        seed, failure, asked = (self.worker.seed, draw.word), None, list[SampleRequest]()
         for ticket, prompt in prompts.items():
             place = ticket - draw.first
-            self.flights[ticket] = Flight(prompt, place in replicas, place in mine, seed, place)
+            self.flights[ticket] = InFlight(prompt, place in replicas, place in mine, seed, place)
             self.waiting[ticket] = self.version()
-            if place in mine and self.players is not None:
+        own = {ticket: flight for ticket, flight in self.flights.items() if ticket in prompts and flight.is_mine}
+        if self.players is not None:
+            for ticket in own:
                 self.players.begin(ticket)
-            elif place in mine:
-                try:
-                    for one in self.engine.requests([prompt], [place], n=self.worker.n, seed=seed):
-                        self.requests.ask(replace(one, key=(ticket, one.key[1] << NUMBER_BITS)))
-                except UserError as error:
-                    failure = error
+        else:
+            try:
+                places = [flight.place for flight in own.values()]
+                asked = self.engine.requests([one.prompt for one in own.values()], places, n=self.worker.n, seed=seed)
+            except UserError as error:
+                failure = error
+        for one in asked:
+            self.requests.ask(replace(one, key=(draw.first + one.key[0], one.key[1] << NUMBER_BITS)))
         raise_together(failure, self.everyone, error=UserError)
 
     def arrived(self, *, wait: bool) -> Arrived | None:
