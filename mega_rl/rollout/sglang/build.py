@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,20 +23,24 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import ADAPTER, Control
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
+from mega_rl.rollout.sglang.generation.samples import State
+from mega_rl.rollout.sglang.server.addresses import listening_address, ranks_on_this_host
+from mega_rl.rollout.sglang.server.fleet import JoinedServers
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
-from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
+from mega_rl.rollout.sglang.server.pool import ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
-from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
+from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, check_server, sent_shapes
 from mega_rl.rollout.sglang.weights.choice import transport_for
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
-from mega_rl.types import IdRanges
+from mega_rl.types import IdRanges, Metrics
 
 log = logging.getLogger(__name__)
+
+_LEAVE_S = 10.0  # for a server that has left to say that it has left process groups too
 
 
 def start_servers(
@@ -64,8 +68,8 @@ def start_servers(
     per_host = ranks_on_this_host(world.size)
     hosts = world.size // per_host
     if sglang.urls:
-        check_urls(sglang.urls, hosts=hosts)
-        return JoinedServers(world, sglang.urls, Path(sglang.keys_file), timeout_s=sglang.start_timeout_s)
+        keys, timeout_s = Path(sglang.keys_file), sglang.start_timeout_s
+        return JoinedServers(world, sglang.urls, keys, timeout_s=timeout_s, hosts=hosts)
     device = accelerator.device.type
     on_gpus = device == "cuda"  # a CPU's memory is the host's, which needs no turns
     colocated = sglang.placement == "colocated" or (sglang.placement == "auto" and on_gpus and not trainer.async_steps)
@@ -176,6 +180,46 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 @dataclass
+class ServerTable:
+    """A run's servers by number, as transports and the weight sync ask for them; joined ones come and go."""
+
+    pool: ServerPool
+    router: ServerRouter
+    expected: ExpectedServer
+    servers: dict[int, Server]
+    controls: dict[int, Control]  # every rank has one of every server
+    own: dict[int, Control]  # those that this rank uses: it leads the servers
+    leads: Callable[[Server], bool]
+    timeout_s: float  # of a control
+
+    def change(self, lost: Sequence[int]) -> list[int]:
+        """Bring lost servers back, let others leave and join; return those that need weights; collective."""
+        back, left = self.pool.bring_back(lost, lambda control: check_server(control, self.expected))
+        for index, why in left.items():
+            self.router.mark(index, State.LEFT, why)
+            del self.servers[index]
+            self.own.pop(index, None)
+            self.controls.pop(index).timeout_s = _LEAVE_S
+        for index in back:
+            endpoint = self.pool.endpoints[index]
+            self.router.place(endpoint)
+            if index in self.controls:
+                self.controls[index].endpoint = endpoint
+                continue
+            control = self.controls[index] = Control(endpoint, self.timeout_s)
+            server = self.servers[index] = Server(index, self.pool.tp[index], self.pool.hosts[index], control)
+            if self.leads(server):
+                self.own[index] = control
+        return back
+
+    def look(self, lost: Sequence[int]) -> Metrics:
+        """Let servers join and leave; return how many have done so; collective."""
+        self.change(lost)
+        came = len(self.pool.endpoints)
+        return {"sglang/servers_joined": float(came), "sglang/servers_left": float(came - len(self.servers))}
+
+
+@dataclass
 class Connection:
     """Connection of a run with its servers, which the pool ends."""
 
@@ -184,26 +228,26 @@ class Connection:
     memory: ServersMemory
     concurrency: int  # requests in flight of one rank at the servers that it asks, together
     adapter: str  # name of the policy's adapters at the servers; empty: their weights are the policy's
-    _pool: ServerPool
-    _controls: Sequence[Control]
+    _table: ServerTable
     _actor: ModelEngine
 
-    def bring_back(self, lost: Sequence[int]) -> None:
-        """Restart lost servers where the run started them, and send them the current weights; collective.
+    def bring_back(self, lost: Sequence[int], *, refit: bool = True) -> None:
+        """Restart lost servers where the run started them, let joined ones leave and join; collective.
 
-        Raises RunError on all ranks when one does not come back.
+        refit: send them the last published weights, which the trainer still holds; else they wait for the next.
+
+        Raises RunError on all ranks when one that the run started does not come back, or none is left.
         """
-        self._pool.bring_back(lost)
-        for index in lost:
-            self._controls[index].endpoint = self._pool.endpoints[index]
-            self.router.place(self._pool.endpoints[index])
+        due = self._table.change(lost)
         self.memory.started_anew(lost)
+        if not (refit and due):
+            return
         # Between generation and training the policy may be on the host.
         offloaded = self._actor.is_offloaded("parameters")
         if offloaded:
             self._actor.onload(gradients=False, optimizer=False)
         try:
-            self.sync.refit(lost)
+            self.sync.refit(due)
         finally:
             if offloaded:
                 self._actor.offload(gradients=False, optimizer=False)
@@ -220,10 +264,10 @@ def connect(
     hidden_tokens: IdRanges,
 ) -> Connection:
     """Return the connection with servers that are ready; `resources` closes it. hidden_tokens: never in a response."""
-    sglang, hf = rollout.sglang, actor.sharding.merged.hf
-    # Every rank has a control of every server; only the one that leads a server uses it.
-    controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
-    servers = {i: Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)}
+    sglang, hf, joined = rollout.sglang, actor.sharding.merged.hf, bool(rollout.sglang.urls)
+    controls = {one.index: Control(one, sglang.sync.timeout_s) for one in pool.endpoints}
+    resources.callback(lambda: list(map(Control.close, controls.values())))
+    servers = {i: Server(i, pool.tp[i], pool.hosts[i], control) for i, control in controls.items()}
     weights = _weights(rollout, dtype, pool, actor, world)
     transport = _transport(rollout, weights, pool, servers.values(), world)
     # After an error ranks or servers may be gone.
@@ -243,12 +287,14 @@ def connect(
         request_timeout_s=sglang.request_timeout_s,
     )
     resources.callback(router.close)
-    own = {one.index: controls[one.index] for one in servers.values() if transport.leader_of(one) == world.rank}
+    leads = lambda server: transport.leader_of(server) == world.rank  # noqa: E731
+    own = {i: controls[i] for i, one in servers.items() if leads(one)}
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
     adapter, tokens = ADAPTER if weights.apart else "", sglang.sync.probe_tokens
     probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
-    tp, shapes = None if sglang.urls else sglang.server.tp, sent_shapes(actor.sharding.merged)
+    tp, shapes = None if joined else sglang.server.tp, sent_shapes(actor.sharding.merged)
     expected = ExpectedServer(hf, shapes, _name_of(dtype), tp, sglang.return_routing, weights.apart)
+    table = ServerTable(pool, router, expected, servers, controls, own, leads, sglang.sync.timeout_s)
     return Connection(
         router=router,
         sync=SglangWeightSync(
@@ -260,12 +306,13 @@ def connect(
             expected=expected,
             probe=probe if probe.num_tokens else None,
             adapters=AdapterPush(weights, servers, world) if weights.apart else None,
+            look=table.look if joined else None,
         ),
         memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
-        concurrency=sum(near.values()) or per_rank * len(controls),
+        # Servers may leave: deadlines hold for one that is left.
+        concurrency=sum(near.values()) or per_rank,
         adapter=adapter,
-        _pool=pool,
-        _controls=controls,
+        _table=table,
         _actor=actor,
     )
 

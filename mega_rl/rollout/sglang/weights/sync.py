@@ -28,6 +28,10 @@ _SCHEDULER_S = 30.0  # a scheduler ends its step and answers faster
 PHASES = ("check", "pause", "send", "continue", "probe")
 
 
+class NoServerError(RunError):
+    """No server took an update; raised on all ranks alike."""
+
+
 class SglangWeightSync:
     """`protocols.WeightSync` for SGLang servers. Methods are collective over `ranks`, all of the run's.
 
@@ -46,16 +50,18 @@ class SglangWeightSync:
         expected: ExpectedServer,
         probe: Probe | None,
         adapters: AdapterPush | None = None,
+        look: Callable[[Sequence[int]], Metrics] | None = None,
     ) -> None:
         """
         controls: of the servers that this rank steers; every server has one rank that does.
         servers: of the run at this moment, as `controls`.
         probe: None proves nothing; else it runs after every update.
         adapters: None sends all weights in every update; else a server that has the base gets its adapters only.
+        look: lets servers join and leave before a publish; those that it is given must answer. None: all stay.
         """
         self._transport, self._router, self._ranks = transport, router, ranks
         self._controls, self._servers = controls, servers
-        self._expected, self._probe, self._adapters = expected, probe, adapters
+        self._expected, self._probe, self._adapters, self._look = expected, probe, adapters, look
         self._listeners: list[Callable[[Sequence[int]], None]] = []
         self._weight_version = 0
         self._ready: set[int] = set()
@@ -85,9 +91,18 @@ class SglangWeightSync:
         Raises on all ranks alike: UserErrors for servers of another model or setting (with all differences), before
         sending; RunError when no server took the update, and the version then stays.
         """
-        metrics = self._update(sorted(self._servers), self._weight_version + 1)
+        out = [server for server in self._servers if server not in self._ready]
+        metrics = {} if self._look is None else {**self._look(out)}
+        try:
+            metrics |= self._update(sorted(self._servers), self._weight_version + 1)
+        except NoServerError:
+            if self._look is None:
+                raise
+            metrics |= self._look(list(self._servers))  # waits for one
+            metrics |= self._update(sorted(self._servers), self._weight_version + 1)
         self._weight_version += 1
-        return {"rollout/weight_version": float(self._weight_version), **metrics}
+        ready = float(len(self._ready))
+        return {"rollout/weight_version": float(self._weight_version), "sglang/servers_ready": ready, **metrics}
 
     def refit(self, servers: Sequence[int]) -> Metrics:
         """Send the last published version to these servers, as after their restart; errors as in `publish`.
@@ -106,7 +121,7 @@ class SglangWeightSync:
         requests = sum(control.requests for control in self._controls.values())
         for server in servers:
             self._router.mark(server, State.STALE, f"it is being sent the weights of version {version}")
-        self._ready -= set(servers)
+        self._ready &= set(self._servers) - set(servers)
         attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
             without_base = self._check(attempt)
@@ -190,7 +205,7 @@ class SglangWeightSync:
                 reasons,
             )
         if not self._ready:
-            raise RunError(f"no SGLang server took the weights of version {version}:\n{reasons}")
+            raise NoServerError(f"no SGLang server took the weights of version {version}:\n{reasons}")
 
 
 class _Attempt:

@@ -12,10 +12,11 @@ from mega_rl.config.loader import load
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.base import EngineSettings
-from mega_rl.rollout.sglang.build import Connection, servers_per_host, start_servers
+from mega_rl.rollout.sglang.build import Connection, ServerTable, servers_per_host, start_servers
 from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
+from mega_rl.rollout.sglang.weights.transport import Server
 from mega_rl.trainer.assemble.plan import engine_settings
 from mega_rl.trainer.loop import Stages
 from mega_rl.types import Metrics
@@ -45,7 +46,7 @@ HF = parse_hf_config(qwen3_config("8b"))
 class Fleet:
     """Addresses of servers: what a router does when one has moved is not at issue here."""
 
-    def move(self, index: int, endpoint: Any) -> None: ...
+    def place(self, endpoint: Any) -> None: ...
 
 
 def sections_of(*settings: str) -> tuple[RolloutConfig, TrainerConfig, EngineSettings]:
@@ -80,9 +81,12 @@ class Colocation:
         self.pool.wait_ready()
         self.run = Run(self.pool.endpoints)
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
+        router, own, anything = cast(Any, Fleet()), self.run.controls, cast(Any, None)
+        servers = {index: Server(index, 1, (), control) for index, control in own.items()}
+        table = ServerTable(self.pool, router, anything, servers, own, own, lambda _: True, 1.0)
         self.connection = Connection(
-            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1, adapter="",
-            _pool=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
+            router=router, sync=self.run.sync, memory=memory, concurrency=1, adapter="", _table=table,
+            _actor=cast(Any, self.actor),
         )  # fmt: skip
         self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
         self.run.sync.add_listener(self.residency.after_send)
