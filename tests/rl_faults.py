@@ -137,6 +137,16 @@ RL: Table = {
             "uniform_at(self._keys[rows], step)",
             "uniform_at(self._keys[rows], step // 2)",
         ),
+        (
+            "tokens are drawn at a temperature 10 % higher than said",
+            "tokens = _invert_cdf(weights, block_sums, uniforms)",
+            "tokens = _invert_cdf(weights ** (1 / 1.1), _block_sums(weights ** (1 / 1.1)), uniforms)",
+        ),
+        (
+            "neighbouring prompts share random numbers",
+            "keys = stream_keys(seed, *numbers.unbind(dim=1))",
+            "keys = stream_keys(seed, *(numbers // numbers.new_tensor([2, 1])).unbind(dim=1))",
+        ),
     ],
     ("experience", "algorithms/test_exact_gradients.py"): [
         (
@@ -191,6 +201,42 @@ RL: Table = {
             "an expired group trains",
             "return oldest < self.current - self.limit\n",
             "return oldest < 0\n",
+        ),
+        ("more steps are in flight than training needs", "max(self.depth - spare, 2)", "limit + 1"),
+        ("a resumed run forgets how many steps were in flight", 'int(numbers.get("depth", self.depth))', "2"),
+    ],
+    ("experience", "trainer/test_rescoring.py"): [
+        (
+            "older tokens are exempt from limits",
+            "if mismatch.mean - DEVIATIONS * error > self.limits.mean + MOVES * moved:",
+            "if False:",
+        ),
+        (
+            "what is rescored holds older tokens, too",
+            "rows.loss_mask = rows.loss_mask & (rows.token_versions == version)",
+            "",
+        ),
+        (
+            "what servers have just sampled has no limit",
+            "compared, self._is_due = self.guard(sampled, self.actor.evaluate(sampled)), False",
+            "compared, self._is_due = {}, False",
+        ),
+        (
+            "the policy's move is that of the step before",
+            "self.changes.of_versions[self.changes.current()] = total",
+            "self.changes.of_versions[self.changes.current() + 1] = total",
+        ),
+    ],
+    ("experience", "trainer/test_staleness.py"): [
+        (
+            "of the policy's moves one counts, not all since",
+            "dtype=torch.float64).cumsum(0)[ages]",
+            "dtype=torch.float64)[ages]",
+        ),
+        (
+            "rare tokens that move far end the run",
+            "if mismatch.mean - DEVIATIONS * error >",
+            "if mismatch.mean >",
         ),
     ],
     ("experience", "trainer/test_dynamic_sampling.py"): [

@@ -21,7 +21,6 @@ from torch import Tensor
 from mega_rl.algorithms.kl import LOG_RATIO_LIMIT
 
 LARGE = 1.0  # nats
-SUMMARY_SIZE = 10
 IMPORTANCE_SIZE = 15
 
 
@@ -50,9 +49,10 @@ class LogprobMismatch:
         """Return the share of tokens with a difference of `LARGE` or more; 0 without tokens."""
         return self.large / self.count if self.count else 0.0
 
-    def metrics(self, name: str = "rollout/logprob_diff") -> dict[str, float]:
-        """Return `<name>_max`, `<name>_mean` and `<name>_large_fraction`."""
-        return {f"{name}_max": self.max, f"{name}_mean": self.mean, f"{name}_large_fraction": self.share_of_large}
+    def metrics(self) -> dict[str, float]:
+        """Return `rollout/logprob_diff_max`, `_mean` and `_large_fraction`."""
+        numbers = {"max": self.max, "mean": self.mean, "large_fraction": self.share_of_large}
+        return {f"rollout/logprob_diff_{name}": number for name, number in numbers.items()}
 
     def describe_worst(self) -> str:
         """Describe the worst token, for the message that stops a run."""
@@ -62,14 +62,9 @@ class LogprobMismatch:
             f"{self.trainer_logprob:.6g}, difference {self.max:.6g} nats"
         )
 
-    def pack(self, *, rank: int, size: int) -> Tensor:
-        """Return [size, SUMMARY_SIZE] float64, this rank's summary in row `rank`, zeros elsewhere.
-
-        The elementwise sum over the ranks is what `combine` takes: one collective for everything.
-        """
-        packed = torch.zeros(size, SUMMARY_SIZE, dtype=torch.float64)
-        packed[rank] = torch.tensor(astuple(self), dtype=torch.float64)
-        return packed
+    def pack(self) -> Tensor:
+        """Return the fields, [10] float64, for `combine`."""
+        return torch.tensor(astuple(self), dtype=torch.float64)
 
 
 def logprob_mismatch(
@@ -110,7 +105,7 @@ def logprob_mismatch(
 def combine(packed: Tensor) -> LogprobMismatch:
     """Return the mismatch over all ranks.
 
-    packed: [ranks, SUMMARY_SIZE] float64, the sum over ranks of what each one's `LogprobMismatch.pack` returned. Equal
+    packed: [ranks, 10] float64, what each one's `LogprobMismatch.pack` returned. Equal
     worst differences are settled by (prompt, sample, position), so it does not matter which rank held which row.
     """
     empty = LogprobMismatch(sum=0.0, count=0, max=0.0)

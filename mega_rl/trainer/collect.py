@@ -176,10 +176,10 @@ class Collector:
     def _chosen(self, stock: Stock, step: int) -> tuple[Samples, list[Dropped]]:
         """Wait until the step can choose; return this replica's rows, and the dropped groups."""
         plan, flow, pool = self.plan, stock.flow, stock.pool
-        count, draws, wait = plan.prompts_per_step, 0, False
+        count, draws, wait, lacked = plan.prompts_per_step, 0, False, False
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
-        expired = stock.expire(limit=plan.ahead)
-        while len(stock.begun) < (plan.ahead + 1) * count and self._draw(stock, step):
+        expired, is_first = stock.expire(limit=plan.ahead), not stock.begun
+        while len(stock.begun) < min(stock.depth, plan.ahead + 1) * count and self._draw(stock, step):
             draws += 1
         while True:
             with self.stage("generate"):
@@ -189,7 +189,7 @@ class Collector:
                 expired += stock.expire(limit=plan.ahead)
             if (chosen := stock.choose(count, limit=plan.ahead)) is not None:
                 break
-            wait = True
+            wait, lacked = True, lacked or (int(pool.usable.sum()) < count and not is_first)
             if not flow.waiting:
                 if 0 < plan.waves <= draws or not self._draw(stock, step):
                     chosen = pool.filled(count)
@@ -201,7 +201,9 @@ class Collector:
         total, number = self.ranks.sum(sampled).tolist()
         self.log.add({"rollout/dropped_groups": float(len(dropped))})
         if plan.ahead:
+            stock.adapt(count, lacked=lacked, limit=plan.ahead)
             self.log.add({"rollout/expired_groups": float(sum(one.reason == "expired" for one in dropped))})
+            self.log.add({"rollout/steps_in_flight": float(stock.depth)})
         if plan.waves:
             self.log.add({"rollout/generations": float(draws), "rollout/filled_groups": filled})
             self.log.add({"reward/sampled_mean": total / max(number, 1.0)})

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mega_rl.algorithms.mismatch import (
-    IMPORTANCE_SIZE,
-    SUMMARY_SIZE,
     LogprobMismatch,
     combine,
     importance_metrics,
@@ -21,9 +21,18 @@ from mega_rl.algorithms.mismatch import (
 from mega_rl.config.schema.rollout import MismatchConfig
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
-from mega_rl.protocols import Ranks
-from mega_rl.trainer.rows import token_versions
+from mega_rl.protocols import Ranks, TokenModel
+from mega_rl.trainer.loop import Event, Stages, StepLog
+from mega_rl.trainer.rows import select, token_versions
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+
+if TYPE_CHECKING:
+    from mega_rl.trainer.policy_gradient import Evaluated
+
+AGES = (0, 1, 2, 4)  # versions, the first of each class of ages
+MOVES = 4.0  # times the measured moves of the policy: older tokens stand in other rows than those measured
+DEVIATIONS = 4.5
+ROWS = 4  # per replica and step, whose moves are measured
 
 
 class RolloutMismatchError(RunError):
@@ -63,69 +72,157 @@ def usual_limits(settings: MismatchConfig, *, in_fp32: bool) -> MismatchLimits:
     return MismatchLimits(settings.mean_limit or mean, settings.share_limit, settings.max_limit or largest)
 
 
+@dataclass
+class PolicyChanges:
+    """Mean |change| of a token's log-prob with each update, as the trainer computes it."""
+
+    current: Callable[[], int]  # version of the weights that the trainer holds
+    of_versions: dict[int, float] = field(default_factory=dict, init=False)  # nats, to a version from the one before
+
+    def since(self, ages: Tensor) -> Tensor:
+        """Return [n] float64, nats, the sum over the last `ages`, [n] int64, versions.
+
+        It is infinite where a change is unknown.
+        """
+        oldest, current = int(ages.max()) if len(ages) else 0, self.current()
+        changes = [self.of_versions.get(current - age, inf) for age in range(oldest)]
+        return torch.tensor([0.0, *changes], dtype=torch.float64).cumsum(0)[ages]
+
+
 @dataclass(frozen=True)
 class MismatchGuard:
     """Comparison of every rollout token's two log-probs over `ranks`, which stops the run beyond `limits`.
 
-    `current`: version of the weights that the trainer holds, where rollouts may be older: those tokens differ rightly,
-    as the policy has moved, and have no limit. The tokens of an update's mini-batch, whose versions are not known, all
-    count as older. None: the trainer's weights are those that sampled.
+    `changes`: where rollouts may be older than the trainer's weights. Log-probs of older tokens differ rightly, as the
+    policy has moved; their mean difference may be `MOVES` times as large as that, and `DEVIATIONS` of its error more.
+    Tokens of an update's mini-batch, whose versions are not known, have no limit. None: no token is older.
     """
 
     limits: MismatchLimits
     ranks: Ranks
-    current: Callable[[], int] | None = None
+    changes: PolicyChanges | None = None
 
     def __call__(self, rollout: Rollout | Experience, old: TokenOutputs) -> Metrics:
         """Return differences in nats and importance weights, equal on all ranks.
 
-        `rollout/logprob_diff_*` are of tokens of the current version, if there are any; with `current` also
-        `rollout/stale_logprob_diff_*` and `rollout/stale_tokens_fraction`. Raises RolloutMismatchError on all ranks,
-        naming limit and worst token; for a difference that is not finite in any case.
+        `rollout/logprob_diff_*` are of tokens of the current version, if there are any; with `changes` there are
+        numbers of older ones by age. Raises RolloutMismatchError on all ranks, naming limit and worst token; for a
+        difference that is not finite in any case.
         """
         assert old.logprobs is not None
-        mask, logprobs = rollout.loss_mask, old.logprobs
-        stale_mask = torch.full_like(mask, self.current is not None)
-        if self.current is not None and isinstance(rollout, Rollout):
-            stale_mask = token_versions(rollout) != self.current()
-        names = ("tokens", "prompt_index", "sample_index")
-        rows = {name: getattr(rollout, name) for name in names}
-        parts = (mask & ~stale_mask, mask & stale_mask)
-        summaries = [logprob_mismatch(rollout.rollout_logprobs, logprobs, part, **rows) for part in parts]
-        weights = importance_summary(logprobs, rollout.rollout_logprobs, mask)
-        fresh, stale, importance = self._over_ranks(summaries, weights)
+        mask, logprobs, changes = rollout.loss_mask, old.logprobs, self.changes
+        ages, moved = torch.zeros_like(rollout.tokens), torch.zeros_like(logprobs, dtype=torch.float64)
+        if changes is not None and isinstance(rollout, Rollout):
+            ages = torch.where(mask, changes.current() - token_versions(rollout), 0)
+            moved[mask] = changes.since(ages[mask])
+        elif changes is not None:
+            ages, moved = ages + AGES[-1], moved + inf
+        rows = {name: getattr(rollout, name) for name in ("tokens", "prompt_index", "sample_index")}
+        own = [importance_summary(logprobs, rollout.rollout_logprobs, mask)]
+        for first, after in pairwise((*AGES, inf) if changes is not None else (0, inf)):
+            part = mask & (ages >= first) & (ages < after)
+            own.append(logprob_mismatch(rollout.rollout_logprobs, logprobs, part, **rows).pack())
+            own.append(importance_summary(logprobs, rollout.rollout_logprobs, part))
+            square = (logprobs - rollout.rollout_logprobs)[part].double().square().sum()
+            own.append(torch.stack([moved[part].sum(), square]))
+        importance, fresh_ones, _, _, *of_older = self._over_ranks(own)
+        fresh, metrics = combine(fresh_ones), importance_metrics(importance)
         if old.entropy is not None:
-            importance |= self._deviation((logprobs + old.entropy)[mask & ~stale_mask].double())
+            metrics |= self._deviation((logprobs + old.entropy)[mask & (ages == 0)].double())
         exceeded = self.limits.exceeded(fresh)
         if exceeded is not None:
             raise RolloutMismatchError(
                 f"trainer and rollout engine disagree: {exceeded}; the worst is {fresh.describe_worst()}; check that "
                 "both run the same weights and dtype before raising the limit"
             )
-        if stale.max == torch.inf:
-            raise RolloutMismatchError(f"a log-prob is not finite: {stale.describe_worst()}")
-        if self.current is None:
-            return fresh.metrics() | importance
-        tokens = max(fresh.count + stale.count, 1)
-        metrics = importance | {"rollout/stale_tokens_fraction": stale.count / tokens}
-        metrics |= stale.metrics("rollout/stale_logprob_diff") if stale.count else {}
-        return metrics | (fresh.metrics() if fresh.count or not stale.count else {})
+        if changes is None:
+            return fresh.metrics() | metrics
+        older = 0
+        for age, *sums in zip(AGES[1:], of_older[::3], of_older[1::3], of_older[2::3], strict=True):
+            one, weights, (moves, squares) = combine(sums[0]), importance_metrics(sums[1]), sums[2].sum(0).tolist()
+            older += one.count
+            if one.count:
+                error = max(squares - one.count * one.mean**2, 0.0) ** 0.5 / one.count
+                self._check_older(one, age, moved=moves / one.count, error=error)
+                metrics[f"rollout/logprob_diff_age_{age}"] = one.mean
+                metrics[f"importance/effective_age_{age}"] = weights["importance/effective_fraction"]
+        metrics["rollout/stale_tokens_fraction"] = older / max(fresh.count + older, 1)
+        return metrics | (fresh.metrics() if fresh.count or not older else {})
+
+    def _check_older(self, mismatch: LogprobMismatch, age: int, *, moved: float, error: float) -> None:
+        """Raise RolloutMismatchError if tokens of an age differ by more than the policy has moved.
+
+        error: of the mean difference, which rare tokens that move far make large.
+        """
+        if mismatch.max == inf:
+            raise RolloutMismatchError(f"a log-prob is not finite: {mismatch.describe_worst()}")
+        if mismatch.mean - DEVIATIONS * error > self.limits.mean + MOVES * moved:
+            raise RolloutMismatchError(
+                f"tokens that are {age} or more versions old differ by a mean of {mismatch.mean:.6g} nats, beyond "
+                f"rollout.mismatch.mean_limit={self.limits.mean:g} plus {MOVES:g} times the {moved:.6g} nats by which "
+                f"the policy has moved since; the worst is {mismatch.describe_worst()}; check that servers have the "
+                "weights and the temperature that their answers name before raising the limit"
+            )
 
     def _deviation(self, surprise: Tensor) -> Metrics:
         """Return the sum of log p + entropy over all tokens, in units of its deviation."""
         total, squares = self.ranks.sum(torch.stack([surprise.sum(), surprise.square().sum()])).tolist()
         return {"rollout/sampling_deviation": total / squares**0.5} if squares else {}
 
-    def _over_ranks(
-        self, own: list[LogprobMismatch], importance: Tensor
-    ) -> tuple[LogprobMismatch, LogprobMismatch, Metrics]:
-        """Return the two summaries over all ranks, and the metrics of importance weights, in one collective."""
-        of_this_rank = torch.zeros(self.ranks.size, IMPORTANCE_SIZE, dtype=torch.float64)
-        of_this_rank[self.ranks.rank] = importance
-        packed = [one.pack(rank=self.ranks.rank, size=self.ranks.size) for one in own]
-        sizes = [SUMMARY_SIZE, SUMMARY_SIZE, IMPORTANCE_SIZE]
-        fresh, stale, weights = self.ranks.sum(torch.cat([*packed, of_this_rank], dim=1)).split(sizes, dim=1)
-        return combine(fresh), combine(stale), importance_metrics(weights)
+    def _over_ranks(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return [ranks, k] float64 for each of this rank's [k], in one collective."""
+        table = torch.zeros(self.ranks.size, sum(map(len, own)), dtype=torch.float64)
+        table[self.ranks.rank] = torch.cat(list(own))
+        return self.ranks.sum(table).split([len(one) for one in own], dim=1)
+
+
+@dataclass
+class Rescoring(Event):
+    """Scores of responses of generation ahead right before their weights change, and right after.
+
+    Before: every `interval` steps, tokens that servers have just sampled, under the limits of a run without older
+    ones. After: how far the update has moved the policy, on rows of the step.
+    """
+
+    actor: TokenModel
+    guard: MismatchGuard
+    changes: PolicyChanges
+    newest: Callable[[], Rollout | None]  # responses in progress, as `RolloutStream.newest`; collective
+    interval: int
+    knows_all: bool  # the algorithm has scored every row with the actor, and the guard has seen it
+    stage: Stages
+    log: StepLog
+    _rows: Rollout | None = field(default=None, init=False)  # the step before trained on them
+    _logprobs: Tensor | None = field(default=None, init=False)  # before its update
+    _is_due: bool = field(default=False, init=False)
+
+    def before(self, step: int) -> None:
+        if self._rows is None or self._logprobs is None:
+            return
+        with self.stage("old_logprobs"):
+            now = self.actor.evaluate(self._rows).logprobs
+            assert now is not None
+        change = (now - self._logprobs)[self._rows.loss_mask].double().abs()
+        numbers = torch.tensor([change.sum(), len(change)], dtype=torch.float64)
+        total, count = self.guard.ranks.sum(numbers).tolist()
+        moved = self.changes.of_versions[self.changes.current()] = total / max(count, 1.0)
+        self.log.add({"rollout/policy_change": moved})
+
+    def evaluated(self, step: int, evaluated: Evaluated) -> None:
+        rollout, known = evaluated.batch.rollout, evaluated.outputs[0]
+        chosen = torch.linspace(0, len(rollout.tokens) - 1, min(ROWS, len(rollout.tokens))).long()
+        self._rows = rows = select(rollout, chosen)
+        with self.stage("old_logprobs"):
+            if not self.knows_all:
+                known = self.actor.evaluate(rows)
+                self.log.add(self.guard(rows, known))
+            assert known.logprobs is not None
+            self._logprobs = known.logprobs[chosen] if self.knows_all else known.logprobs
+            self._is_due |= step % self.interval == 0
+            sampled = self.newest() if self._is_due else None
+            if sampled is not None:
+                compared, self._is_due = self.guard(sampled, self.actor.evaluate(sampled)), False
+                self.log.add({name: one for name, one in compared.items() if name.startswith("rollout/logprob_diff")})
 
 
 @dataclass(frozen=True)

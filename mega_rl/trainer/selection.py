@@ -181,6 +181,7 @@ class Stock:
     pool: Pool = field(default_factory=Pool, init=False)
     begun: dict[int, tuple[Draw, Prompt]] = field(default_factory=dict, init=False)  # by ticket
     drawn: int = field(default=0, init=False)  # prompts since the run began
+    depth: int = field(default=2, init=False)  # steps whose groups are begun, complete or not, when a step chooses
     _complete: dict[str, Tensor] = field(default_factory=dict, init=False)  # state of the pool in the checkpoint
 
     def begin(self, draw: Draw, prompts: Sequence[Prompt]) -> None:
@@ -206,6 +207,14 @@ class Stock:
             del self.begun[ticket]
         return samples, self._forget(dropped)
 
+    def adapt(self, count: int, *, lacked: bool, limit: int) -> None:
+        """Adapt `depth`, up to limit + 1, after a step took `count` groups, so that tokens are no older than they must.
+
+        lacked: the step waited for complete groups. The depth falls where two steps' groups are left, so that one is.
+        """
+        spare = int(self.pool.usable.sum()) >= 2 * count
+        self.depth = min(self.depth + 1, limit + 1) if lacked else max(self.depth - spare, 2)
+
     def _forget(self, dropped: list[Dropped]) -> list[Dropped]:
         for one in dropped:
             del self.begun[one.ticket]
@@ -214,9 +223,9 @@ class Stock:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def numbers(self) -> JsonObject:
-        """Return the prompts drawn, and ticket, row of the data and draw of those not trained."""
+        """Return the prompts drawn, ticket, row of the data and draw of those not trained, and the depth."""
         in_flight = [[ticket, prompt.index, *draw] for ticket, (draw, prompt) in self.begun.items()]
-        return {"prompts_drawn": self.drawn, "in_flight": in_flight}
+        return {"prompts_drawn": self.drawn, "in_flight": in_flight, "depth": self.depth}
 
     def resume(self, numbers: JsonObject, prompt_of: Callable[[int, int], Prompt]) -> None:
         """Resume from `numbers`, after `restore`; prompt_of: given ticket and row.
@@ -224,6 +233,7 @@ class Stock:
         Groups that the checkpoint lacks, since it is of another layout, are generated again.
         """
         self.drawn = int(numbers["prompts_drawn"])
+        self.depth = int(numbers.get("depth", self.depth))
         for ticket, row, *draw in numbers.get("in_flight", ()):
             self.begun[ticket] = (Draw(*draw), prompt_of(ticket, row))
         self.pool.restore(self._complete, {ticket: prompt for ticket, (_, prompt) in self.begun.items()})

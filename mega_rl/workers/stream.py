@@ -261,12 +261,7 @@ class RolloutStream:
 
     flow: ServerFlow
     sync: WeightSync
-    # After every `check_interval`-th update servers answer prompts with the trainer's weights, and `compare` raises or
-    # returns their `rollout/logprob_diff_*`.
-    compare: Callable[[Rollout], Metrics] | None = None  # collective
-    check_interval: int = 10
-    check_prompts: int = 1  # one for each rank
-    check_draws: Draws = field(default_factory=lambda: Draws(n=1, temperature=1.0))
+    patience_s: float = 10.0  # at most in `newest`
 
     def generate(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
@@ -289,14 +284,45 @@ class RolloutStream:
         self.sync.resume_at(version)
 
     def publish(self) -> Metrics:
-        """Send the weights between two rounds, and compare log-probs where it is due."""
+        """Send the weights between two rounds."""
         begin = time.perf_counter()
         self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
-        metrics, number = self.sync.publish(), self.weight_version
-        if self.compare is not None and self.flow.flights and number % self.check_interval == 0:
-            prompts = [flight.prompt for flight in self.flow.flights.values()][: self.check_prompts]
-            sampled = self.flow.worker.generate(prompts, step=number, draws=self.check_draws)
-            compared = self.compare(sampled)
-            metrics |= {name: one for name, one in compared.items() if name.startswith("rollout/logprob_diff")}
-        return metrics
+        return self.sync.publish()
+
+    def newest(self, count: int = 4) -> Rollout | None:
+        """Return up to `count` responses of each rank with tokens of the current weights; collective.
+
+        Their other tokens are off the loss mask. None: in `patience_s` no rank had any.
+        """
+        flow, begin = self.flow, time.monotonic()
+        while True:
+            samples, is_over = self._just_sampled()
+            late = time.monotonic() - begin >= self.patience_s
+            lacks = torch.tensor([not (samples or is_over), late, bool(samples)])
+            waits, is_late, there = flow.everyone.max(lacks.int()).tolist()
+            if is_late or not waits:
+                break
+            time.sleep(flow.look_s)
+        flow.waited_s += time.monotonic() - begin
+        if not there:
+            return None
+        version = self.weight_version
+        longest = sorted(samples, key=lambda key: -samples[key].versions.count(version))[:count]
+        requests = [flow.flights[key[0]].requests[key] for key in longest]
+        own = flow.engine.rows(requests, {key: samples[key] for key in longest}, {}, trains=True)
+        rows = flow.worker.replica.gather_rows(own)
+        assert rows.token_versions is not None
+        rows.loss_mask = rows.loss_mask & (rows.token_versions == version)
+        return rows
+
+    def _just_sampled(self) -> tuple[dict[Key, Sample], bool]:
+        """Return responses that end with a token of the current weights; and if no more come.
+
+        They are this rank's.
+        """
+        flow = self.flow
+        result, is_over = flow.engine.router.so_far() if flow._runs else (GenerationResult(), True)
+        known = {key: sample for flight in flow.flights.values() for key, sample in flight.samples.items()}
+        known |= {key: sample for key, sample in result.samples.items() if key in known}
+        return {key: one for key, one in known.items() if one.versions[-1:] == [self.weight_version]}, is_over

@@ -17,6 +17,7 @@ from mega_rl.algorithms.statistics import QUANTILES as TOKEN_QUANTILES
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.tracking.metrics.steps import TOKEN_PHASES, PhaseTimer
+from mega_rl.trainer.mismatch import AGES
 from mega_rl.trainer.step_metrics import LENGTH_QUANTILES as RESPONSE_QUANTILES
 from mega_rl.types import ENDS, TRAINED_TOKENS
 from mega_rl.workers import residency
@@ -44,7 +45,6 @@ OTHERS = {
     "application/json",
     "actor/ratio",
     "rollout/logprob_diff",
-    "rollout/stale_logprob_diff",
     "val/reward_",
 }
 DERIVED = "console/"  # the console makes these of others and shows them alone
@@ -63,7 +63,7 @@ def documented() -> frozenset[str]:
         quantiles = RESPONSE_QUANTILES if cell.startswith("rollout/") else TOKEN_QUANTILES
         places = {"<q>": list(quantiles), "<role>": ["actor", "critic"], "<phase>": list(TOKEN_PHASES)}
         expanded = [cell]
-        places |= {"<end>": [*ENDS], "<failure>": [*FAILURES]}
+        places |= {"<end>": [*ENDS], "<failure>": [*FAILURES], "<age>": [str(age) for age in AGES[1:]]}
         for place, values in {**places, "<kind>": ["right", "wrong", "truncated"]}.items():
             expanded = [
                 name.replace(place, value) for name in expanded for value in (values if place in name else [""])
@@ -115,7 +115,8 @@ def written() -> frozenset[str]:
     names = {text for tree in trees.values() for text in strings(tree) if NAME.fullmatch(text)}
     names |= composed()
     mismatch = LogprobMismatch(0.0, 0, 0.0)
-    names |= mismatch.metrics().keys() | mismatch.metrics("rollout/stale_logprob_diff").keys()
+    names |= mismatch.metrics().keys()
+    names |= {f"{kind}_age_{age}" for kind in ("rollout/logprob_diff", "importance/effective") for age in AGES[1:]}
     trainer = "".join(file.read_text(encoding="utf-8") for file in (package / "trainer").glob("*.py"))
     stages = re.findall(r'(?:self\.stage|self|_outputs)\("(\w+)"', trainer)
     names |= {f"time/{stage}_s" for stage in stages}

@@ -206,7 +206,13 @@ class RolloutConfig:
     max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
     stop_token_ids: list[int] = setting([], "Token ids that end a response besides the model's.")
     dtype: str = setting("auto", "Type of its weights; auto takes model.dtype.", choices=("auto", "bf16", "fp32"))
-    verify_interval: int = setting(10, "Verify the first and every N-th publish by checksums.", unit="publishes", min=1)
+    verify_interval: int = setting(
+        10,
+        "Verify the first and every N-th publish by checksums; with trainer.async_steps, score again what servers have "
+        "just sampled.",
+        unit="publishes",
+        min=1,
+    )
     bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
     dynamic_sampling: DynamicSamplingConfig = dataclasses.field(default_factory=DynamicSamplingConfig)
     mismatch: MismatchConfig = dataclasses.field(default_factory=MismatchConfig)

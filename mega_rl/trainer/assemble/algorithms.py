@@ -40,8 +40,8 @@ from mega_rl.tracking.metrics.flops import peak_flops
 from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
 from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
-from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
+from mega_rl.trainer.loop import Event, Stages, StepLog
+from mega_rl.trainer.mismatch import MismatchGuard, PolicyChanges, Rescoring, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
 from mega_rl.trainer.selection import AtOnce, Stock
@@ -202,17 +202,22 @@ def build_collector(
 
 def build_algorithm(
     run: LoadedRun, rollout: RolloutConfig, overlong: OverlongConfig, stage: Stages, step_log: StepLog
-) -> PolicyGradient:
-    """Return the algorithm; generation ahead gets its comparison of log-probs."""
-    sync = run.rollouts.sync
-    current = (lambda: sync.weight_version) if run.trainer.async_steps else None
-    guard = MismatchGuard(usual_limits(rollout.mismatch, in_fp32=run.in_fp32), run.replicas, current=current)
-    if run.rollouts.stream is not None:
-        run.rollouts.stream.compare = lambda sampled: guard(sampled, run.roles.actor.evaluate(sampled))
-    return build_policy_gradient(
+) -> tuple[PolicyGradient, list[Event]]:
+    """Return the algorithm, and what generation ahead needs around its steps to compare log-probs."""
+    stream = run.rollouts.stream
+    changes = None if stream is None else PolicyChanges(lambda: stream.weight_version)
+    guard = MismatchGuard(usual_limits(rollout.mismatch, in_fp32=run.in_fp32), run.replicas, changes)
+    algorithm = build_policy_gradient(
         run.roles, run.trainer, guard, stage, step_log,
         max_response_tokens=rollout.max_new_tokens, filter_truncated=overlong.filter,
     )  # fmt: skip
+    if stream is None or changes is None:
+        return algorithm, []
+    rescoring = Rescoring(
+        run.roles.actor, guard, changes, stream.newest, rollout.verify_interval,
+        algorithm.rules.recompute_old_logprobs, stage, step_log,
+    )  # fmt: skip
+    return algorithm, [rescoring]
 
 
 def build_policy_gradient(

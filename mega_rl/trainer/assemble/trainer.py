@@ -99,7 +99,7 @@ def build_sampled(config: Config, run: LoadedRun, prompts: RunPrompts, stage: St
     """Return batches, algorithm and events of a run that samples."""
     rollout, overlong, metrics, trainer = config.rollout, config.reward.overlong, config.metrics, run.trainer
     batches = build_collector(run, prompts, rollout, config.data.curriculum, overlong, stage, log)
-    algorithm = build_algorithm(run, rollout, overlong, stage, log)
+    algorithm, checks = build_algorithm(run, rollout, overlong, stage, log)
     evaluation = build_evaluation(run, config.validation, prompts.held_out, stage.hold)
     recorder = build_recorder(run, metrics.records, as_record(config), stage, done=done)
     dumps = DumpRollouts(
@@ -107,7 +107,7 @@ def build_sampled(config: Config, run: LoadedRun, prompts: RunPrompts, stage: St
         steps=trainer.steps, interval=metrics.rollout_interval, count=metrics.rollout_samples,
     )  # fmt: skip
     validate = Validate(evaluation, dumps, stage, log, trainer.steps, trainer.val_interval)
-    return batches, algorithm, [*([] if recorder is None else [recorder]), dumps, Warn(log), validate]
+    return batches, algorithm, [*checks, *([] if recorder is None else [recorder]), dumps, Warn(log), validate]
 
 
 def identify(config: Config, fingerprint: str, world: Ranks) -> JsonObject:

@@ -183,12 +183,7 @@ FAULTS = (
     Fault("token-mean instead of seq-mean-token-mean", "grpo", "loss", _run(aggregation="token-mean")),
     Fault("no clip", "grpo", "loss", _by(clipped_term=lambda ratio, advantages, _: -ratio * advantages)),
     Fault("clip without the minimum", "grpo", "loss", _by(clipped_term=_clipped_alone)),
-    Fault(
-        "old log-probs of every update",
-        "grpo",
-        "log-probs",
-        patch.object(IndependentTrainer, "_update_actor", _anchored),
-    ),
+    Fault("old log-probs of every update", "grpo", "log-probs", _ANCHORED),
     Fault("no gradient clipping", "grpo", "gradient", _run(clip_grad=0.0)),
     Fault("constant learning rate", "grpo", "weights", _run(schedule="constant")),
     Fault("no bias correction in Adam", "grpo", "weights", _by(bias_corrections=lambda step, run: (1.0, 1.0))),
@@ -198,9 +193,7 @@ FAULTS = (
     Fault("entropy bonus with the wrong sign", "grpo_kl", "loss", _run(entropy_coef=-0.01)),
     Fault("importance weights without a cap", "tis", "loss", _but("correction", cap=1e9)),
     Fault("no importance weights", "tis", "loss", _run(correction=NamedSettings("none"))),
-    Fault(
-        "advantages one token early", "ppo", "advantages", patch.dict(ADVANTAGES, gae=(_early, ADVANTAGES["gae"][1]))
-    ),
+    Fault("advantages one token early", "ppo", "advantages", _EARLY),
     Fault("KL in the reward with the wrong sign", "ppo", "advantages", _run(kl_coef=-0.05)),
     Fault("lambda 1", "ppo", "advantages", _but("advantage", gae_lambda=1.0)),
     Fault("whitening with the sample deviation", "ppo", "advantages", _by(whitened=_sample_whitened)),

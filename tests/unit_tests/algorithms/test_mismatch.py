@@ -58,7 +58,7 @@ def test_what_is_no_number_is_the_worst(bad: float) -> None:
     actual = summary(fields)
     assert actual.max == math.inf
     assert (actual.prompt_index, actual.sample_index, actual.position) == (11, 0, 4)
-    again = combine(actual.pack(rank=1, size=3))
+    again = combine(torch.stack([torch.zeros(10), actual.pack(), torch.zeros(10)]))
     assert again.max == math.inf
     assert again.position == 4
 
@@ -69,6 +69,6 @@ def test_equal_differences_name_the_same_token_in_every_layout() -> None:
     fields["rollout_logprobs"][[1, 4], 4] = -1.0
     fields["trainer_logprobs"][[1, 4], 4] = -1.5
     first, second = summary(fields, slice(0, 3)), summary(fields, slice(3, 6))
-    swapped = combine(second.pack(rank=0, size=2) + first.pack(rank=1, size=2))
+    swapped = combine(torch.stack([second.pack(), first.pack()]))
     assert (swapped.prompt_index, swapped.sample_index) == (10, 1)
-    assert swapped == combine(first.pack(rank=0, size=2) + second.pack(rank=1, size=2))
+    assert swapped == combine(torch.stack([first.pack(), second.pack()]))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, StalenessGuard, StaleSampleError
+from mega_rl.trainer.mismatch import (
+    MismatchGuard,
+    MismatchLimits,
+    PolicyChanges,
+    RolloutMismatchError,
+    StalenessGuard,
+    StaleSampleError,
+)
 from mega_rl.types import Metrics, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout
@@ -77,35 +82,78 @@ def test_every_rank_raises_the_same(version: int) -> None:
     assert "sample 0 of prompt 10 " in str(results[0])
 
 
-def guarded(*, current: int | None, of_tokens: list[list[int]] | None = None, not_finite: bool = False) -> Metrics:
-    """Compare two rows of versions 3 and 4, whose log-probs by the trainer are 0.9 and 0.1 away."""
+def guarded(
+    *, current: int, of_tokens: list[list[int]] | None = None, difference: float = 0.9, moved: float | None = None
+) -> Metrics:
+    """Compare two rows of versions 3 and 4, whose log-probs by the trainer are `difference` and 0.1 away."""
     rollout = versions([3, 2], [3, 4], of_tokens)
-    difference = torch.tensor([0.9, 0.1])[:, None] * rollout.loss_mask
-    if not_finite:
-        difference[0, 3] = torch.nan
-    version: Callable[[], int] | None = None if current is None else lambda: current
-    guard = MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks(), current=version)
-    return guard(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs + difference))
+    away = torch.tensor([difference, 0.1])[:, None] * rollout.loss_mask
+    changes = PolicyChanges(lambda: current)
+    if moved is not None:
+        changes.of_versions = dict.fromkeys(range(current + 1), moved)
+    guard = MismatchGuard(MismatchLimits(mean=0.15, share=1.0, max=0.5), FakeRanks(), changes)
+    return guard(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs + away))
 
 
 PARTLY_OLD = [[0, 0, 3, 3, 4], [0, 0, 4, 4, 0]]
 
 
-def test_the_limit_holds_for_tokens_of_the_current_version() -> None:
+def test_numbers_are_those_of_each_age() -> None:
     """If all are older, the current numbers are left out: a difference of 0 would read as agreement."""
     metrics = guarded(current=4)
     assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.1, abs=1e-6)
-    assert metrics["rollout/stale_logprob_diff_max"] == pytest.approx(0.9, abs=1e-6)
-    assert metrics["rollout/stale_logprob_diff_mean"] == pytest.approx(0.9, abs=1e-6)
+    assert metrics["rollout/logprob_diff_age_1"] == pytest.approx(0.9, abs=1e-6)
+    assert metrics["importance/effective_age_1"] == pytest.approx(1.0)
     assert metrics["rollout/stale_tokens_fraction"] == 0.6
-    assert metrics["rollout/logprob_diff_large_fraction"] == 0.0
-    assert metrics["rollout/stale_logprob_diff_large_fraction"] == 0.0
     older = guarded(current=9)
-    assert not any(name.startswith("rollout/logprob_diff") for name in older)
+    assert not any(name.startswith("rollout/logprob_diff_m") for name in older)
+    assert older["rollout/logprob_diff_age_4"] == pytest.approx((3 * 0.9 + 2 * 0.1) / 5, abs=1e-6)
     assert older["rollout/stale_tokens_fraction"] == 1.0
     assert guarded(current=4, of_tokens=[[3] * 5, PARTLY_OLD[1]])["rollout/stale_tokens_fraction"] == 0.6
-    fresh = MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks(), current=lambda: 3)
+    fresh = MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), FakeRanks(), PolicyChanges(lambda: 3))
     rollout = make_rollout([2])
     metrics = fresh(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs))
     assert metrics["rollout/logprob_diff_max"] == 0.0
-    assert not any(name.startswith("rollout/stale_logprob") for name in metrics)
+    assert not any("_age_" in name for name in metrics)
+
+
+@pytest.mark.parametrize(
+    ("current", "moved", "passes"), [(4, 0.2, True), (4, 0.15, False), (5, 0.15, True), (6, 0.05, False)]
+)
+def test_older_tokens_differ_as_far_as_the_policy_moved(current: int, moved: float, passes: bool) -> None:
+    """Tokens of version 3, all 0.9 away: the limit is 0.15 and four times the moves of `current - 3` updates."""
+    rollout = versions([400], [3])
+    changes = PolicyChanges(lambda: current)
+    changes.of_versions = {version: moved if version > 3 else 9.0 for version in range(current + 1)}
+    guard = MismatchGuard(MismatchLimits(mean=0.15, share=1.0, max=0.5), FakeRanks(), changes)
+    outputs = TokenOutputs(logprobs=rollout.rollout_logprobs + 0.9 * rollout.loss_mask)
+    if passes:
+        assert guard(rollout, outputs)["rollout/stale_tokens_fraction"] == 1.0
+        return
+    age = 1 if current == 4 else 2
+    with pytest.raises(
+        RolloutMismatchError, match=rf"{age} or more versions old differ by a mean of 0\.9 nats, beyond r"
+    ):
+        guard(rollout, outputs)
+
+
+def test_a_rare_token_that_moves_far_is_no_fault() -> None:
+    """One of 400 tokens is 8 nats away, ten times the limit in the mean: that is chance, fifty of them are not."""
+    rollout = versions([400], [3])
+    changes = PolicyChanges(lambda: 4)
+    changes.of_versions = {4: 1e-4}
+    guard, away = (
+        MismatchGuard(MismatchLimits(mean=1e-3, share=1.0, max=9.0), FakeRanks(), changes),
+        torch.zeros(1, 402),
+    )
+    away[0, 7] = 8.0
+    assert guard(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs + away))["rollout/logprob_diff_age_1"] > 0.01
+    away[0, 7:57] = 8.0
+    with pytest.raises(RolloutMismatchError, match="1 or more versions old differ by a mean of 1 nats"):
+        guard(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs + away))
+
+
+@pytest.mark.parametrize("current", [4, 9])
+def test_older_tokens_without_a_number_end_the_run(current: int) -> None:
+    with pytest.raises(RolloutMismatchError, match="a log-prob is not finite: token id"):
+        guarded(current=current, difference=torch.nan)

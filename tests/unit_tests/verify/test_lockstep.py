@@ -66,6 +66,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "copies of the reference": {**KL_LOSS, **ADAPTIVE, "algorithm.kl.reference_interval": 2, "trainer.steps": 3},
     "step filled with equal rewards": {**GRPO, **EQUAL, "rollout.dynamic_sampling.max_generations": 2},
     "mixture": PPO,
+    # A temperature that is 10 % off moves the first sum by 7 deviations; in shorter runs by 2 or 3.
+    "many tokens": {**GRPO, "rollout.n": 32, "rollout.temperature": 0.3},
 }
 STEPS = {} if FULL else {"trainer.steps": 2}
 # With others no prompt of two steps has parts that differ and sums that do not; or two float32 trainers are 1.4e-5 nats
@@ -75,7 +77,7 @@ ALL_RUNS = ALGORITHMS | VARIANTS
 # `make test` has these; the others are those of `make test-full`.
 FEW = (
     *((name, "1") for name in ("grpo", "ppo", "remax", "gdpo_sampling", "teacher_jensen_shannon")),
-    ("grpo", "dp2"),
+    *(("grpo", "dp2"), ("many tokens", "1")),
 )
 ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS)]
 CASES = ALL if FULL else list(FEW)

@@ -1,0 +1,145 @@
+"""Rescoring in runs ahead over a fleet of numbers: what it reads, and the faults of servers that it must find."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mega_rl.parallel.comm import GroupRanks, SingleRank
+from mega_rl.protocols import Ranks
+from mega_rl.trainer.loop import Stages, StepLog
+from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, PolicyChanges, Rescoring, RolloutMismatchError
+from mega_rl.types import Metrics, Rollout, TokenOutputs
+from tests.helpers.distributed import run_ranks
+from tests.helpers.fakes import FakeSink, FakeTimer
+from tests.helpers.fleet import LONGEST, StreamRun
+
+
+class Watched:
+    """A run whose every step is compared and rescored; `log` has the metrics of each."""
+
+    def __init__(self, run: StreamRun, *, interval: int = 2, knows_all: bool = True) -> None:
+        self.run, self.metrics, self.seen = run, list[Metrics](), list[tuple[int, Rollout]]()
+        self.changes = PolicyChanges(lambda: run.policy.weight_version)
+        guard = MismatchGuard(MismatchLimits(1e-3, share=0.01, max=1.0), run.replicas, self.changes)
+        self.log = StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
+        stage: Any = Stages(FakeTimer())  # type: ignore[arg-type]
+        rescoring = Rescoring(
+            self,
+            guard,
+            self.changes,
+            self.newest,
+            interval,
+            knows_all,
+            stage,
+            self.log,  # type: ignore[arg-type]
+        )
+        take = run.collector.take
+
+        def watched(step: int) -> Any:
+            self.log.begin()
+            rescoring.before(step)
+            batch = take(step)
+            known = self.evaluate(batch.rollout) if knows_all else TokenOutputs(logprobs=batch.rollout.rollout_logprobs)
+            self.log.add(guard(batch.rollout, known) if knows_all else {})
+            rescoring.evaluated(step, SimpleNamespace(batch=batch, outputs=(known,)))  # type: ignore[arg-type]
+            self.metrics.append(self.log.metrics)
+            return batch
+
+        run.collector.take = watched  # type: ignore[method-assign]
+
+    def evaluate(self, rollout: Rollout) -> TokenOutputs:
+        logprobs: Tensor = self.run.policy.weights.log_softmax(0)[rollout.tokens % 8]
+        return TokenOutputs(logprobs=(logprobs * rollout.loss_mask).float())
+
+    def newest(self) -> Rollout | None:
+        rows = self.run.stream.newest()
+        if rows is not None:
+            self.seen.append((self.run.policy.weight_version, rows))
+        return rows
+
+
+def watched(k: int, ranks: Ranks, *, free: bool = False, steps: int = 10, **how: Any) -> Watched:
+    pace = {"pace": lambda key, number: 1 + sum(key) % 3} if free else {}
+    return Watched(StreamRun(k, ranks, free=free, steps=steps, fleet=pace), **how)
+
+
+@pytest.mark.parametrize("knows_all", [False, True])
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_right_run_is_rescored_and_goes_on(k: int, free: bool, knows_all: bool) -> None:
+    """What is rescored are tokens of the weights of the moment; the policy's moves are those of its weights."""
+    one = watched(k, SingleRank(), free=free, knows_all=knows_all)
+    one.run.run()
+    assert len(one.seen) >= 4
+    for version, rows in one.seen:
+        assert rows.token_versions is not None
+        assert rows.loss_mask.any()
+        assert (rows.token_versions[rows.loss_mask] == version).all()
+        expected = one.run.policy.published[version].log_softmax(0)[rows.tokens[rows.loss_mask]]
+        assert torch.allclose(rows.rollout_logprobs[rows.loss_mask].double(), expected, atol=1e-6)
+    ages = {name for metrics in one.metrics for name in metrics if "diff_age_" in name}
+    assert ages >= {f"rollout/logprob_diff_age_{age}" for age in ((1,) if k == 1 else (1, 2))}
+    for before, batch, metrics in zip(one.run.versions, one.run.taken, one.metrics[1:], strict=False):
+        assert metrics["rollout/policy_change"] == one.changes.of_versions[before + 1]
+        old, new = (one.run.policy.published[before + later].log_softmax(0) for later in (0, 1))
+        chosen = torch.tensor([0, 2, 4, 7])
+        tokens = batch.rollout.tokens[chosen][batch.rollout.loss_mask[chosen]]
+        assert metrics["rollout/policy_change"] == pytest.approx(float((new - old)[tokens].abs().mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("knows_all", [False, True])
+@pytest.mark.parametrize("interval", [1, 100])
+def test_servers_that_keep_their_weights_are_found(interval: int, knows_all: bool) -> None:
+    """They say the version that was sent. Rescored at once, or older tokens are further away than the policy moved."""
+    one = watched(2, SingleRank(), interval=interval, knows_all=knows_all, steps=40)
+    policy = one.run.policy
+    publish = policy.publish
+
+    def kept() -> Metrics:
+        publish()
+        policy.published[policy.weight_version] = policy.published[1]
+        return {}
+
+    policy.publish = kept  # type: ignore[method-assign]
+    words = "trainer and rollout engine disagree" if interval == 1 else "more versions old differ by a mean"
+    with pytest.raises(RolloutMismatchError, match=words):
+        one.run.run()
+
+
+def test_a_fleet_without_a_new_token_is_not_waited_for() -> None:
+    one = watched(2, SingleRank(), free=True)
+    one.run.run(3)
+    one.run.stream.patience_s, one.run.flow.engine.pace = 0.05, lambda key, number: 0  # type: ignore[attr-defined]
+    one.run.flow.go_on()
+    assert one.run.stream.newest() is None
+    one.run.flow.engine.pace = lambda key, number: LONGEST  # type: ignore[attr-defined]
+    assert one.run.stream.newest() is not None
+
+
+def on_ranks(rank: int) -> list[Metrics]:
+    from mega_rl.parallel.accelerator import prepare
+
+    prepare("auto")
+    dist.init_process_group("gloo")
+    metrics = []
+    for together in (False, True):
+        run = StreamRun(3, GroupRanks(dist.group.WORLD), steps=6, per_step=5, together=together)  # type: ignore[arg-type]
+        one = Watched(run)
+        run.run()
+        metrics += one.metrics
+    dist.destroy_process_group()
+    return metrics
+
+
+def test_ranks_rescore_together() -> None:
+    """Two replicas, and one of two ranks: every rank has the same numbers."""
+    first, second = run_ranks(2, on_ranks, timeout_s=120)
+    assert first == second
+    assert sum("rollout/policy_change" in metrics for metrics in first) == 10
+    assert sum("rollout/logprob_diff_mean" in metrics for metrics in first) >= 4
