@@ -189,7 +189,7 @@ class ServerTable:
     servers: dict[int, Server]
     controls: dict[int, Control]  # every rank has one of every server
     own: dict[int, Control]  # those that this rank uses: it leads the servers
-    leads: Callable[[Server], bool]
+    leads: bool  # servers that join later
     timeout_s: float  # of a control
 
     def change(self, lost: Sequence[int]) -> list[int]:
@@ -207,8 +207,8 @@ class ServerTable:
                 self.controls[index].endpoint = endpoint
                 continue
             control = self.controls[index] = Control(endpoint, self.timeout_s)
-            server = self.servers[index] = Server(index, self.pool.tp[index], self.pool.hosts[index], control)
-            if self.leads(server):
+            self.servers[index] = Server(index, self.pool.tp[index], self.pool.hosts[index], control)
+            if self.leads:
                 self.own[index] = control
         return back
 
@@ -287,14 +287,13 @@ def connect(
         request_timeout_s=sglang.request_timeout_s,
     )
     resources.callback(router.close)
-    leads = lambda server: transport.leader_of(server) == world.rank  # noqa: E731
-    own = {i: controls[i] for i, one in servers.items() if leads(one)}
+    own = {i: controls[i] for i, one in servers.items() if transport.leader_of(one) == world.rank}
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
     adapter, tokens = ADAPTER if weights.apart else "", sglang.sync.probe_tokens
     probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
     tp, shapes = None if joined else sglang.server.tp, sent_shapes(actor.sharding.merged)
     expected = ExpectedServer(hf, shapes, _name_of(dtype), tp, sglang.return_routing, weights.apart)
-    table = ServerTable(pool, router, expected, servers, controls, own, leads, sglang.sync.timeout_s)
+    table = ServerTable(pool, router, expected, servers, controls, own, world.rank == 0, sglang.sync.timeout_s)
     return Connection(
         router=router,
         sync=SglangWeightSync(
@@ -309,8 +308,7 @@ def connect(
             look=table.look if joined else None,
         ),
         memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
-        # Servers may leave: deadlines hold for one that is left.
-        concurrency=sum(near.values()) or per_rank,
+        concurrency=sum(near.values()) or per_rank,  # joined servers leave: deadlines hold for one
         adapter=adapter,
         _table=table,
         _actor=actor,

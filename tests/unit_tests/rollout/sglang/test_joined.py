@@ -124,7 +124,7 @@ class Run:
         )  # fmt: skip
         resources.callback(lambda: [control.close() for control in controls.values()])
         resources.callback(self.router.close)
-        table = ServerTable(self.pool, self.router, EXPECTED, servers, controls, own, lambda _: ranks.rank == 0, 5.0)
+        table = ServerTable(self.pool, self.router, EXPECTED, servers, controls, own, ranks.rank == 0, 5.0)
         self.sync = SglangWeightSync(
             cast(Any, self.trainer), self.router, ranks, controls=own, servers=servers, expected=EXPECTED,
             probe=Probe(self.trainer.evaluate, ranks, VOCAB_SIZE, TEMPERATURE, 4, LIMITS["float32"]), look=table.look,

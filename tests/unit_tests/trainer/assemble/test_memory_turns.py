@@ -83,7 +83,7 @@ class Colocation:
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
         router, own, anything = cast(Any, Fleet()), self.run.controls, cast(Any, None)
         servers = {index: Server(index, 1, (), control) for index, control in own.items()}
-        table = ServerTable(self.pool, router, anything, servers, own, own, lambda _: True, 1.0)
+        table = ServerTable(self.pool, router, anything, servers, own, own, True, 1.0)
         self.connection = Connection(
             router=router, sync=self.run.sync, memory=memory, concurrency=1, adapter="", _table=table,
             _actor=cast(Any, self.actor),
