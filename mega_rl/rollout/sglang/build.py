@@ -23,24 +23,21 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import ADAPTER, Control
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import State
 from mega_rl.rollout.sglang.server.addresses import listening_address, ranks_on_this_host
 from mega_rl.rollout.sglang.server.fleet import JoinedServers
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
 from mega_rl.rollout.sglang.server.pool import ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
-from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, check_server, sent_shapes
+from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.choice import transport_for
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
-from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
+from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, control_of, server_of
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
-from mega_rl.types import IdRanges, Metrics
+from mega_rl.types import IdRanges
 
 log = logging.getLogger(__name__)
-
-_LEAVE_S = 10.0  # for a server that has left to say that it has left process groups too
 
 
 def start_servers(
@@ -180,46 +177,6 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 @dataclass
-class ServerTable:
-    """A run's servers by number, as transports and the weight sync ask for them; joined ones come and go."""
-
-    pool: ServerPool
-    router: ServerRouter
-    expected: ExpectedServer
-    servers: dict[int, Server]
-    controls: dict[int, Control]  # every rank has one of every server
-    own: dict[int, Control]  # those that this rank uses: it leads the servers
-    leads: bool  # servers that join later
-    timeout_s: float  # of a control
-
-    def change(self, lost: Sequence[int]) -> list[int]:
-        """Bring lost servers back, let others leave and join; return those that need weights; collective."""
-        back, left = self.pool.bring_back(lost, lambda control: check_server(control, self.expected))
-        for index, why in left.items():
-            self.router.mark(index, State.LEFT, why)
-            del self.servers[index]
-            self.own.pop(index, None)
-            self.controls.pop(index).timeout_s = _LEAVE_S
-        for index in back:
-            endpoint = self.pool.endpoints[index]
-            self.router.place(endpoint)
-            if index in self.controls:
-                self.controls[index].endpoint = endpoint
-                continue
-            control = self.controls[index] = Control(endpoint, self.timeout_s)
-            self.servers[index] = Server(index, self.pool.tp[index], self.pool.hosts[index], control)
-            if self.leads:
-                self.own[index] = control
-        return back
-
-    def look(self, lost: Sequence[int]) -> Metrics:
-        """Let servers join and leave; return how many have done so; collective."""
-        self.change(lost)
-        came = len(self.pool.endpoints)
-        return {"sglang/servers_joined": float(came), "sglang/servers_left": float(came - len(self.servers))}
-
-
-@dataclass
 class Connection:
     """Connection of a run with its servers, which the pool ends."""
 
@@ -265,9 +222,8 @@ def connect(
 ) -> Connection:
     """Return the connection with servers that are ready; `resources` closes it. hidden_tokens: never in a response."""
     sglang, hf, joined = rollout.sglang, actor.sharding.merged.hf, bool(rollout.sglang.urls)
-    controls = {one.index: Control(one, sglang.sync.timeout_s) for one in pool.endpoints}
-    resources.callback(lambda: list(map(Control.close, controls.values())))
-    servers = {i: Server(i, pool.tp[i], pool.hosts[i], control) for i, control in controls.items()}
+    servers = {one.index: server_of(pool, one.index, sglang.sync.timeout_s) for one in pool.endpoints}
+    resources.callback(lambda: list(map(Control.close, map(control_of, servers.values()))))
     weights = _weights(rollout, dtype, pool, actor, world)
     transport = _transport(rollout, weights, pool, servers.values(), world)
     # After an error ranks or servers may be gone.
@@ -287,27 +243,25 @@ def connect(
         request_timeout_s=sglang.request_timeout_s,
     )
     resources.callback(router.close)
-    own = {i: controls[i] for i, one in servers.items() if transport.leader_of(one) == world.rank}
+    leads = lambda server: transport.leader_of(server) == world.rank  # noqa: E731
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
     adapter, tokens = ADAPTER if weights.apart else "", sglang.sync.probe_tokens
     probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
     tp, shapes = None if joined else sglang.server.tp, sent_shapes(actor.sharding.merged)
     expected = ExpectedServer(hf, shapes, _name_of(dtype), tp, sglang.return_routing, weights.apart)
-    table = ServerTable(pool, router, expected, servers, controls, own, world.rank == 0, sglang.sync.timeout_s)
+    table = ServerTable(pool, router, expected, servers, leads, sglang.sync.timeout_s)
     return Connection(
         router=router,
         sync=SglangWeightSync(
             transport,
-            router,
+            table,
             world,
-            controls=own,
-            servers=servers,
-            expected=expected,
             probe=probe if probe.num_tokens else None,
             adapters=AdapterPush(weights, servers, world) if weights.apart else None,
-            look=table.look if joined else None,
         ),
-        memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
+        memory=ServersMemory(
+            world, table.own, pool, released=TAGS if pool.colocated else ()
+        ),  # released at their start
         concurrency=sum(near.values()) or per_rank,  # joined servers leave: deadlines hold for one
         adapter=adapter,
         _table=table,

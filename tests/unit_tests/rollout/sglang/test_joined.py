@@ -21,8 +21,8 @@ import torch
 from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.build import Connection, ServerTable
-from mega_rl.rollout.sglang.control import Control, Keys
+from mega_rl.rollout.sglang.build import Connection
+from mega_rl.rollout.sglang.control import Keys
 from mega_rl.rollout.sglang.generation.engine import SglangRolloutEngine, SglangRolloutSettings, sampling_seed
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import Sampling
@@ -30,8 +30,7 @@ from mega_rl.rollout.sglang.server import fleet
 from mega_rl.rollout.sglang.server.fleet import JoinedServers
 from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.weights.checks import LIMITS, Probe
-from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
-from mega_rl.rollout.sglang.weights.transport import Server
+from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, server_of
 from mega_rl.types import Draw, Prompt, Rollout
 from mega_rl.workers.rollout import RolloutWorker
 from mega_rl.workers.stream import RolloutStream, ServerFlow
@@ -114,24 +113,19 @@ class Run:
             Keys(KEYS.api_key, KEYS.admin_key).write(keys)
         self.pool = JoinedServers(ranks, urls, keys, timeout_s=timeout_s)
         self.pool.wait_ready()
-        controls = {one.index: Control(one, 5.0) for one in self.pool.endpoints}
-        servers = {i: Server(i, self.pool.tp[i], (), control) for i, control in controls.items()}
-        own = dict(controls) if ranks.rank == 0 else {}
-        self.trainer = Trainer(own, ranks)
+        servers = {one.index: server_of(self.pool, one.index, 5.0) for one in self.pool.endpoints}
         self.router = ServerRouter(
             self.pool.endpoints, vocab_size=VOCAB_SIZE, max_concurrency=4, retries=2, request_timeout_s=20.0,
             stall_timeout_s=2.0, grace_s=1.0,
         )  # fmt: skip
-        resources.callback(lambda: [control.close() for control in controls.values()])
         resources.callback(self.router.close)
-        table = ServerTable(self.pool, self.router, EXPECTED, servers, controls, own, ranks.rank == 0, 5.0)
-        self.sync = SglangWeightSync(
-            cast(Any, self.trainer), self.router, ranks, controls=own, servers=servers, expected=EXPECTED,
-            probe=Probe(self.trainer.evaluate, ranks, VOCAB_SIZE, TEMPERATURE, 4, LIMITS["float32"]), look=table.look,
-        )  # fmt: skip
+        table = ServerTable(self.pool, self.router, EXPECTED, servers, lambda _: ranks.rank == 0, 5.0)
+        self.trainer = Trainer(table.own, ranks)
+        probe = Probe(self.trainer.evaluate, ranks, VOCAB_SIZE, TEMPERATURE, 4, LIMITS["float32"])
+        self.sync = SglangWeightSync(cast(Any, self.trainer), table, ranks, probe=probe)
         actor = SimpleNamespace(is_offloaded=lambda _: False)
         self.connection = Connection(
-            self.router, self.sync, ServersMemory(ranks, own, self.pool), 4, "", table, cast(Any, actor)
+            self.router, self.sync, ServersMemory(ranks, table.own, self.pool), 4, "", table, cast(Any, actor)
         )
         self.engine = SglangRolloutEngine(
             self.router, everyone=ranks, weight_version=lambda: self.sync.weight_version,

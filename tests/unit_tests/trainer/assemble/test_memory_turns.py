@@ -12,11 +12,10 @@ from mega_rl.config.loader import load
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.base import EngineSettings
-from mega_rl.rollout.sglang.build import Connection, ServerTable, servers_per_host, start_servers
+from mega_rl.rollout.sglang.build import Connection, servers_per_host, start_servers
 from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
-from mega_rl.rollout.sglang.weights.transport import Server
 from mega_rl.trainer.assemble.plan import engine_settings
 from mega_rl.trainer.loop import Stages
 from mega_rl.types import Metrics
@@ -81,9 +80,8 @@ class Colocation:
         self.pool.wait_ready()
         self.run = Run(self.pool.endpoints)
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
-        router, own, anything = cast(Any, Fleet()), self.run.controls, cast(Any, None)
-        servers = {index: Server(index, 1, (), control) for index, control in own.items()}
-        table = ServerTable(self.pool, router, anything, servers, own, own, True, 1.0)
+        router, table = cast(Any, Fleet()), self.run.table
+        table.pool, table.router = self.pool, router
         self.connection = Connection(
             router=router, sync=self.run.sync, memory=memory, concurrency=1, adapter="", _table=table,
             _actor=cast(Any, self.actor),
