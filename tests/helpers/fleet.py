@@ -102,7 +102,7 @@ class FakeFleet:
         self.looks += 1
         return self._played(interrupt=interrupt)
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
         assert not lost()
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:

@@ -131,7 +131,11 @@ class SglangSyncConfig:
 class SglangConfig:
     """The SGLang servers of a run, and the requests to them."""
 
-    urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers next to the trainer.")
+    urls: list[str] = setting(
+        [],
+        "Servers to join, as http://host:port, or one registry of servers, a file or an address with a path, that is "
+        "read again at each weight update; empty starts servers next to the trainer.",
+    )
     keys_file: str = setting("", 'Keys of joined servers, mode 0600: {"api_key": "...", "admin_key": "..."}.')
     placement: str = setting(
         "auto",
