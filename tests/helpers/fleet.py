@@ -191,9 +191,17 @@ class StreamRun:
             beat_s=0.01,
             look_s=0.0,  # type: ignore[arg-type]
         )
-        self.stream, self.stock = RolloutStream(self.flow, self.policy), Stock(self.flow, version, self.flow, self.redraws)
+        self.stream, self.stock = (
+            RolloutStream(self.flow, self.policy),
+            Stock(self.flow, version, self.flow, self.redraws),
+        )
         plan = SamplingPlan(
-            N, self.waves, self.per_step, self.drawn or self.per_step, ahead=self.k, steps=0 if self.waves else self.steps
+            N,
+            self.waves,
+            self.per_step,
+            self.drawn or self.per_step,
+            ahead=self.k,
+            steps=0 if self.waves else self.steps,
         )
         stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
         self.collector = Collector(
