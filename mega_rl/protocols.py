@@ -183,6 +183,16 @@ class Scorer(Measured, Protocol):
         """Return the reward of each row, with parts of the same names on all ranks."""
 
 
+class EarlyScorer(Protocol):
+    """A reward role that scores a trajectory while others of its generation run; no collective."""
+
+    def begin(self, rollout: Rollout, prompts: Sequence[Prompt]) -> None:
+        """Begin to score rows that `score` will get too; returns at once."""
+
+    def forget(self) -> None:
+        """Drop what was begun: `score` will not get it."""
+
+
 class TokenModel(Protocol):
     """Frozen or trained model that returns one value or log-prob per token (actor, reference, critic)."""
 

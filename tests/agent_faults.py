@@ -193,6 +193,68 @@ AGENTS: Table = {
         ("a score that is not finite trains", "> torch.finfo(torch.float32).max", "> 1e300"),
         ("the experts of turns are lost before the rows", "own += shapes[0] if shapes else (0, 0)", "own += (0, 0)"),
     ],
+    ("agents", "rewards/test_early_scores.py"): [
+        (
+            "the score of an earlier run of a trajectory is taken",
+            "for row in came if known[keys[row]] == texts[row]}",
+            "for row in came}",
+        ),
+        (
+            "an early score stands for another sample",
+            "rollout.sample_index.tolist(), strict=True))\n\n\nclass EarlyScores",
+            "[0] * len(rollout.lengths), strict=True))\n\n\nclass EarlyScores",
+        ),
+        (
+            "a response is scored early and at the end",
+            "for row, is_taken in zip(rows, taken[rank::size], strict=True) if not is_taken}",
+            "for row in rows}",
+        ),
+        (
+            "only the rank that began a response has its score",
+            "        if any(taken):\n            parts = self.replica",
+            "        if any(taken) and self.replica.size < 2:\n            parts = self.replica",
+        ),
+        (
+            "responses that wait are scored by the thread, too",
+            "            self._waiting.clear()\n            return self._begun",
+            "            return self._begun",
+        ),
+        (
+            "an error of the thread is lost",
+            "        if thread is not None and thread.error is not None:",
+            "        if thread is not None and thread.error is True:",
+        ),
+        (
+            "scores of a generation that raised are kept",
+            "                failed.callback(self.scores.forget)",
+            "                failed.callback(len, ())",
+        ),
+        (
+            "failed trajectories are scored",
+            "elif self.scores is not None and not failed:",
+            "elif self.scores is not None:",
+        ),
+        (
+            "trajectories are scored when all have ended",
+            "            self.outcomes[place] = self.ended(self._outcome(policy, run, late=late))",
+            "            self.outcomes[place] = self._outcome(policy, run, late=late)",
+        ),
+        (
+            "functions in this process lose the main thread",
+            "one.per_call == 1 and (self.pool is not None or one.is_async)",
+            "one.per_call == 1",
+        ),
+        (
+            "two threads ask a source at a time",
+            "        with self._turn:\n            begin",
+            "        if self._turn:\n            begin",
+        ),
+        (
+            "a pool that closes starts workers again",
+            "        self._stop.set()\n        for worker",
+            "        for worker",
+        ),
+    ],
     ("agents", "rollout/test_continuous.py"): [
         ("a cancelled turn decodes to its end", "batch.drop_cancelled()", "batch.rows"),
         ("a turn that its trajectory leaves behind decodes on", "if own == key:", "if own == ():"),

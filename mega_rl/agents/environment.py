@@ -230,7 +230,8 @@ class _Play:
     environment: Any
     vocab_size: int
     outcomes: list[Played | None]
-    first: int = 0  # see `TurnQueue`
+    first: int  # see `TurnQueue`
+    ended: Callable[[Played], Played]  # see `Runner.run`
     tick: float = field(default_factory=time.monotonic)  # when the loop was last seen alive
     abandoned: bool = False
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
@@ -286,7 +287,7 @@ class _Play:
         await asyncio.wait({run}, timeout=GRACE_S if late else None)
         self.asked.end(trajectory)
         if not self.abandoned:
-            self.outcomes[place] = self._outcome(policy, run, late=late)
+            self.outcomes[place] = self.ended(self._outcome(policy, run, late=late))
 
     def _outcome(self, policy: Policy, run: asyncio.Task[None], *, late: bool) -> Played:
         trajectory, error = policy.trajectory, None
@@ -322,8 +323,13 @@ class Runner:
     name: str  # the setting that chose it
     vocab_size: int
 
-    def run(self, trajectories: Sequence[Trajectory], sample: SampleTurns, *, first: int = 0) -> list[Played]:
+    def run(
+        self, trajectories: Sequence[Trajectory], sample: SampleTurns, *,
+        first: int = 0, ended: Callable[[Played], Played] = lambda played: played,
+    ) -> list[Played]:  # fmt: skip
         """Return the outcome of each trajectory; `sample` is called on this thread. first: as of `TurnQueue`.
+
+        ended: called on the event loop with each outcome, while others still run; returns the outcome that counts.
 
         An environment that blocks the loop longer than its deadline fails; the others then run again on another loop,
         from their start. Raises RunError if that does not help.
@@ -331,7 +337,7 @@ class Runner:
         outcomes: list[Played | None] = [None] * len(trajectories)
         for _ in range(MOST_BLOCKED + 1):
             fresh = [replace(one, branches=[], end=None) for one in trajectories]
-            play = _Play(self.environment, self.vocab_size, outcomes, first)
+            play = _Play(self.environment, self.vocab_size, outcomes, first, ended)
             blocked = self._drive(play, fresh, sample)
             if blocked is None:
                 return [one for one in outcomes if one is not None]

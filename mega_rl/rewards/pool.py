@@ -52,6 +52,14 @@ class FunctionRewards:
             every=any(one.every for one in columns),
         )
 
+    @property
+    def can_begin_early(self) -> bool:
+        """Return whether responses can be scored in any order and company, off the main thread.
+
+        Calls of several responses keep their company, and functions in this process the main thread, for signals.
+        """
+        return all(one.per_call == 1 and (self.pool is not None or one.is_async) for one in self.functions)
+
     def takes_answer(self, source: str) -> bool:
         """Return whether a function that scores rows of a data source needs their answers."""
         return any(function.columns.answer for function in self.functions if self._scores(function, source))
@@ -124,6 +132,7 @@ class WorkerPool:
         self._order = json.dumps(order).encode()
         self._workers: list[_Worker | None] = [_Worker(number, self._order) for number in range(num_workers)]
         self._threads = ThreadPoolExecutor(num_workers, "reward worker")
+        self._stop = threading.Event()  # ends the call in progress
 
     def score(self, function: PlannedFunction, batch: Sequence[Arguments], report: Report = ignore) -> list[Outcome]:
         """Return the outcome of each response.
@@ -136,7 +145,7 @@ class WorkerPool:
         waiting = deque(range(len(batch))[first : first + size] for first in range(0, len(batch), size))
         outcomes: list[Outcome] = [None] * len(batch)
         crashed: set[int] = set()
-        stop = threading.Event()
+        stop = self._stop = threading.Event()
 
         def serve(number: int) -> None:
             while not stop.is_set():
@@ -192,11 +201,11 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers and what they have started. May be called twice."""
-        workers = [worker for worker in self._workers if worker is not None]
-        for worker in workers:
+        self._stop.set()
+        for worker in filter(None, self._workers):
             worker.kill()  # a thread that still asks it hears its end
         self._threads.shutdown()
-        for worker in workers:
+        for worker in filter(None, self._workers):
             worker.end()
         self._workers.clear()
 
@@ -230,7 +239,7 @@ class _Worker(Child):
         with contextlib.suppress(OSError):  # ended; `_receive` says how
             self._send(message)
         outcomes = cast("list[Any]", self._receive(within_s))
-        return [RewardFailure(*one) if isinstance(one, list) else one for one in outcomes]
+        return [RewardFailure.or_score(one) for one in outcomes]
 
     def _send(self, message: bytes) -> None:
         self.stdin.write(message + b"\n")

@@ -19,7 +19,6 @@ import sys
 from typing import TextIO
 
 from mega_rl.rewards.call import load_functions
-from mega_rl.rewards.score import RewardFailure
 
 
 def main() -> None:
@@ -45,7 +44,7 @@ def main() -> None:
         if os.getpid() != own:  # a process that a function has forked and let come back
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function has left
-        _answer(answers, [[one.kind, one.what] if isinstance(one, RewardFailure) else one for one in outcomes])
+        _answer(answers, outcomes)
 
 
 def _end_with_rank(requests: TextIO, answers: TextIO) -> None:

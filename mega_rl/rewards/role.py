@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import first_names, raise_together, run_beside_meetings
+from mega_rl.processes import Running
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.pool import FunctionRewards
 from mega_rl.rewards.score import (
@@ -122,15 +124,67 @@ def of_all_rows(columns: Tensor, rollout: Rollout) -> Tensor:
     return columns[torch.arange(len(columns), device=columns.device) - rollout.branch]
 
 
+Key = tuple[int, int]  # place of the prompt in the step's list, number of the sample
+
+
+def _keys(rollout: Rollout) -> list[Key]:
+    return list(zip(rollout.prompt_index.tolist(), rollout.sample_index.tolist(), strict=True))
+
+
+class EarlyScores:
+    """Scores that a thread makes of one generation's responses as they come."""
+
+    def __init__(self, score: Callable[[Sequence[Item]], list[Outcome]]) -> None:
+        self._score, self._lock = score, threading.Lock()
+        self._waiting: dict[Key, Item] = {}
+        self._begun: dict[Key, Item] = {}
+        self._outcomes: dict[Key, Outcome] = {}
+        self._thread: Running[None] | None = None  # None: nothing waits
+
+    def add(self, items: Mapping[Key, Item]) -> None:
+        """Let the thread score responses, with all others that wait when it is free."""
+        with self._lock:
+            self._waiting.update(items)
+            self._thread = self._thread or Running(self._work, name="early scores")
+
+    def close(self) -> Mapping[Key, Item]:
+        """Drop the responses that wait; return the others, which are or will be scored."""
+        with self._lock:
+            self._waiting.clear()
+            return self._begun
+
+    def outcomes(self) -> Mapping[Key, Outcome]:
+        """Wait for the thread; return what it has scored. Raises its error."""
+        thread = self._thread
+        while thread is not None and thread.wait(BEAT_S):
+            pass  # here a signal's handler may raise
+        if thread is not None and thread.error is not None:
+            raise thread.error
+        return self._outcomes
+
+    def _work(self) -> None:
+        while items := self._next():
+            self._outcomes.update(zip(items, self._score([*items.values()]), strict=True))
+
+    def _next(self) -> Mapping[Key, Item]:
+        with self._lock:
+            items, self._waiting = self._waiting, {}
+            self._begun.update(items)
+            self._thread = self._thread if items else None
+            return items
+
+
 KINDS = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
 NAMED = 5  # failed responses in the log of one batch
+BEAT_S = 1.0
 
 
 @dataclass
 class TextScorer:
     """Reward role of one replica over a source of scores.
 
-    Each rank of the replica scores every size-th row and all get the sum: a source sees each response once.
+    Each rank of the replica scores every size-th row and all get the sum: a source sees each response once. A rank that
+    was given rows by `begin` has scored them before, for all.
     """
 
     source: FunctionRewards
@@ -142,6 +196,22 @@ class TextScorer:
     failure_score: float | None = None  # for a response without a score, in every component; None leaves it out
     max_failed_share: float = 0.0  # share of a step's responses; more failures end the run
     _metrics: Metrics = field(default_factory=dict, init=False)
+    _early: EarlyScores | None = field(default=None, init=False)
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)  # the source takes one call at a time
+    _spent: tuple[int, float] = field(default=(0, 0.0), init=False)  # responses and seconds of calls
+    _heard: tuple[float, str] = field(default=(0.0, ""), init=False)  # when, and what the source waits for since
+
+    def begin(self, rollout: Rollout, prompts: Sequence[Prompt]) -> None:
+        """Let a thread score rows that `score` will get too; each trajectory comes whole."""
+        rows, keys = answered(rollout), _keys(rollout)
+        self._early = self._early or EarlyScores(self._call)
+        items = self.reader.texts(rollout, rows, prompts)
+        self._early.add(dict(zip([keys[row] for row in rows], items, strict=True)))
+
+    def forget(self) -> None:
+        if self._early is not None:
+            self._early.close()
+        self._early = None
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the reward of each row, on the device of the rollout; collective over all ranks.
@@ -152,10 +222,22 @@ class TextScorer:
 
         Raises on every rank RewardError, and UserError for settings that do not go with the reward's components.
         """
+        rank, size, early = self.replica.rank, self.replica.size, self._early
+        self._early, known = None, {} if early is None else early.close()
+        every, keys = answered(rollout), _keys(rollout)
         # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
-        rows = answered(rollout)[self.replica.rank :: self.replica.size]
-        items = self.reader.texts(rollout, rows, prompts)
-        outcomes = self._outcomes(items)
+        rows, came = every[rank::size], [row for row in every if keys[row] in known]
+        read = sorted({*rows, *came})
+        texts = dict(zip(read, self.reader.texts(rollout, read, prompts), strict=True))
+        # A trajectory that ran again may have another response.
+        begun = {row: keys[row] for row in came if known[keys[row]] == texts[row]}
+        taken = self.replica.max(torch.tensor([row in begun for row in every]).long()).tolist()
+        left = {row: texts[row] for row, is_taken in zip(rows, taken[rank::size], strict=True) if not is_taken}
+        scored = self._outcomes(left, begun, early)
+        if any(taken):
+            parts = self.replica.gather_json([*scored.items()])
+            scored = {row: RewardFailure.or_score(one) for part in parts for row, one in part}
+        items, outcomes = [texts[row] for row in rows], [scored[row] for row in rows]
         self.components.settle(items, outcomes, self.everyone)
         numbers = self._numbers(items, outcomes)
         columns = torch.zeros(len(rollout.lengths), self.components.width, dtype=torch.float32)
@@ -168,38 +250,47 @@ class TextScorer:
         taken, self._metrics = self._metrics, {}
         return taken
 
-    def _outcomes(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return this rank's outcomes; measures their time. Collective; raises the source's error on all ranks."""
+    def _outcomes(
+        self, left: Mapping[int, Item], begun: Mapping[int, Key], early: EarlyScores | None
+    ) -> dict[int, Outcome]:
+        """Return outcomes of rows that are left and of those begun early; collective; raises on all ranks."""
 
-        heard, waits_for = time.monotonic(), "its first response"
-
-        def report(what: str) -> None:
-            nonlocal heard, waits_for
-            heard, waits_for = time.monotonic(), what
-
-        def stalled() -> str | None:
-            if time.monotonic() - heard < self.timeout_s:
-                return None
-            return (
-                f"rank {self.everyone.rank} has scored no response for {self.timeout_s:g} s (trainer.timeout_s): its "
-                f"reward waits for {waits_for}"
-            )
-
-        def work() -> tuple[list[Outcome], float, RewardError | None]:
-            begin = time.perf_counter()
+        def work() -> tuple[dict[int, Outcome], RewardError | None]:
             try:
-                outcomes, failure = self.source.score(items, report), None
+                made = {} if early is None else early.outcomes()
+                outcomes = {row: made[key] for row, key in begun.items()}
+                return outcomes | dict(zip(left, self._call([*left.values()]) if left else [], strict=True)), None
             except RewardError as error:
-                outcomes, failure = [], error
-            return outcomes, time.perf_counter() - begin, failure
+                return {}, error
 
-        outcomes, seconds, failure = run_beside_meetings(work, self.everyone, stalled=stalled)
+        self._heard = (time.monotonic(), "its first response" if early is None else self._heard[1])
+        outcomes, failure = run_beside_meetings(work, self.everyone, stalled=self._stalled)
         raise_together(failure, self.everyone, error=RewardError)
-        own = torch.tensor([float(len(items)), seconds if items else 0.0], dtype=torch.float64)
-        scored, total_s = self.everyone.sum(own).tolist()
-        if scored:
-            self._metrics["time/reward_latency_s"] = total_s / scored
+        spent, self._spent = self._spent, (0, 0.0)
+        count, total_s = self.everyone.sum(torch.tensor(spent, dtype=torch.float64)).tolist()
+        if count:
+            self._metrics["time/reward_latency_s"] = total_s / count
         return outcomes
+
+    def _call(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return the source's outcomes; measures their time."""
+        with self._turn:
+            begin = time.perf_counter()
+            outcomes = self.source.score(items, self._report)
+            self._spent = (self._spent[0] + len(items), self._spent[1] + time.perf_counter() - begin)
+            return outcomes
+
+    def _report(self, what: str) -> None:
+        self._heard = (time.monotonic(), what)
+
+    def _stalled(self) -> str | None:
+        since, waits_for = self._heard
+        if time.monotonic() - since < self.timeout_s:
+            return None
+        return (
+            f"rank {self.everyone.rank} has scored no response for {self.timeout_s:g} s (trainer.timeout_s): its "
+            f"reward waits for {waits_for}"
+        )
 
     def _numbers(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> list[list[float]]:
         """Return the columns of each response, in place of a failure those of `failure_score`; collective.

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from mega_rl.errors import RunError
 
@@ -112,12 +112,16 @@ TAKEN = (
 Score: TypeAlias = float | dict[str, float] | None  # a number, named components, or None to leave the response out
 
 
-@dataclass(frozen=True)
-class RewardFailure:
-    """Outcome of a response that could not be scored."""
+class RewardFailure(NamedTuple):
+    """Outcome of a response that could not be scored; a list in JSON."""
 
     kind: Literal["timeout", "crash", "error"]
     what: str  # "the reward function raised ..."
+
+    @staticmethod
+    def or_score(value: Any) -> Outcome:
+        """Return the outcome that a value from JSON is."""
+        return RewardFailure(*value) if isinstance(value, list) else value
 
 
 Outcome: TypeAlias = Score | RewardFailure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from mega_rl.data.chat import ChatTemplate
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.parallel.comm import share
-from mega_rl.protocols import Ranks, RolloutSource
+from mega_rl.protocols import EarlyScorer, Ranks, RolloutSource
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.types import ENDS, Draws, Metrics, Prompt, Rollout
 
@@ -123,6 +124,7 @@ class EnvironmentRollouts:
     runner: Runner
     context: RolloutContext
     everyone: Ranks
+    scores: EarlyScorer | None = None  # takes each trajectory as it ends
     _metrics: Metrics = field(default_factory=dict, init=False)
 
     def generate(
@@ -134,20 +136,23 @@ class EnvironmentRollouts:
         seed, first = (context.seed, step, *evaluation_stream(draws)), 0 if draws is None else draws.first
         trajectories = context.start(prompts, greedy=greedy, draws=draws)
         ended: dict[int, Played] = {}
-
-        how = TurnSampling(seed, greedy, draws)
+        how, note = TurnSampling(seed, greedy, draws), partial(self._ended, prompts)
 
         def lost() -> list[int]:
             return [place for place, one in ended.items() if one.failure == "lost"]
 
         def play(places: Sequence[int]) -> None:
-            played = self.runner.run([trajectories[i] for i in places], partial(engine.turns, how=how), first=first)
-            ended.update(zip(places, map(self._with_score, played), strict=True))
+            own, sample = [trajectories[i] for i in places], partial(engine.turns, how=how)
+            ended.update(zip(places, self.runner.run(own, sample, first=first, ended=note), strict=True))
 
-        run_on_all(lambda: play(range(len(trajectories))), self.everyone)
-        # What servers had begun when they died runs again from its start, with the same random numbers.
-        engine.settle(lambda: len(lost()), lambda: play(lost()))
-        self._count([ended[place] for place in range(len(trajectories))])
+        with ExitStack() as failed:
+            if self.scores is not None:
+                failed.callback(self.scores.forget)
+            run_on_all(lambda: play(range(len(trajectories))), self.everyone)
+            # What servers had begun when they died runs again from its start, with the same random numbers.
+            engine.settle(lambda: len(lost()), lambda: play(lost()))
+            self._count([ended[place] for place in range(len(trajectories))])
+            failed.pop_all()
         return context.rollout([ended[place].trajectory for place in range(len(trajectories))])
 
     def metrics(self) -> Metrics:
@@ -155,13 +160,15 @@ class EnvironmentRollouts:
         taken, self._metrics = self._metrics, {}
         return taken
 
-    def _with_score(self, played: Played) -> Played:
-        """Return a trajectory without a score as a failed one, where scores are the rewards."""
+    def _ended(self, prompts: Sequence[Prompt], played: Played) -> Played:
+        """Begin to score a trajectory; return it as a failed one if its own scores are wrong."""
         trajectory = played.trajectory
         failed = trajectory.ended() == "error"
         fault = "" if failed else score_fault(trajectory, is_read=self.context.reads_scores)
         if fault:
             trajectory.end = "error"
+        elif self.scores is not None and not failed:
+            self.scores.begin(rows_of([trajectory], version=0, with_branches=True), prompts)
         return played._replace(failure="error", what=fault) if fault else played
 
     def _count(self, outcomes: Sequence[Played]) -> None:

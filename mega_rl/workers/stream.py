@@ -118,10 +118,10 @@ class ServerFlow:
         if self.flights and not self._runs:
             self._begin([request for flight in self.flights.values() for request in flight.open()])
 
-    def pause(self) -> None:
-        """End the round, if one runs; collective."""
+    def pause(self, *, holds: bool = True) -> None:
+        """End the round, if one runs; holds: the trainer has the weights last published; collective."""
         if self._runs:
-            self._finish(interrupt=not self.quantum)
+            self._finish(interrupt=not self.quantum, holds=holds)
 
     def close(self) -> None:
         """End at the end of the run; the router's end cancels what is in progress."""
@@ -159,7 +159,7 @@ class ServerFlow:
         self.engine.begin(open_requests, partials)
         self._runs = True
 
-    def _finish(self, *, interrupt: bool = False) -> None:
+    def _finish(self, *, interrupt: bool = False, holds: bool = True) -> None:
         """Wait for the end of the round on all ranks and keep its samples; collective."""
         begin = time.monotonic()
         running = not interrupt
@@ -189,7 +189,7 @@ class ServerFlow:
         except (RunError, UserError) as error:
             failure = error
         raise_together(failure, self.everyone, error=StreamError)
-        self.engine.settle(lambda: len(lost), again)
+        self.engine.settle(lambda: len(lost), again, holds=holds)
         self._runs = False
 
     def _keep(self, result: GenerationResult) -> None:
@@ -286,7 +286,7 @@ class RolloutStream:
     def publish(self) -> Metrics:
         """Send the weights between two rounds."""
         begin = time.perf_counter()
-        self.flow.pause()
+        self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()
 

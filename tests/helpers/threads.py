@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,6 +69,12 @@ class OneRank:
 
     def max(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._group.exchange(self.rank, tensor)).amax(0)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        longest = int(self.max(torch.tensor(len(text))))
+        padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" "))
+        return [json.loads(bytes(one.tolist())) for one in self._group.exchange(self.rank, padded)]
 
     def gather_rows(self, rows: Any) -> Any:
         raise NotImplementedError

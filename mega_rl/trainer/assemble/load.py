@@ -20,6 +20,7 @@ from mega_rl.protocols import Ranks, Scorer
 from mega_rl.rewards.build import RunRewards, build_rewards
 from mega_rl.rewards.builtin import RewardFunction, final_answer
 from mega_rl.rewards.model import ModelScorer, RowLimits, TokenRows, token_rows
+from mega_rl.rewards.role import TextScorer
 from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.data import OwnRows, Tokens, load_tokenizer, read_tokens
@@ -120,9 +121,12 @@ def load_run(
     servers = start_servers(rollout, trainer, plan.engine, hf, accelerator, world, resources)
     colocated = servers is not None and servers.colocated
     roles = build_roles(plan, accelerator, groups, steps=trainer.steps, colocated=colocated)
-    with progress.phase("preparing the rollout engine"):
-        rollouts = build_rollouts(inputs, rollout, trainer, accelerator, servers, roles, resources)
     scorer = _build_scorer(inputs, roles)
+    early = scorer if isinstance(scorer, TextScorer) and scorer.source.can_begin_early else None
+    if early is not None:
+        resources.callback(early.forget)
+    with progress.phase("preparing the rollout engine"):
+        rollouts = build_rollouts(inputs, rollout, trainer, accelerator, servers, roles, resources, early)
     in_fp32 = {DTYPES[plan.engine.model.dtype], plan.rollout_dtype} == {torch.float32}
     return LoadedRun(trainer, world, inputs.tokens, roles, rollouts, scorer, in_fp32)
 

@@ -17,7 +17,7 @@ from mega_rl.config.user_files import users_code
 from mega_rl.converters.live.load import model_config
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.protocols import Ranks, RankState, RolloutSource, WeightSync
+from mega_rl.protocols import EarlyScorer, Ranks, RankState, RolloutSource, WeightSync
 from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
 from mega_rl.rollout.sampling import Sampler
 from mega_rl.rollout.sglang.build import Connection, connect
@@ -88,16 +88,16 @@ class Rollouts:
 
 def build_rollouts(
     inputs: Inputs, rollout: RolloutConfig, trainer: TrainerConfig, accelerator: Accelerator,
-    servers: ServerPool | None, roles: Roles, resources: ExitStack,
+    servers: ServerPool | None, roles: Roles, resources: ExitStack, scores: EarlyScorer | None,
 ) -> Rollouts:  # fmt: skip
-    """Return the rollouts of a run; waits for servers; collective."""
+    """Return the rollouts of a run; waits for servers; collective. scores: takes an environment's trajectories."""
     plan, world, actor = inputs.plan, inputs.world, roles.actor_engine
     own = (actor.data_parallel, actor.replica, rollout.n, trainer.seed)
     if rollout.backend == "none" and inputs.rollouts is None:
         return Rollouts(NoRollouts(), NoRollouts(), Residency(roles.models, world))
     if rollout.backend == "none":
         to_source = WeightsToSource(actor.export_weights)
-        made, pending = _make_source(inputs, rollout, trainer.seed, roles, None, to_source)
+        made, pending = _make_source(inputs, rollout, trainer.seed, roles, None, to_source, None)
         to_source.receive = getattr(made.source, "receive_weights", None)
         return Rollouts(made, to_source, Residency(roles.models, world), pending)
     if servers is None:
@@ -134,19 +134,21 @@ def build_rollouts(
         if trainer.async_steps:
             stream = _stream(rollout, trainer, world, worker, engine, sync)
             resources.callback(stream.flow.close)
-            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow)
+            redraws = rollout.dynamic_sampling.expired == "redraw"
+            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
             return Rollouts(stream, stream, devices, stock, stream, stock)
         if shared is not None:
             connection.sync.add_listener(devices.after_send)
     if inputs.rollouts is None:
         return Rollouts(worker, sync, devices)
-    made, pending = _make_source(inputs, rollout, trainer.seed, roles, worker.engine, sync)
+    made, pending = _make_source(inputs, rollout, trainer.seed, roles, worker.engine, sync, scores)
     return Rollouts(made, sync, devices, pending)
 
 
 def _make_source(
-    inputs: Inputs, rollout: RolloutConfig, seed: int, roles: Roles, engine: TurnEngine | None, sync: WeightSync
-) -> tuple[CheckedRollouts, RankState | None]:
+    inputs: Inputs, rollout: RolloutConfig, seed: int, roles: Roles, engine: TurnEngine | None, sync: WeightSync,
+    scores: EarlyScorer | None,
+) -> tuple[CheckedRollouts, RankState | None]:  # fmt: skip
     """Return (a user's rollout source with checks, its state or None). Raises UserError."""
     own, actor, tokens = inputs.rollouts, roles.actor_engine, inputs.tokens
     assert own is not None, "a rule refuses rollout.backend=none with rollout.source=single_turn"
@@ -170,7 +172,7 @@ def _make_source(
         if engine is None:
             raise UserError(f"{name}: an environment needs an engine; set rollout.backend=hf or sglang")
         runner = Runner(made, name, known)
-        made = EnvironmentRollouts(runner, context, inputs.world)
+        made = EnvironmentRollouts(runner, context, inputs.world, scores)
     elif rollout.sglang.return_routing:
         raise UserError(
             f"{name}: rollout.sglang.return_routing needs the built-in source or an environment, whose experts the "

@@ -15,15 +15,20 @@ from tests.helpers.loops import engines_of, watch_source
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 STEPS = 2
-SOURCES = '''
+SOURCES = r'''
 """Sources of rollouts and of data, as a user writes them."""
 
 import asyncio
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 import mega_rl
+from reward import share_of_odd_digits
+
+SCORED = Path(f"{__file__}.scored-{os.getpid()}")  # a line for each response that this process has scored
 
 
 @dataclass
@@ -49,6 +54,22 @@ class Turns(mega_rl.Environment):
             words = str(len(trajectory.branch.token_ids) - len(prompt.token_ids))
             trajectory.give(self.context.tokenizer(words, add_special_tokens=False)["input_ids"])
             await policy.turn()
+
+
+@dataclass
+class Patient(Turns):
+    """A prompt's first sample ends when another one has been scored."""
+
+    async def run(self, policy, prompt, trajectory):
+        await super().run(policy, prompt, trajectory)
+        while not (trajectory.sample_index or SCORED.exists()):
+            await asyncio.sleep(0.01)
+
+
+async def odd_digits(prompt, response, answer):
+    with SCORED.open("a") as file:
+        file.write("1\n")
+    return share_of_odd_digits(prompt, response, answer)
 
 
 @dataclass
@@ -131,7 +152,6 @@ class Sums:
 
 
 def of_ranks(context):
-    import os
     yield {"prompt": "1+1=", "answer": os.environ.get("RANK", "0")}
 '''
 

@@ -48,6 +48,7 @@ def runs(folder: Path) -> dict[str, Any]:
         ("one turn, validated", {**turns, "rollout.source.turns": 1, **sampled}),
         ("three turns", {**turns, "rollout.source.turns": 3}),
         ("forks", {**turns, **FORKS, "trainer.steps": 1, "metrics.records.interval": 1}),
+        ("scored early", early(folder)),
         ("scored", {"rollout.source": f"{folder}/own.py:Scored", "reward.source": "environment"}),
         ("scores", scored_turns(folder)),
         ("hostile", {"rollout.source": f"{folder}/own.py:Hostile", **LIMITS, "trainer.steps": 1}),
@@ -58,6 +59,12 @@ def runs(folder: Path) -> dict[str, Any]:
     ]
     (outcomes,) = run_ranks(1, run_all, str(folder), "1", wanted, timeout_s=180)
     return outcomes  # type: ignore[no-any-return]
+
+
+def early(folder: Path) -> dict[str, Any]:
+    """Settings of trajectories that are scored while others run, by a function that gives the same rewards."""
+    patient = {"rollout.source": f"{folder}/own.py:Patient", "rollout.source.turns": 1}
+    return {**patient, "rollout.source.timeout_s": 20.0, "reward.function": f"{folder}/own.py:odd_digits"}
 
 
 def scored_turns(folder: Path) -> dict[str, Any]:
@@ -148,6 +155,20 @@ def test_forks_are_rows_of_one_trajectory(runs: dict[str, Any]) -> None:
     assert step["rollout/logprob_diff_max"] < 1e-4
 
 
+def test_trajectories_scored_early_train_as_those_scored_late(folder: Path, runs: dict[str, Any]) -> None:
+    """Bit for bit; the function sees each response once."""
+    check_early(folder, runs["scored early"], runs["built in"])
+
+
+def check_early(folder: Path, scored_early: dict[str, Any], late: dict[str, Any]) -> None:
+    assert "error" not in scored_early, scored_early["error"]
+    assert same_rows(scored_early, late)
+    assert numbers(scored_early) == numbers(late)
+    assert scored_early["exported"] == late["exported"]
+    counts = {path.read_text().count("1") for path in folder.glob("own.py.scored-*")}
+    assert counts <= {64, 32}  # of one rank, and of each of two
+
+
 def test_a_record_holds_turns_of_forks(folder: Path, runs: dict[str, Any]) -> None:
     """With forks: each turn trains in one row, and the rows that read it have its tokens and number."""
     assert "error" not in runs["forks"], runs["forks"]["error"]
@@ -222,6 +243,7 @@ def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) ->
     ranks = {"data.source": f"{folder}/own.py:of_ranks", "data.train_files": []}
     forks = {**three, "rollout.source.turns": 2, **FORKS, "trainer.steps": 1}
     wanted = [("three turns", three), ("forks", forks), ("scores", scored_turns(folder)), ("ranks", ranks)]
+    wanted += [("built in", {}), ("scored early", early(folder))]
     for layout in ("tp2", "dp2", "pp2", "fsdp 2") if FULL else ("dp2",):
         outcomes = run_ranks(2, run_all, str(folder), layout, copy.deepcopy(wanted), timeout_s=180)
         for outcome, name in itertools.product(outcomes, ("three turns", "forks", "scores")):
@@ -236,4 +258,5 @@ def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) ->
         )
         assert [one for one in compare(alone, record, atol=1e-4) if not one.good] == []
         for outcome in outcomes:
+            check_early(folder, outcome["scored early"], outcome["built in"])
             assert "rank 1 and rank 0 read different prompts" in outcome["ranks"]["error"]
