@@ -202,6 +202,7 @@ RL: Table = {
             "return oldest < self.current - self.limit\n",
             "return oldest < 0\n",
         ),
+        ("groups that are too old are never sampled again", "self._again.append(one.ticket)", "pass"),
         ("more steps are in flight than training needs", "max(self.depth - spare, 2)", "limit + 1"),
         ("a resumed run forgets how many steps were in flight", 'int(numbers.get("depth", self.depth))', "2"),
     ],
@@ -260,6 +261,38 @@ RL: Table = {
             "samples.get(request.key, Sample()) for request in requests]",
             "samples.get(request.key, Sample()) for request in [*requests[1:], *requests[:1]]]",
         )
+    ],
+    ("fleet", "rollout/sglang/test_fleet.py"): [
+        (
+            "a server that joins gets requests before its weights",
+            "        self.state = State.STALE\n        self.version = -1",
+            "        self.state = State.READY\n        self.version = 1",
+        ),
+        (
+            "a server that leaves gets new requests",
+            "self._replicas.pop(index).drain()",
+            "self._replicas[index].drain()",
+        ),
+        ("requests in flight are cut when a server leaves", "while self.in_flight:", "while False:"),
+    ],
+    ("fleet", "rollout/sglang/test_joined.py"): [
+        ("a late server is not sent the weights of the step", "self.sync.refit(due)", "self.sync.refit(lost)"),
+        ("a number is given to a second server", "back.append(len(self.endpoints))", "back.append(len(self.members))"),
+        (
+            "each rank decides who joins",
+            "run_on_one(lambda: self._look(lost, fits), self._ranks)",
+            "self._look(lost, fits)",
+        ),
+        ("lost servers get new weights as the old version", "self.flow.pause(holds=False)", "self.flow.pause()"),
+        ("a server of another model joins", "if self._registry and (problems := fits(control)):", "if False:"),
+        (
+            "the good lines of a broken registry count",
+            'urls = [line for line in lines if not (isinstance(line, str) and (not line or line.startswith("#")))]',
+            "urls = [line for line in lines if isinstance(line, str) and is_server(line)]",
+        ),
+        ("a registry is followed elsewhere", 'raise ValueError(f"HTTP {response.status_code}")', "pass"),
+        ("a server that left the registry stays", "if url not in self._urls:\n", "if False:\n"),
+        ("the run waits for a vanished server", "(len(self._urls) if all_at_once else 1)", "len(self._urls)"),
     ],
     ("changes", "rollout/sglang/test_delta.py -k store"): [
         (

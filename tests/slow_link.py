@@ -53,7 +53,7 @@ def train(folder: Path) -> None:
     from mega_rl.parallel.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.rollout.sglang.build import connect
-    from mega_rl.rollout.sglang.server.pool import JoinedServers
+    from mega_rl.rollout.sglang.server.fleet import JoinedServers
     from mega_rl.trainer.assemble.plan import plan_run
     from mega_rl.workers.models import PolicyLoss
     from tests.helpers.engines import make_config, own_rows, running_engine

@@ -105,9 +105,9 @@ class ServerFlow:
         if self.flights and not self.requests.runs:
             self.requests.start()
 
-    def pause(self) -> None:
-        """End the round, if one runs; collective."""
-        self._finish(interrupt=not self.quantum)
+    def pause(self, *, holds: bool = True) -> None:
+        """End the round, if one runs; holds: the trainer has the weights last published; collective."""
+        self._finish(interrupt=not self.quantum, holds=holds)
 
     def close(self) -> None:
         """End at the end of the run; the router's end cancels what is in progress."""
@@ -142,7 +142,7 @@ class ServerFlow:
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, *, interrupt: bool = False) -> None:
+    def _finish(self, *, interrupt: bool = False, holds: bool = True) -> None:
         """End the round, if one runs, unless `interrupt` when it has ended on all ranks; collective."""
         begin = time.monotonic()
         running = not interrupt
@@ -175,7 +175,7 @@ class ServerFlow:
         except (RunError, UserError) as error:
             failure = error
         raise_together(failure, self.everyone, error=StreamError)
-        self.engine.settle(lambda: len(lost), again)
+        self.engine.settle(lambda: len(lost), again, holds=holds)
 
     def _meet(self, late: bool) -> tuple[dict[int, int], bool, bool]:
         """Return (complete groups by ticket, a rank's servers are lost, some rank is late); collective.
@@ -251,7 +251,7 @@ class RolloutStream:
     def publish(self) -> Metrics:
         """Send the weights between two rounds."""
         begin = time.perf_counter()
-        self.flow.pause()
+        self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()
 

@@ -172,6 +172,7 @@ class FakeServer:
         index: int = 0,
         seconds_per_token: float = 0.0,
         token: Callable[[int, int], int] = token_at,
+        port: int = 0,
     ) -> None:
         self.script, self.token = script, token
         self.version = VERSION
@@ -190,7 +191,7 @@ class FakeServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._listener = self._do(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self._listener = self._do(asyncio.start_server(self._serve, "127.0.0.1", port))
         port = self._listener.sockets[0].getsockname()[1]
         self.endpoint = Endpoint(index, f"http://127.0.0.1:{port}", KEYS)
 
@@ -203,6 +204,10 @@ class FakeServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         self._loop.close()
+
+    def controlled(self, path: str, body: Json) -> tuple[bytes] | None:
+        """The answer of a server that also takes weights; None: this one does not."""
+        return None
 
     def generating(self) -> int:
         """Return the number of samples in flight that have a token."""
@@ -256,7 +261,9 @@ class FakeServer:
         self.paths.append((path, headers.get("authorization", "")))
         body = json.loads(content) if content else {}
         exchange = Exchange(self, body, writer, 0)
-        if path == "/generate":
+        if (answer := self.controlled(path, body)) is not None:
+            await exchange.send(*answer)
+        elif path == "/generate":
             await self._generate(exchange, reader)
         elif path == "/abort_request":
             for rid, other in self._exchanges.items():

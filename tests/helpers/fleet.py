@@ -129,7 +129,7 @@ class FakeFleet:
         for job in jobs:
             job.answer(job.sample)
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
         assert not lost()
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
@@ -210,6 +210,8 @@ class StreamRun:
     per_step: int = 4
     waves: int = 0
     quantum: int = 0
+    redraws: bool = False
+    drawn: int = 0  # prompts of a draw; 0: as many as train in a step
     together: bool = False  # the ranks are one replica, not one each
     fleet: dict[str, Any] = field(default_factory=dict)
     environment: Environment | None = None  # samples are its trajectories
@@ -240,10 +242,15 @@ class StreamRun:
         self.flow.requests.changed = Looks(engine)
         self.stream, self.stock = (
             RolloutStream(self.flow, self.policy, rollouts or worker),
-            Stock(self.flow, version, self.flow),
+            Stock(self.flow, version, self.flow, self.redraws),
         )
         plan = SamplingPlan(
-            N, self.waves, self.per_step, self.per_step, ahead=self.k, steps=0 if self.waves else self.steps
+            N,
+            self.waves,
+            self.per_step,
+            self.drawn or self.per_step,
+            ahead=self.k,
+            steps=0 if self.waves else self.steps,
         )
         stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
         self.collector = Collector(

@@ -46,8 +46,18 @@ def rollouts(config: Config) -> Iterator[str]:
 def _sglang(config: Config) -> Iterator[str]:
     sglang, trainer = config.rollout.sglang, config.trainer
     for url in sglang.urls:
-        if not _is_server(url):
-            yield f"rollout.sglang.urls: {url!r} is not a server's address; legal: http://host:port, without a path"
+        if not is_server(url) and not is_registry(url):
+            yield (
+                f"rollout.sglang.urls: {url!r} is not a server's address; legal: http://host:port, without a path, or "
+                "one registry of servers: a file, or an address with a path"
+            )
+        elif is_registry(url) and len(sglang.urls) > 1:
+            yield f"rollout.sglang.urls: {url!r} is a registry, next to other entries; list all servers there"
+        elif url.startswith("http:") and is_registry(url) and not _is_private(urlsplit(url).hostname or ""):
+            yield (
+                f"rollout.sglang.urls: {url!r}: whoever answers for a registry gets the servers' keys; legal: https:// "
+                "addresses, or http:// of a private one"
+            )
     if sglang.urls and not sglang.keys_file:
         yield (
             "rollout.sglang.keys_file is empty with rollout.sglang.urls: a server without keys takes weights from "
@@ -114,12 +124,33 @@ def is_loopback(host: str) -> bool:
         return host in ("localhost", "lo")
 
 
-def _is_server(url: str) -> bool:
+def _is_private(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:
+        return is_loopback(host)
+
+
+def is_server(url: str) -> bool:
+    """Return whether this is the address of a server: http://host:port."""
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
+        known = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
     except ValueError:  # a port that is none
         return False
+    plain = url.isascii() and url.isprintable() and not set(url) & set(" @?#")
+    return known and plain and parts.path in ("", "/")
+
+
+def is_registry(where: str) -> bool:
+    """Return whether this is a registry of servers: a file, or an address with a path."""
+    if ":" not in where:
+        return bool(where)
+    try:
+        parts = urlsplit(where)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path not in ("", "/")
 
 
 _SOURCES = "data.mixture.sources"

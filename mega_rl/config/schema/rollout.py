@@ -131,7 +131,11 @@ class SglangSyncConfig:
 class SglangConfig:
     """The SGLang servers of a run, and the requests to them."""
 
-    urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers next to the trainer.")
+    urls: list[str] = setting(
+        [],
+        "Servers to join, as http://host:port, or one registry of servers, a file or an address with a path, that is "
+        "read again at each weight update; empty starts servers next to the trainer.",
+    )
     keys_file: str = setting("", 'Keys of joined servers, mode 0600: {"api_key": "...", "admin_key": "..."}.')
     placement: str = setting(
         "auto",
@@ -178,6 +182,11 @@ class DynamicSamplingConfig:
         min=0,
     )
     prompts: int = setting(0, "Prompts of each generation; 0 takes trainer.prompts_per_step.", unit="prompts", min=0)
+    expired: str = setting(
+        "drop",
+        "Groups that no step took while they were young enough: drop them, or sample their prompts again.",
+        choices=("drop", "redraw"),
+    )
 
 
 @dataclass(frozen=True)

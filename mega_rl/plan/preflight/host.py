@@ -9,13 +9,13 @@ from math import prod
 from pathlib import Path
 
 from mega_rl.config.choices import needs_critic
-from mega_rl.config.rules.rollout import KEY
+from mega_rl.config.rules.rollout import KEY, is_registry
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.disk import free_bytes
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError, UserError, no_such
 from mega_rl.plan.memory import judge
 from mega_rl.plan.search import advice, cheapest
 from mega_rl.plan.setup import Machine, RunSetup
@@ -133,6 +133,9 @@ def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
             "computes another model; add them as in the published file, or use rollout.backend=hf"
         )
     if sglang.urls:
+        files = [Path(one) for one in sglang.urls if is_registry(one) and ":" not in one]
+        how = "list one server a line, as http://host:port"
+        yield from (f"rollout.sglang.urls={one}: {no_such('file', one)}; {how}" for one in files if not one.is_file())
         try:
             if sglang.keys_file:
                 Keys.read(Path(sglang.keys_file))

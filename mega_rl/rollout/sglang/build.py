@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,15 +23,16 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import ADAPTER, Control
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
+from mega_rl.rollout.sglang.server.addresses import listening_address, ranks_on_this_host
+from mega_rl.rollout.sglang.server.fleet import JoinedServers
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
-from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
+from mega_rl.rollout.sglang.server.pool import ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.choice import transport_for
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
-from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
+from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, control_of, server_of
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
 from mega_rl.types import IdRanges
@@ -64,8 +65,8 @@ def start_servers(
     per_host = ranks_on_this_host(world.size)
     hosts = world.size // per_host
     if sglang.urls:
-        check_urls(sglang.urls, hosts=hosts)
-        return JoinedServers(world, sglang.urls, Path(sglang.keys_file), timeout_s=sglang.start_timeout_s)
+        keys, timeout_s = Path(sglang.keys_file), sglang.start_timeout_s
+        return JoinedServers(world, sglang.urls, keys, timeout_s=timeout_s, hosts=hosts)
     device = accelerator.device.type
     on_gpus = device == "cuda"  # a CPU's memory is the host's, which needs no turns
     colocated = sglang.placement == "colocated" or (sglang.placement == "auto" and on_gpus and not trainer.async_steps)
@@ -184,26 +185,26 @@ class Connection:
     memory: ServersMemory
     concurrency: int  # requests in flight of one rank at the servers that it asks, together
     adapter: str  # name of the policy's adapters at the servers; empty: their weights are the policy's
-    _pool: ServerPool
-    _controls: Sequence[Control]
+    _table: ServerTable
     _actor: ModelEngine
 
-    def bring_back(self, lost: Sequence[int]) -> None:
-        """Restart lost servers where the run started them, and send them the current weights; collective.
+    def bring_back(self, lost: Sequence[int], *, refit: bool = True) -> None:
+        """Restart lost servers where the run started them, let joined ones leave and join; collective.
 
-        Raises RunError on all ranks when one does not come back.
+        refit: send them the last published weights, which the trainer still holds; else they wait for the next.
+
+        Raises RunError on all ranks when one that the run started does not come back, or none is left.
         """
-        self._pool.bring_back(lost)
-        for index in lost:
-            self._controls[index].endpoint = self._pool.endpoints[index]
-            self.router.place(self._pool.endpoints[index])
+        due = self._table.change(lost)
         self.memory.started_anew(lost)
+        if not (refit and due):
+            return
         # Between generation and training the policy may be on the host.
         offloaded = self._actor.is_offloaded("parameters")
         if offloaded:
             self._actor.onload(gradients=False, optimizer=False)
         try:
-            self.sync.refit(lost)
+            self.sync.refit(due)
         finally:
             if offloaded:
                 self._actor.offload(gradients=False, optimizer=False)
@@ -220,10 +221,9 @@ def connect(
     hidden_tokens: IdRanges,
 ) -> Connection:
     """Return the connection with servers that are ready; `resources` closes it. hidden_tokens: never in a response."""
-    sglang, hf = rollout.sglang, actor.sharding.merged.hf
-    # Every rank has a control of every server; only the one that leads a server uses it.
-    controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
-    servers = {i: Server(i, pool.tp[i], pool.hosts[i], control) for i, control in enumerate(controls)}
+    sglang, hf, joined = rollout.sglang, actor.sharding.merged.hf, bool(rollout.sglang.urls)
+    servers = {one.index: server_of(pool, one.index, sglang.sync.timeout_s) for one in pool.endpoints}
+    resources.callback(lambda: list(map(Control.close, map(control_of, servers.values()))))
     weights = _weights(rollout, dtype, pool, actor, world)
     transport = _transport(rollout, weights, pool, servers.values(), world)
     # After an error ranks or servers may be gone.
@@ -243,29 +243,28 @@ def connect(
         request_timeout_s=sglang.request_timeout_s,
     )
     resources.callback(router.close)
-    own = {one.index: controls[one.index] for one in servers.values() if transport.leader_of(one) == world.rank}
+    leads = lambda server: transport.leader_of(server) == world.rank  # noqa: E731
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
     adapter, tokens = ADAPTER if weights.apart else "", sglang.sync.probe_tokens
     probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
-    tp, shapes = None if sglang.urls else sglang.server.tp, sent_shapes(actor.sharding.merged)
+    tp, shapes = None if joined else sglang.server.tp, sent_shapes(actor.sharding.merged)
     expected = ExpectedServer(hf, shapes, _name_of(dtype), tp, sglang.return_routing, weights.apart)
+    table = ServerTable(pool, router, expected, servers, leads, sglang.sync.timeout_s)
     return Connection(
         router=router,
         sync=SglangWeightSync(
             transport,
-            router,
+            table,
             world,
-            controls=own,
-            servers=servers,
-            expected=expected,
             probe=probe if probe.num_tokens else None,
             adapters=AdapterPush(weights, servers, world) if weights.apart else None,
         ),
-        memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
-        concurrency=sum(near.values()) or per_rank * len(controls),
+        memory=ServersMemory(
+            world, table.own, pool, released=TAGS if pool.colocated else ()
+        ),  # released at their start
+        concurrency=sum(near.values()) or per_rank,  # joined servers leave: deadlines hold for one
         adapter=adapter,
-        _pool=pool,
-        _controls=controls,
+        _table=table,
         _actor=actor,
     )
 

@@ -82,7 +82,7 @@ class Control:
             with self._client.stream(
                 method, endpoint.url + path, json=body, content=content, headers=headers, timeout=timeout_s
             ) as response:
-                answer = _read(response, deadline)
+                answer = read_answer(response, deadline)
         except httpx.TimeoutException:
             raise ServerError(endpoint, path, f"waited {timeout_s:g} s for its answer") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
@@ -196,14 +196,15 @@ def each(servers: Collection[int], ask: Callable[[int], Answer]) -> tuple[dict[i
     return {i: answers[i] for i in servers if i in answers}, {i: failed[i] for i in servers if i in failed}
 
 
-def _read(response: httpx.Response, deadline: float) -> bytes:
+def read_answer(response: httpx.Response, deadline: float, *, most: int = _MAX_ANSWER) -> bytes:
+    """Return the body of an answer, at most `most` bytes. Raises httpx.HTTPError, also after `deadline`."""
     content = bytearray()
     for chunk in response.iter_bytes():
         content += chunk
         if time.monotonic() > deadline:  # httpx's own limit is of single reads, and an answer may drip for ever
             raise httpx.ReadTimeout("the answer's deadline")
-        if len(content) > _MAX_ANSWER:
-            raise httpx.ReadError(f"an answer of more than {_MAX_ANSWER} bytes")
+        if len(content) > most:
+            raise httpx.ReadError(f"an answer of more than {most} bytes")
     return bytes(content)
 
 

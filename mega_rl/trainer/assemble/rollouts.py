@@ -137,7 +137,8 @@ def build_rollouts(
                 own_source, _ = _make_source(inputs, rollout, trainer, roles, engine, sync, scores)
             stream = _stream(rollout, trainer, world, worker, engine, sync, own_source)
             resources.callback(stream.flow.close)
-            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow)
+            redraws = rollout.dynamic_sampling.expired == "redraw"
+            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
             return Rollouts(stream, stream, devices, stock, stream, stock)
         if shared is not None:
             connection.sync.add_listener(devices.after_send)

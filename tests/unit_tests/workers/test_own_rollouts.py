@@ -46,7 +46,7 @@ class Answers:
         answers = [Turn(ids, (-0.5,) * len(ids), (), len(ids) == 2) for ids in ((9, 1)[: r.limit] for r in requests)]
         return ["lost" if self.loses and one.key[1] else got for one, got in zip(requests, answers, strict=True)]
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
         self.loses = False
         if lost():
             again()

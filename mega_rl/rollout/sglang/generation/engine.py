@@ -72,12 +72,12 @@ class SglangRolloutEngine:
         *,
         everyone: Ranks,
         weight_version: Callable[[], int],
-        bring_back: Callable[[Sequence[int]], None],
+        bring_back: Callable[..., None],
         settings: SglangRolloutSettings,
     ) -> None:
         """
         weight_version: of the weights last published.
-        bring_back: restarts these servers if they are dead, and sends them the weights; collective.
+        bring_back: restarts these servers if they are dead, and with `refit` sends them the weights; collective.
         """
         self.router, self._world, self._settings = router, everyone, settings
         self.sampling, self.routed = settings.sampling, settings.routed
@@ -210,15 +210,17 @@ class SglangRolloutEngine:
             routed=self._settings.routed if trains else None,
         )
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
         """Bring lost servers back and call `again` on all ranks while requests are `lost`; count all; collective.
+
+        holds: the trainer has the weights last published; else servers get the next, and what is lost waits for them.
 
         Raises RunError when the restarts are used up.
         """
         for times in range(self._settings.restarts + 1):
             states = self.router.states()
             out = torch.tensor([int(state is not State.READY) for state, _ in states.values()])
-            some = self._world.max(out).tolist()  # on some rank
+            some = self._world.max(out).tolist() if states else ()  # on some rank
             dead = [i for i, is_out in zip(states, some, strict=True) if is_out]
             unserved = int(self._world.sum(torch.tensor(lost())))
             if not unserved and not (dead and times == 0):
@@ -229,9 +231,11 @@ class SglangRolloutEngine:
                     f"{unserved} samples are without an answer and servers {dead} have been brought back "
                     f"{times} times (rollout.sglang.restarts={self._settings.restarts}): {reasons}"
                 )
-            if dead:
-                log.warning("servers %s are out of rotation: %s", dead, reasons)
-                self._bring_back(dead)
+            if dead or not states:
+                log.warning("servers %s are out of rotation: %s", dead or "all", reasons)
+                self._bring_back(dead, refit=holds)
+            if not holds:
+                break
             run_on_all(again, self._world)
         result, self._since = self._since, GenerationResult()
         own = {

@@ -1,30 +1,25 @@
-"""Servers of a run, started on the trainer's hosts or joined by URL."""
+"""Servers of a run that are started on the trainer's hosts."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from mega_rl.config.values import divisors, listed
-from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import run_on_all, run_on_one
+from mega_rl.errors import UserError
+from mega_rl.parallel.agreement import run_on_all
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.control import Control, Endpoint, Keys
+from mega_rl.rollout.sglang.control import Endpoint, Keys
+from mega_rl.rollout.sglang.server.fleet import Fits, JoinedServers
 from mega_rl.rollout.sglang.server.nodes import Node
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
-
-_POLL_S = 0.5
-_ANSWER_S = 10.0
-_HEALTH_S = 5.0  # a healthy server answers /health faster
 
 
 class StartedServers:
@@ -89,10 +84,10 @@ class StartedServers:
             ready = self._wait(range(len(self.hosts)))
         self.endpoints = [ready[index] for index in range(len(self.hosts))]
 
-    def bring_back(self, lost: Sequence[int]) -> None:
+    def bring_back(self, lost: Sequence[int], fits: Fits = lambda _: ()) -> tuple[list[int], dict[int, str]]:
         """Restart these servers, until they answer at `endpoints` with weights of any kind; collective.
 
-        Raises RunError on all ranks.
+        Returns `lost`: none leaves. Raises RunError on all ranks.
         """
         for index in sorted(self._own.keys() & set(lost)):
             log.warning("starting SGLang server %d again", index)
@@ -100,6 +95,7 @@ class StartedServers:
         self._start(lost)
         for index, endpoint in self._wait(lost).items():
             self.endpoints[index] = endpoint
+        return list(lost), {}
 
     def _start(self, servers: Sequence[int]) -> None:
         """Start this host's processes of these servers; collective where they span hosts."""
@@ -145,51 +141,6 @@ class StartedServers:
     def close(self) -> None:
         """End the servers that this rank started; no collective, may be called twice."""
         self.stop(list(self._own))
-
-
-class JoinedServers:
-    """Servers that run already (`rollout.sglang.urls`); this run neither starts nor ends them."""
-
-    ranks_per_host, colocated = 1, False
-
-    def __init__(self, ranks: Ranks, urls: Sequence[str], keys_file: Path, *, timeout_s: float) -> None:
-        """Send nothing; `wait_ready` does. timeout_s: deadline of an answer from all of them."""
-        self._ranks, self._timeout_s, keys = ranks, timeout_s, Keys.read(keys_file)
-        self.tp: list[int] = []
-        self.hosts: list[tuple[int, ...]] = [()] * len(urls)
-        self.endpoints = [Endpoint(index, url.rstrip("/"), keys) for index, url in enumerate(urls)]
-
-    def wait_ready(self) -> None:
-        """Wait until all answer; collective. Raises RunError on all ranks."""
-        urls = ", ".join(endpoint.url for endpoint in self.endpoints)
-        with progress.phase(f"waiting for SGLang servers {urls}", deadline_s=self._timeout_s):
-            self.tp = run_on_one(lambda: self._sizes(range(len(self.endpoints))), self._ranks)
-
-    def bring_back(self, lost: Sequence[int]) -> None:
-        """Wait until these servers answer; collective. Raises RunError on all ranks."""
-        run_on_one(lambda: self._sizes(lost), self._ranks)
-
-    def stop(self, servers: Sequence[int]) -> None:
-        """End none."""
-
-    def _sizes(self, servers: Sequence[int]) -> list[int]:
-        """Wait until these servers answer; return their tensor-parallel sizes from /server_info."""
-        deadline = time.monotonic() + self._timeout_s
-        return [self._size(self.endpoints[index], deadline) for index in servers]
-
-    def _size(self, endpoint: Endpoint, deadline: float) -> int:
-        with closing(Control(endpoint, timeout_s=_ANSWER_S)) as control:
-            while not control.answers("/health", timeout_s=_HEALTH_S):
-                if time.monotonic() > deadline:
-                    raise RunError(
-                        f"waited {self._timeout_s:g} s (rollout.sglang.start_timeout_s) for an answer of SGLang "
-                        f"server {endpoint.url}"
-                    )
-                time.sleep(_POLL_S)
-            size = control.object("GET", "/server_info").get("tp_size")
-        if not isinstance(size, int) or size < 1:
-            raise RunError(f"{endpoint.url}: /server_info says tp_size={size!r}, which is not a number of ranks")
-        return size
 
 
 ServerPool: TypeAlias = StartedServers | JoinedServers

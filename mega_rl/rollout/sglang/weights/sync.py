@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +18,73 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import Control, ServerError, each
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import State
+from mega_rl.rollout.sglang.server.fleet import JoinedServers
+from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, Probe, check_server
-from mega_rl.rollout.sglang.weights.transport import Transport
+from mega_rl.rollout.sglang.weights.transport import Server, Transport
 from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
 
+_LEAVE_S = 10.0  # for a server that has left to leave process groups too
 _SCHEDULER_S = 30.0  # a scheduler ends its step and answers faster
 PHASES = ("check", "pause", "send", "continue", "probe")
+
+
+@dataclass
+class ServerTable:
+    """A run's servers by number, as the weight sync and transports ask for them; joined ones come and go."""
+
+    pool: ServerPool
+    router: ServerRouter
+    expected: ExpectedServer
+    servers: dict[int, Server]
+    leads: Callable[[Server], bool]  # this rank steers a server; every server has one rank that does
+    timeout_s: float  # of a call of servers that join
+
+    def __post_init__(self) -> None:
+        self.own = {i: control_of(one) for i, one in self.servers.items() if self.leads(one)}
+
+    def change(self, lost: Sequence[int]) -> list[int]:
+        """Bring lost servers back, let others leave and join; return those that need weights; collective."""
+        back, left = self.pool.bring_back(lost, lambda control: check_server(control, self.expected))
+        for index, why in left.items():
+            self.router.mark(index, State.LEFT, why)
+            control_of(self.servers.pop(index)).timeout_s = _LEAVE_S
+            self.own.pop(index, None)
+        for index in back:
+            self.router.place(self.pool.endpoints[index])
+            if index in self.servers:
+                control_of(self.servers[index]).endpoint = self.pool.endpoints[index]
+                continue
+            server = self.servers[index] = server_of(self.pool, index, self.timeout_s)
+            if self.leads(server):
+                self.own[index] = control_of(server)
+        return back
+
+    def look(self, lost: Sequence[int]) -> Metrics:
+        """Let joined servers come and leave; return how many did; lost ones have to answer; collective."""
+        if not isinstance(self.pool, JoinedServers):
+            return {}
+        self.change(lost)
+        came = len(self.pool.endpoints)
+        return {"sglang/servers_joined": float(came), "sglang/servers_left": float(came - len(self.servers))}
+
+
+def server_of(pool: ServerPool, index: int, timeout_s: float) -> Server:
+    """Return a server of the pool with a control, which every rank has and only its leader uses."""
+    return Server(index, pool.tp[index], pool.hosts[index], Control(pool.endpoints[index], timeout_s))
+
+
+def control_of(server: Server) -> Control:
+    """Return a server's control, which it has on every rank of a run."""
+    assert server.receiver is not None, f"server {server.index} has no control"
+    return server.receiver
+
+
+class NoServerError(RunError):
+    """No server took an update; raised on all ranks alike."""
 
 
 class SglangWeightSync:
@@ -38,24 +97,19 @@ class SglangWeightSync:
     def __init__(
         self,
         transport: Transport,
-        router: ServerRouter,
+        table: ServerTable,
         ranks: Ranks,
         *,
-        controls: Mapping[int, Control],
-        servers: Collection[int],
-        expected: ExpectedServer,
         probe: Probe | None,
         adapters: AdapterPush | None = None,
     ) -> None:
         """
-        controls: of the servers that this rank steers; every server has one rank that does.
-        servers: of the run at this moment, as `controls`.
         probe: None proves nothing; else it runs after every update.
         adapters: None sends all weights in every update; else a server that has the base gets its adapters only.
         """
-        self._transport, self._router, self._ranks = transport, router, ranks
-        self._controls, self._servers = controls, servers
-        self._expected, self._probe, self._adapters = expected, probe, adapters
+        self._transport, self._table, self._ranks, self._router = transport, table, ranks, table.router
+        self._controls, self._servers, self._expected = table.own, table.servers, table.expected
+        self._probe, self._adapters = probe, adapters
         self._listeners: list[Callable[[Sequence[int]], None]] = []
         self._weight_version = 0
         self._ready: set[int] = set()
@@ -85,9 +139,18 @@ class SglangWeightSync:
         Raises on all ranks alike: UserErrors for servers of another model or setting (with all differences), before
         sending; RunError when no server took the update, and the version then stays.
         """
-        metrics = self._update(sorted(self._servers), self._weight_version + 1)
+        out = [server for server in self._servers if server not in self._ready]
+        metrics = self._table.look(out)
+        try:
+            metrics |= self._update(sorted(self._servers), self._weight_version + 1)
+        except NoServerError:
+            if not metrics:
+                raise
+            metrics |= self._table.look(list(self._servers))  # waits for one
+            metrics |= self._update(sorted(self._servers), self._weight_version + 1)
         self._weight_version += 1
-        return {"rollout/weight_version": float(self._weight_version), **metrics}
+        ready = float(len(self._ready))
+        return {"rollout/weight_version": float(self._weight_version), "sglang/servers_ready": ready, **metrics}
 
     def refit(self, servers: Sequence[int]) -> Metrics:
         """Send the last published version to these servers, as after their restart; errors as in `publish`.
@@ -106,7 +169,7 @@ class SglangWeightSync:
         requests = sum(control.requests for control in self._controls.values())
         for server in servers:
             self._router.mark(server, State.STALE, f"it is being sent the weights of version {version}")
-        self._ready -= set(servers)
+        self._ready &= set(self._servers) - set(servers)
         attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
             without_base = self._check(attempt)
@@ -190,7 +253,7 @@ class SglangWeightSync:
                 reasons,
             )
         if not self._ready:
-            raise RunError(f"no SGLang server took the weights of version {version}:\n{reasons}")
+            raise NoServerError(f"no SGLang server took the weights of version {version}:\n{reasons}")
 
 
 class _Attempt:

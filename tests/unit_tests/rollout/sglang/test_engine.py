@@ -82,7 +82,7 @@ def engine_over(fleet: Any, *, share: float = 0.0, restarts: int = 2, **given: A
     brought_back: list[list[int]] = []
     serve = given.pop("bring_back", lambda index: fleet.servers.__setitem__(index, (State.READY, "")))
 
-    def bring_back(lost: Sequence[int]) -> None:
+    def bring_back(lost: Sequence[int], *, refit: bool) -> None:
         brought_back.append(list(lost))
         for index in lost:
             serve(index)

@@ -241,6 +241,7 @@ def test_server_that_leaves_is_drained(killed: bool) -> None:
         assert all(is_right(result.samples[request.key], request, SAMPLING) for request in asked)
         assert len(servers[0].seen) == before, "it got a new request"
         assert list(fleet.states()) == [1]
+        assert bool(result.failed_tries) == killed
         wait_until("no connection", lambda: not (servers[0].connections or fleet._draining), timeout_s=5.0)
         assert result.tokens == sum(len(sample.token_ids) for sample in result.samples.values()) or killed
 

@@ -179,7 +179,7 @@ def routed(
             fleet,
             everyone=SingleRank(),
             weight_version=lambda: VERSION,
-            bring_back=lambda lost: pytest.fail(f"lost {lost}"),
+            bring_back=lambda lost, refit: pytest.fail(f"lost {lost}"),
             settings=SglangRolloutSettings(
                 sampling=replace(SAMPLED, max_new_tokens=20),
                 max_positions=256,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from mega_rl.rollout.sglang.generation.samples import State
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
-from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
+from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server
 from mega_rl.types import Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
@@ -121,16 +121,16 @@ class Run:
     ) -> None:
         ranks = ranks or SingleRank()
         own = range(len(endpoints)) if own is None else own
-        self.controls = {i: Control(endpoints[i], timeout_s) for i in own}
-        self.trainer = Trainer(self.controls, ranks)
         self.rotation = Rotation()
+        receivers = {i: Server(i, 1, (), Control(endpoint, timeout_s)) for i, endpoint in enumerate(endpoints)}
+        pool, router = cast(Any, None), cast(Any, self.rotation)
+        self.table = ServerTable(pool, router, EXPECTED, receivers, lambda one: one.index in own, timeout_s)
+        self.controls = self.table.own
+        self.trainer = Trainer(self.controls, ranks)
         self.sync = SglangWeightSync(
-            self.trainer,
-            self.rotation,
+            cast(Any, self.trainer),
+            self.table,
             ranks,
-            controls=self.controls,
-            servers=range(len(endpoints)),
-            expected=EXPECTED,
             probe=Probe(
                 self.trainer.evaluate,
                 ranks,

@@ -45,7 +45,7 @@ HF = parse_hf_config(qwen3_config("8b"))
 class Fleet:
     """Addresses of servers: what a router does when one has moved is not at issue here."""
 
-    def move(self, index: int, endpoint: Any) -> None: ...
+    def place(self, endpoint: Any) -> None: ...
 
 
 def sections_of(*settings: str) -> tuple[RolloutConfig, TrainerConfig, EngineSettings]:
@@ -80,9 +80,11 @@ class Colocation:
         self.pool.wait_ready()
         self.run = Run(self.pool.endpoints)
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
+        router, table = cast(Any, Fleet()), self.run.table
+        table.pool, table.router = self.pool, router
         self.connection = Connection(
-            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1, adapter="",
-            _pool=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
+            router=router, sync=self.run.sync, memory=memory, concurrency=1, adapter="", _table=table,
+            _actor=cast(Any, self.actor),
         )  # fmt: skip
         self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
         self.run.sync.add_listener(self.residency.after_send)
