@@ -115,6 +115,9 @@ class Rollout:
     weight_version: Tensor  # [B] int64, version of the weights that sampled it; the oldest where several did
     routing: Tensor | None = None  # [B, S, L, K] int16 from an engine that reports it; as in `Experience`
     token_versions: Tensor | None = None  # [B, S] int64 of the weights of each token, 0 off the mask; on all ranks
+    # [B, S] bool with `token_versions`: the prefix's KV cache was kept over an update, so that the log-prob is the
+    # sampler's alone and no version's weights give it
+    kept: Tensor | None = None
     failed: Tensor | None = None  # [B] bool, rows without an answer, no token on the mask; None: none failed
     branch: Tensor | None = None  # [B] int64, number of the row within its trajectory; None: each has one row
     # [B, S] int16, number of the token's turn in its trajectory from 1, also where another row trains it; 0: read

@@ -173,8 +173,8 @@ RL: Table = {
     ("experience", "workers/test_stream.py"): [
         (
             "a group is as old as its newest token",
-            "return min((min(sample.versions, default=current) for sample",
-            "return min((max(sample.versions, default=current) for sample",
+            "known = [min(one.versions, default=current) for one",
+            "known = [max(one.versions, default=current) for one",
         ),
         ("a resumed run samples anew what was in flight", "kept = self._kept.pop(key, None)", "kept = None"),
         (

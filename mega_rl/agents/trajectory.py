@@ -29,6 +29,7 @@ class Turn:
     # [T, L, K] int16, experts of L mixtures for the last T inputs before its last token; those before them are in
     # earlier turns of the branch. None: unknown.
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    kept: tuple[bool, ...] = ()  # of each token, as of `Rollout`; empty: none
 
 
 Part = Turn | tuple[int, ...]  # a turn, or tokens that the policy only read: a tool's answer, text of the template
@@ -180,6 +181,7 @@ class _BranchRow(NamedTuple):
     scores: tuple[tuple[int, float], ...] = ()  # (position of a turn's last token, its score)
     turns: tuple[int, ...] = ()  # for each token after the prompt the number of its turn, from 1; 0: it was read
     routing: tuple[tuple[int, torch.Tensor], ...] = ()  # as of `Branch.routing`
+    kept: tuple[bool, ...] = ()  # of the tokens that train, as of `Turn`
 
     def of_tokens(self, version: int) -> tuple[int, ...]:
         """Return the version of each token that trains: the oldest, if a turn does not say its own."""
@@ -191,19 +193,21 @@ def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
     """Return a branch as a row, up to its last turn that trains."""
     own: list[bool] = []
     logprobs, versions, scores, end = list[float](), list[int](), list[tuple[int, float]](), 0
+    kept = list[bool]()
     for place, part in enumerate(branch.parts):
         trains = isinstance(part, Turn) and place >= branch.shared
         own += [trains] * len(_ids(part))
         if isinstance(part, Turn) and trains:
             logprobs += part.logprobs
             versions += part.versions
+            kept += part.kept or [False] * len(part.token_ids)
             end = len(own)
             scores += [] if part.score is None else [(len(branch.opening) + end - 1, float(part.score))]
         else:
             logprobs += [0.0] * len(_ids(part))
     ids = branch.token_ids[: len(branch.opening) + end]
     columns = (tuple(own[:end]), tuple(logprobs[:end]), tuple(versions), tuple(scores))
-    return _BranchRow(trajectory, number, len(branch.opening), ids, *columns)
+    return _BranchRow(trajectory, number, len(branch.opening), ids, *columns, kept=tuple(kept))
 
 
 def _rows(trajectory: Trajectory) -> list[_BranchRow]:
@@ -242,10 +246,12 @@ def rows_of(
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
     turn, versions = torch.zeros_like(tokens, dtype=torch.int16), torch.zeros_like(tokens)
+    kept = torch.zeros_like(mask)
     for number, row in enumerate(rows):
         tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
         mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
         logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
+        kept[number, mask[number]] = torch.tensor(row.kept, dtype=torch.bool)
         versions[number, mask[number]] = torch.tensor(row.of_tokens(version), dtype=torch.int64)
         turn[number, row.prompt : len(row.token_ids)] = torch.tensor(row.turns[: len(row.own)], dtype=torch.int16)
 
@@ -279,5 +285,6 @@ def rows_of(
         turn_scores=of_turns if with_scores else None,
         turn=turn,
         token_versions=versions if with_versions else None,
+        kept=kept if with_versions else None,
         routing=routing if all(routed) else None,
     )

@@ -50,6 +50,7 @@ _EQUAL = {
     "checkpoint.resume=auto": "checkpoint.fallback",
     "rollout.backend=hf": "rollout.hf",
     "rollout.backend=sglang": "rollout.sglang trainer.async_steps",
+    "rollout.sglang.arrival=free": "rollout.sglang.sync.in_flight",
     "engine.megatron.moe.routing_replay=true": "rollout.sglang.return_routing",
 }
 # Setting that is given, or above 0 -> keys that are read only then.

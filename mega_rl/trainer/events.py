@@ -168,7 +168,7 @@ class Warn(Event):
 # Columns of a record that sampling gave, with those that not every rollout has; token ids go as int32.
 _SAMPLED = (
     "prompt_index", "sample_index", "prompt_lengths", "lengths", "end", "weight_version", "loss_mask",
-    "rollout_logprobs", "failed", "branch", "turn", "turn_scores", "token_versions", "routing",
+    "rollout_logprobs", "failed", "branch", "turn", "turn_scores", "token_versions", "kept", "routing",
 )  # fmt: skip
 # Columns of a mini-batch that travel to the rank that sampled its rows.
 _WEIGHTED = (

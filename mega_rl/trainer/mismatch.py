@@ -23,13 +23,14 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks, TokenModel
 from mega_rl.trainer.loop import Event, Stages, StepLog
-from mega_rl.trainer.rows import select, token_versions
+from mega_rl.trainer.rows import kept_tokens, select, token_versions
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 if TYPE_CHECKING:
     from mega_rl.trainer.policy_gradient import Evaluated
 
 AGES = (0, 1, 2, 4)  # versions, the first of each class of ages
+KEPT = 1 << 40  # stands for the age of tokens whose log-probs no version's weights give
 MOVES = 4.0  # times the measured moves of the policy: older tokens stand in other rows than those measured
 DEVIATIONS = 4.5
 ROWS = 4  # per replica and step, whose moves are measured
@@ -95,7 +96,8 @@ class MismatchGuard:
 
     `changes`: where rollouts may be older than the trainer's weights. Log-probs of older tokens differ rightly, as the
     policy has moved; their mean difference may be `MOVES` times as large as that, and `DEVIATIONS` of its error more.
-    Tokens of an update's mini-batch, whose versions are not known, have no limit. None: no token is older.
+    Tokens of an update's mini-batch, whose versions are not known, and those on KV cache that was kept over an update
+    have no limit. None: no token is older.
     """
 
     limits: MismatchLimits
@@ -114,13 +116,15 @@ class MismatchGuard:
         mask, logprobs, changes = rollout.loss_mask, old.logprobs, self.changes
         ages, moved = torch.zeros_like(rollout.tokens), torch.zeros_like(logprobs, dtype=torch.float64)
         if changes is not None and isinstance(rollout, Rollout):
-            ages = torch.where(mask, changes.current() - token_versions(rollout), 0)
+            kept = mask & kept_tokens(rollout)
+            ages = torch.where(mask & ~kept, changes.current() - token_versions(rollout), 0)
             moved[mask] = changes.since(ages[mask])
+            ages[kept], moved[kept] = KEPT, inf
         elif changes is not None:
             ages, moved = ages + AGES[-1], moved + inf
         rows = {name: getattr(rollout, name) for name in ("tokens", "prompt_index", "sample_index")}
         own = [importance_summary(logprobs, rollout.rollout_logprobs, mask)]
-        for first, after in pairwise((*AGES, inf) if changes is not None else (0, inf)):
+        for first, after in pairwise((*AGES, KEPT, inf) if changes is not None else (0, inf)):
             part = mask & (ages >= first) & (ages < after)
             own.append(logprob_mismatch(rollout.rollout_logprobs, logprobs, part, **rows).pack())
             own.append(importance_summary(logprobs, rollout.rollout_logprobs, part))
@@ -138,16 +142,20 @@ class MismatchGuard:
             )
         if changes is None:
             return fresh.metrics() | metrics
-        older = 0
-        for age, *sums in zip(AGES[1:], of_older[::3], of_older[1::3], of_older[2::3], strict=True):
+        older = kept_count = 0
+        for age, *sums in zip((*AGES[1:], KEPT), of_older[::3], of_older[1::3], of_older[2::3], strict=True):
             one, weights, (moves, squares) = combine(sums[0]), importance_metrics(sums[1]), sums[2].sum(0).tolist()
-            older += one.count
+            older, kept_count = older + one.count, one.count  # those kept come last
             if one.count:
                 error = max(squares - one.count * one.mean**2, 0.0) ** 0.5 / one.count
                 self._check_older(one, age, moved=moves / one.count, error=error)
-                metrics[f"rollout/logprob_diff_age_{age}"] = one.mean
-                metrics[f"importance/effective_age_{age}"] = weights["importance/effective_fraction"]
-        metrics["rollout/stale_tokens_fraction"] = older / max(fresh.count + older, 1)
+                name = "kept" if age == KEPT else f"age_{age}"
+                metrics[f"rollout/logprob_diff_{name}"] = one.mean
+                metrics[f"importance/effective_{name}"] = weights["importance/effective_fraction"]
+        total = max(fresh.count + older, 1)
+        metrics["rollout/stale_tokens_fraction"] = (older - kept_count) / total
+        if kept_count:
+            metrics["rollout/kept_tokens_fraction"] = kept_count / total
         return metrics | (fresh.metrics() if fresh.count or not older else {})
 
     def _check_older(self, mismatch: LogprobMismatch, age: int, *, moved: float, error: float) -> None:

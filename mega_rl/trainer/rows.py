@@ -134,6 +134,11 @@ def token_versions(rollout: Rollout) -> Tensor:
     return rollout.weight_version[:, None].expand_as(rollout.tokens)
 
 
+def kept_tokens(rollout: Rollout) -> Tensor:
+    """Return [B, S] bool, tokens whose log-probs no version's weights give; undefined off the mask."""
+    return torch.zeros_like(rollout.loss_mask) if rollout.kept is None else rollout.kept
+
+
 def check_rows(
     rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0, own: Sequence[int] | None = None
 ) -> None:

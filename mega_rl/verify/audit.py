@@ -114,6 +114,11 @@ def token_versions(step: Record) -> Array:
     return step.tensors.get("token_versions", rows)
 
 
+def kept_tokens(step: Record) -> Array:
+    """Return [N, S] bool, tokens whose log-probs no version's weights give."""
+    return step.tensors.get("kept", np.zeros_like(step.tensors["loss_mask"]))
+
+
 def ticket_of(step: Record, row: int) -> int:
     """Return the ticket of a row's prompt."""
     return step.description.tickets[int(step.tensors["prompt_index"][row])]

@@ -28,7 +28,16 @@ from mega_rl.tracking import progress
 from mega_rl.tracking.records.reader import Array, Record
 from mega_rl.trainer.assemble.data import OwnRows, build_prompts, prompt_reader, read_tokens
 from mega_rl.types import Prompt
-from mega_rl.verify.audit import Audit, Breach, audit_records, name_of, read_steps, ticket_of, token_versions
+from mega_rl.verify.audit import (
+    Audit,
+    Breach,
+    audit_records,
+    kept_tokens,
+    name_of,
+    read_steps,
+    ticket_of,
+    token_versions,
+)
 from mega_rl.verify.replay import find_weights, origin_of
 from mega_rl.verify.replay_step import RecordedRows
 from mega_rl.verify.rl.independent.networks import PolicyNetwork
@@ -140,6 +149,9 @@ def _audit_logprobs(audit: Audit, steps: Sequence[Record], config: Config, work:
     used = sorted({int(v) for step in steps for v in np.unique(token_versions(step)[step.tensors["loss_mask"]])})
     begun = {step.description.weight_version: step for step in steps}
     at_random = [version for version in Random(0).sample(used, len(used)) if version in begun]
+    if kept := sum(int((step.tensors["loss_mask"] & kept_tokens(step)).sum()) for step in steps):
+        why = "sampled on KV cache that rollout.sglang.sync.in_flight=keep kept over an update, which no weights give"
+        audit.unchecked.append(f"logprobs: {kept} tokens {why}")
     done = 0
     for version in at_random:
         if done == most:
@@ -154,7 +166,7 @@ def _audit_logprobs(audit: Audit, steps: Sequence[Record], config: Config, work:
         policy = _Sampler(weights, config)
         with progress.phase(f"log-probs of version {version}"):
             for step in steps:
-                own = step.tensors["loss_mask"] & (token_versions(step) == version)
+                own = step.tensors["loss_mask"] & (token_versions(step) == version) & ~kept_tokens(step)
                 audit.add("logprobs", int(own.sum()), improbable(step, own, policy, config))
     if done < len(used):
         audit.unchecked.append(

@@ -40,7 +40,7 @@ from mega_rl.verify.replay import ReplayPlan, replay_config
 NO_LIMIT = 1 << 62
 SAMPLED = (
     *("loss_mask", "rollout_logprobs", "end", "prompt_index", "sample_index", "weight_version"),
-    *("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),
+    *("routing", "token_versions", "kept", "failed", "branch", "turn", "turn_scores"),
 )
 
 

@@ -57,6 +57,7 @@ class InFlight:
     requests: dict[Key, SampleRequest] = field(default_factory=dict)
     samples: dict[Key, Sample] = field(default_factory=dict)  # whole, or as far as they came
     failures: dict[Key, RequestFailure] = field(default_factory=dict)
+    asked: dict[Key, int] = field(default_factory=dict)  # version when servers got the request that they have
     room: dict[int, int] = field(default_factory=dict)  # tokens that each sample may still get in this round
     playing: dict[int, Trajectory] = field(default_factory=dict)  # by number, those that have not ended
     played: dict[int, Played] = field(default_factory=dict)
@@ -67,8 +68,9 @@ class InFlight:
         return [request for key, request in self.requests.items() if key not in done]
 
     def oldest(self, current: int) -> int:
-        """Return the version of the oldest token; `current` without a token."""
-        return min((min(sample.versions, default=current) for sample in self.samples.values()), default=current)
+        """Return the version of the oldest token, also of one that a server may have; else `current`."""
+        known = [min(one.versions, default=current) for one in self.samples.values()]
+        return min([*known, *self.asked.values(), current])
 
 
 @dataclass(eq=False)
@@ -78,6 +80,7 @@ class OpenRequests:
     engine: SglangRolloutEngine
     groups: dict[int, InFlight]  # by ticket
     quantum: int  # tokens that a sample gets in a round at most, in all its requests; 0: no limit
+    version: Callable[[], int]  # of the weights last published
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards all
     runs: bool = False  # a round
     drifted: int = 0  # kept samples whose environment asked with other tokens
@@ -176,7 +179,7 @@ class OpenRequests:
             if limit <= have:
                 return
             group.room[number] -= limit - have
-        answered = partial(self._answered, request, limit)
+        answered, group.asked[key] = partial(self._answered, request, limit), self.version()
         self._out[key] = self.engine.router.ask(replace(request, limit=limit), answered, sample)
 
     def _answered(self, request: SampleRequest, limit: int, outcome: Sample | RequestFailure) -> None:
@@ -185,6 +188,7 @@ class OpenRequests:
             if group is None or group.requests.get(key) is not request:
                 return  # dropped
             self._out.pop(key, None)
+            group.asked.pop(key, None)
             if isinstance(outcome, RequestFailure):
                 group.failures[key] = outcome
                 self._answer(request, outcome)
@@ -209,6 +213,7 @@ class OpenRequests:
             if waits.cancelled() and group is not None and group.requests.get(request.key) is request:
                 del group.requests[request.key], group.samples[request.key]
                 self._waits.pop(request.key, None)
+                group.asked.pop(request.key, None)
                 self._out.pop(request.key, bool)()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -239,18 +244,21 @@ class OpenRequests:
             "token_ids": torch.tensor([token for one in samples for token in one.token_ids], dtype=torch.int64),
             "logprobs": torch.tensor([value for one in samples for value in one.logprobs], dtype=torch.float64),
             "versions": torch.tensor([version for one in samples for version in one.versions], dtype=torch.int64),
+            "kept": torch.tensor([kept for one in samples for kept in one.kept], dtype=torch.bool),
             "routing": torch.frombuffer(bytearray(routing), dtype=torch.uint8) if routing else torch.zeros(0).byte(),
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the samples of `state` for the requests that come; a failed one begins anew."""
-        ids, logprobs, versions = (tensors[name].tolist() for name in ("token_ids", "logprobs", "versions"))
+        names = ("token_ids", "logprobs", "versions", "kept")
+        ids, logprobs, versions, kept = (tensors[name].tolist() for name in names)
         routing, at, at_routing = tensors["routing"].numpy().tobytes(), 0, 0
         for ticket, number, count, finish, size, context in tensors["heads"].tolist():
             here, word = slice(at, at + count), _FINISHES[finish]
             if word != "failed":
                 own = routing[at_routing : at_routing + size]
-                sample = Sample(ids[here], logprobs[here], versions[here], word, own)  # type: ignore[arg-type]
+                columns = (ids[here], logprobs[here], versions[here])
+                sample = Sample(*columns, word, own, kept[here])  # type: ignore[arg-type]
                 self._kept[ticket, number] = _Earlier(sample, context)
             at, at_routing = at + count, at_routing + size
 

@@ -15,7 +15,7 @@ from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks, RolloutSource, WeightSync
 from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS, SglangRolloutEngine
-from mega_rl.rollout.sglang.generation.samples import Key, RequestFailure, Sample, SampleRequest
+from mega_rl.rollout.sglang.generation.samples import Key, RequestFailure, Sample, SampleRequest, State
 from mega_rl.types import Arrived, Draw, Draws, Metrics, Prompt, Rollout
 from mega_rl.workers.flights import InFlight, OpenRequests, Players, number_of
 from mega_rl.workers.rollout import EnvironmentRollouts, RolloutWorker, own_share
@@ -51,7 +51,7 @@ class ServerFlow:
     flights: dict[int, InFlight] = field(default_factory=dict, init=False)  # by ticket, in progress or not yet returned
 
     def __post_init__(self) -> None:
-        self.requests = OpenRequests(self.engine, self.flights, self.quantum)
+        self.requests = OpenRequests(self.engine, self.flights, self.quantum, self.version)
         self.players: Players | None = None
         if self.rollouts is not None:
             limit = self.engine.sampling.max_new_tokens
@@ -108,6 +108,11 @@ class ServerFlow:
     def pause(self, *, holds: bool = True) -> None:
         """End the round, if one runs; holds: the trainer has the weights last published; collective."""
         self._finish(interrupt=not self.quantum, holds=holds)
+
+    def has_all(self) -> bool:
+        """Return whether all ranks have all servers; collective."""
+        out = [state is not State.READY for state, _ in self.engine.router.states().values()]
+        return not self.everyone.max(torch.tensor(int(any(out))))
 
     def close(self) -> None:
         """End at the end of the run; the router's end cancels what is in progress."""
@@ -226,6 +231,7 @@ class RolloutStream:
     flow: ServerFlow
     sync: WeightSync
     source: RolloutSource  # of evaluations and greedy responses
+    keeps: bool = False  # requests go on over an update with their KV cache
     patience_s: float = 10.0  # at most in `newest`
 
     def generate(
@@ -249,16 +255,18 @@ class RolloutStream:
         self.sync.resume_at(version)
 
     def publish(self) -> Metrics:
-        """Send the weights between two rounds."""
+        """Send the weights between two rounds, or within one if it keeps responses and no server is lost."""
         begin = time.perf_counter()
-        self.flow.pause(holds=False)
+        if not (self.keeps and self.flow.has_all()):
+            self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()
 
     def newest(self, count: int = 4) -> Rollout | None:
         """Return up to `count` responses of each rank with tokens of the current weights; collective.
 
-        Their other tokens are off the loss mask. None: in `patience_s` no rank had any.
+        Other tokens, also those on KV cache of older weights, are off the loss mask. None: in `patience_s` no rank has
+        any.
         """
         flow, begin = self.flow, time.monotonic()
         while True:
@@ -277,7 +285,8 @@ class RolloutStream:
         own = flow.engine.rows([one for one, _ in longest], {one.key: got for one, got in longest}, {}, trains=True)
         rows = flow.worker.replica.gather_rows(own)
         assert rows.token_versions is not None
-        rows.loss_mask = rows.loss_mask & (rows.token_versions == version)
+        assert rows.kept is not None
+        rows.loss_mask = rows.loss_mask & (rows.token_versions == version) & ~rows.kept
         return rows
 
     def _just_sampled(self) -> tuple[list[tuple[SampleRequest, Sample]], bool]:
@@ -287,4 +296,5 @@ class RolloutStream:
             is_over = not requests.runs or requests.are_quiet(0.0)
             every = [(request, flight.samples[key]) for flight in self.flow.flights.values()
                      for key, request in flight.requests.items()]  # fmt: skip
-        return [(request, one) for request, one in every if one.versions[-1:] == [version]], is_over
+        fresh = [one for one in every if one[1].versions[-1:] == [version]]
+        return [(request, one) for request, one in fresh if not any(one.kept[-1:])], is_over

@@ -79,6 +79,11 @@ def _sglang(config: Config) -> Iterator[str]:
             f"rollout.sglang.sync.timeout_s={sglang.sync.timeout_s:g} must be below "
             f"trainer.timeout_s={trainer.timeout_s:g}: the other ranks wait in a collective while one steers a server"
         )
+    if sglang.sync.in_flight == "keep" and config.model.adapter.rank and sglang.sync.adapter != "merged":
+        yield (
+            f"rollout.sglang.sync.in_flight=keep with model.adapter.rank={config.model.adapter.rank}: a server "
+            "replaces adapters without requests in flight; set rollout.sglang.sync.adapter=merged or in_flight=recompute"
+        )
     if sglang.placement == "colocated" and (sglang.urls or trainer.async_steps):
         yield (
             "rollout.sglang.placement=colocated with rollout.sglang.urls or trainer.async_steps: these servers cannot "

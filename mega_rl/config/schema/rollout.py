@@ -125,6 +125,12 @@ class SglangSyncConfig:
         "Send only what changed, to servers of our launcher; auto: to joined ones over a link on which that is faster.",
         choices=("auto", "on", "off"),
     )
+    in_flight: str = setting(
+        "recompute",
+        "Responses in flight over an update: interrupted, and continued after their prefix is computed again, or not "
+        "interrupted, on the KV cache of the old weights, when no weights give their later tokens' log-probs (keep).",
+        choices=("recompute", "keep"),
+    )
 
 
 @dataclass(frozen=True)

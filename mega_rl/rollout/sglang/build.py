@@ -80,9 +80,13 @@ def start_servers(
         fraction = memory_fraction(fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
         if world.rank == 0:
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
+    # Overlapped with an update, a step's tokens would pass for those of the new weights.
+    in_order: dict[str, object] = {"disable_overlap_schedule": True} if sglang.sync.in_flight == "keep" else {}
     apart, _ = goes_apart(hf, sglang.sync.adapter, joined=False, takes_turns=colocated and on_gpus)
     common = replace(
-        _server_settings(rollout, trainer, settings, server_arguments(hf.adapter, device) if apart else {}),
+        _server_settings(
+            rollout, trainer, settings, in_order | (server_arguments(hf.adapter, device) if apart else {})
+        ),
         config_changes=config_changes(hf),  # weights on disk may be quantised, and those that come are not
         host=listening_address(server.host, world, hosts=hosts),
         device=device,
@@ -100,9 +104,9 @@ def start_servers(
 
 
 def _server_settings(
-    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, lora: dict[str, object]
+    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, ours: dict[str, object]
 ) -> ServerSettings:
-    """Return the settings of a run's servers, without their place. lora: arguments for adapters."""
+    """Return the settings of a run's servers, without their place. ours: arguments that updates need."""
     server = rollout.sglang.server
     placed = ("max_total_tokens", "mem_fraction_static")  # arguments that are settings
     args = {name: value for name, value in server.args.items() if name not in placed}
@@ -116,7 +120,7 @@ def _server_settings(
         seed=trainer.seed,
         start_timeout_s=rollout.sglang.start_timeout_s,
         return_routing=rollout.sglang.return_routing,
-        args=args | lora | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
+        args=args | ours | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
     )
 
 
@@ -247,8 +251,9 @@ def connect(
     hidden, limits = tuple(ids_of(hidden_tokens, hf.vocab_size)), LIMITS[_name_of(dtype)]
     adapter, tokens = ADAPTER if weights.apart else "", sglang.sync.probe_tokens
     probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, tokens, limits, hidden, adapter)
+    keeps = sglang.sync.in_flight == "keep"
     tp, shapes = None if joined else sglang.server.tp, sent_shapes(actor.sharding.merged)
-    expected = ExpectedServer(hf, shapes, _name_of(dtype), tp, sglang.return_routing, weights.apart)
+    expected = ExpectedServer(hf, shapes, _name_of(dtype), tp, sglang.return_routing, weights.apart, keeps)
     table = ServerTable(pool, router, expected, servers, leads, sglang.sync.timeout_s)
     return Connection(
         router=router,
@@ -258,6 +263,7 @@ def connect(
             world,
             probe=probe if probe.num_tokens else None,
             adapters=AdapterPush(weights, servers, world) if weights.apart else None,
+            keeps=keeps,
         ),
         memory=ServersMemory(
             world, table.own, pool, released=TAGS if pool.colocated else ()

@@ -52,6 +52,7 @@ TENSORS: Mapping[str, str] = {
     "loss_mask": "[N, S] tokens that the policy sampled",
     "turn": "[N, S] turn of the sample that the token is of, from 1; 0: read; off loss_mask it trains in another row",
     "token_versions": "[N, S] version of the weights that sampled the token",
+    "kept": "[N, S] sampled on KV cache kept over an update: no version's weights give its log-prob",
     "routing": "[N, S, L, K] experts that each of L mixtures gave the token",
     "rollout_logprobs": "[N, S] of the engine that sampled",
     "policy_logprobs": "[N, S] of the trainer before the update, where old_logprobs are not",

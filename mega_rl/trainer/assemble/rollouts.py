@@ -273,4 +273,5 @@ def _stream(
         timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s + own_s,
         rollouts=environments,
     )
-    return RolloutStream(flow, sync, own_source or worker)
+    keeps = rollout.sglang.sync.in_flight == "keep"
+    return RolloutStream(flow, sync, own_source or worker, keeps)

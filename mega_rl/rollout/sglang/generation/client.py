@@ -96,6 +96,7 @@ class SglangClient:
             "input_ids": context,
             "sampling_params": _sampling_params(sampling, seed=request.seed, max_new_tokens=to_come),
             "return_logprob": True,
+            "extra_key": str(version),  # shares its prefix with requests of this version only
         }
         if sampling.return_routing:
             body["return_routed_experts"] = True
@@ -234,6 +235,7 @@ def _joined(before: Sample, new: Sample) -> Sample:
         before.versions + new.versions,
         new.finish,
         new.routing,
+        before.kept + new.kept,
     )
 
 
@@ -251,7 +253,7 @@ class ExpectedAnswer:
     max_new_tokens: int  # still to come
     stop_token_ids: frozenset[int]
     vocab_size: int
-    version: int  # version of the weights
+    version: int  # version of the server's weights when it was asked
     mixed_versions: bool  # whether tokens may be of this version and later ones
     routing: bool
 
@@ -287,7 +289,7 @@ def parse_answer(body: bytes, expected: ExpectedAnswer) -> Sample:
     _check_end(finish, tokens, expected)
     versions = _versions(meta, len(tokens), expected)
     routing = _routing(meta, len(tokens), expected) if expected.routing and finish != "partial" else b""
-    return Sample(tokens, logprobs, versions, finish, routing)
+    return Sample(tokens, logprobs, versions, finish, routing, [one > expected.version for one in versions])
 
 
 def _bad(message: str) -> NoReturn:

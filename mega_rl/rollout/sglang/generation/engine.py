@@ -268,7 +268,7 @@ def answer_turn(
     """Answer a turn after `read` tokens; a partial one is lost."""
     if isinstance(outcome, Sample) and outcome.finish != "partial":
         ids, logprobs, versions = tuple(outcome.token_ids), tuple(outcome.logprobs), tuple(outcome.versions)
-        turn = Turn(ids, logprobs, versions, outcome.finish == "stop")
+        turn = Turn(ids, logprobs, versions, outcome.finish == "stop", kept=tuple(outcome.kept))
         try:
             turn.routing = _experts(outcome, read + len(ids) - 1, routed) if routed and outcome.routing else None
         except RunError as error:  # of this thread's caller, whose trajectory fails
@@ -348,6 +348,7 @@ def rollout_of(
         sample_index=_integers([request.key[1] for request in requests]),
         weight_version=_integers(versions),
         token_versions=rows(0, [answer.versions for answer in answers], torch.int64) if with_token_versions else None,
+        kept=rows(0, [answer.kept for answer in answers], torch.bool) if with_token_versions else None,
         failed=_integers([request.key not in samples for request in requests]).bool() if with_failed else None,
         routing=None if routed is None else _routing(answers, lengths, routed),
     )

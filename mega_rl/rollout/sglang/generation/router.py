@@ -43,6 +43,7 @@ _CALL_S = 10.0  # for a short function on the event loop
 # Samples of one prompt share its prefix where they meet, so they stay together up to this imbalance.
 _AFFINITY_SLACK = 8
 _PROGRESS_S = 0.2
+_UPDATE_S = 0.02  # between looks at a server's update
 
 Result = TypeVar("Result")
 Answered = Callable[[Sample | RequestFailure], None]  # a partial sample: no server is left, or it was cut short
@@ -172,15 +173,16 @@ class ServerRouter:
     def mark(self, index: int, state: State, reason: str = "", *, version: int | None = None) -> None:
         """Say the state of server `index`.
 
-        READY: it holds the weights of `version`, verified. STALE: no new traffic; requests in flight continue, without
-        stall checks. DOWN: its requests in flight are retried elsewhere at once. LEFT: as STALE, for good; after its
-        last request its connections close.
+        READY: it holds the weights of `version`, verified. UPDATING: it gets weights while its requests wait, and
+        nobody gets their answers. STALE: no new traffic; requests in flight continue, without stall checks. DOWN: its
+        requests in flight are retried elsewhere at once. LEFT: as STALE, for good; after its last request its
+        connections close.
         """
 
         def mark() -> None:
             replica, generation = self._replicas[index], self._generation
             replica.version = replica.version if version is None else version
-            replica.move(state, reason, planned=state in (State.STALE, State.LEFT))
+            replica.move(state, reason, planned=state in (State.STALE, State.LEFT, State.UPDATING))
             if state is State.LEFT:
                 task = self._loop.create_task(self._replicas.pop(index).drain())
                 self._draining.add(task)
@@ -392,7 +394,7 @@ class ServerRouter:
                     job.request,
                     generation.sampling,
                     rid=job.rid,
-                    version=generation.version,
+                    version=replica.version,
                     timeout_s=timeout_s,
                     partial=job.partial,
                     mixed_versions=generation.mixed_versions,
@@ -409,7 +411,9 @@ class ServerRouter:
             if not job.attempt.done():  # the generation ends: let it close its connection
                 job.attempt.cancel()
                 await asyncio.wait({job.attempt})
-        outcome = job.evicted if job.attempt.cancelled() else job.attempt.result()
+        while replica.state is State.UPDATING:  # tokens of weights that may fail their proof
+            await asyncio.sleep(_UPDATE_S)
+        outcome = job.evicted if job.evicted or job.attempt.cancelled() else job.attempt.result()
         got = outcome.partial if isinstance(outcome, RequestFailure) else outcome
         if got is not None:
             result.tokens += len(got.token_ids) - before
@@ -425,12 +429,13 @@ def _dispatch(generation: _Generation) -> None:
     """Give samples their turns, first retries; end the wait where no server is left."""
     now, usable = asyncio.get_running_loop().time(), _serving(generation, State.READY)
     suspects = _serving(generation, State.SUSPECT)
+    returning = any(one.state is State.UPDATING for one in generation.replicas)
     for replica in suspects:
         rid = f"{generation.nonce}-probe-{replica.client.endpoint.index}"
         probe = partial(replica.probe, rid, version=generation.version, mixed_versions=generation.mixed_versions)
         then = partial(_dispatch, generation)
         _help(generation, rid, partial(probe, timeout_s=generation.stall_s), then)
-    if generation.result.interrupted or not (usable or suspects or generation.flying):
+    if generation.result.interrupted or not (usable or suspects or returning or generation.flying):
         for job in (*generation.fresh, *generation.waiting):
             _give(job, None)
         generation.fresh.clear()

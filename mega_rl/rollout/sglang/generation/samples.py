@@ -63,7 +63,7 @@ class SampleRequest:
 
 @dataclass
 class Sample:
-    """A response, whole or as far as it came. The three lists have one length."""
+    """A response, whole or as far as it came. The lists have one length."""
 
     token_ids: list[int] = field(default_factory=list)  # with the stop token that ended it
     logprobs: list[float] = field(default_factory=list)  # at the sampling temperature, before top-k and top-p; finite
@@ -72,6 +72,12 @@ class Sample:
     # int32 [prompt + response - 1, layers, experts per token], little-endian: the experts of each token but the last;
     # empty unless Sampling.return_routing, and while the response is partial.
     routing: bytes = field(default=b"", repr=False)
+    kept: list[bool] = field(
+        default_factory=list
+    )  # the KV cache of the token's prefix may be of older weights; or none
+
+    def __post_init__(self) -> None:
+        self.kept = self.kept or [False] * len(self.token_ids)
 
     def is_whole(self, request: SampleRequest, sampling: Sampling) -> bool:
         """Return whether it has its full length or ends with a stop token."""
@@ -126,6 +132,7 @@ class State(Enum):
 
     READY = "ready"  # traffic, if it holds the requested version
     SUSPECT = "suspect"  # none until a real generation has succeeded there; then READY, else DOWN
+    UPDATING = "updating"  # none until the update's end, READY or DOWN; requests in flight continue over it
     STALE = "stale"  # none until it was sent the weights; `ServerRouter.mark` says so
     DOWN = "down"  # none until it was started again and sent the weights
     LEFT = "left"  # none, for good

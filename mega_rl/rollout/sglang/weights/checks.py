@@ -6,6 +6,7 @@ SGLang 0.5.21 crashes on a tensor of a wrong shape and ignores an unknown name s
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ class ExpectedServer:
     tp: int | None = None  # None: any, as a joined server may have
     routing: bool = False  # it has to report the experts of tokens
     adapter: bool = False  # it gets adapters next to the base
+    keeps: bool = False  # requests go on over an update with their KV cache
 
 
 def sent_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
@@ -93,6 +95,9 @@ def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list
         rules.append(("enable_return_routed_experts", (True,), "rollout.sglang.return_routing=true asks for experts"))
     if expected.adapter:
         rules.append(("enable_lora", (True,), "rollout.sglang.sync.adapter=adapter sends adapters next to the base"))
+    if expected.keeps:
+        why = "rollout.sglang.sync.in_flight=keep: a step that overlaps an update has tokens of the old weights"
+        rules.append(("disable_overlap_schedule", (True,), why))
     if expected.tp is not None:
         rules.append(("tp_size", (expected.tp,), "as rollout.sglang.server.tp"))
     return [
@@ -197,6 +202,7 @@ class Probe:
                 **hidden_bias(self.hidden_token_ids),
             },
             "return_logprob": True,
+            "extra_key": uuid.uuid4().hex,  # no cached prefix, which may be of older weights
             **({"lora_path": self.adapter} if self.adapter else {}),
         }
         answer = control.object("POST", "/generate", body)

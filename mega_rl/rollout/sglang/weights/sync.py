@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,14 +103,16 @@ class SglangWeightSync:
         *,
         probe: Probe | None,
         adapters: AdapterPush | None = None,
+        keeps: bool = False,
     ) -> None:
         """
         probe: None proves nothing; else it runs after every update.
         adapters: None sends all weights in every update; else a server that has the base gets its adapters only.
+        keeps: requests in flight go on over `publish` with their KV cache.
         """
         self._transport, self._table, self._ranks, self._router = transport, table, ranks, table.router
         self._controls, self._servers, self._expected = table.own, table.servers, table.expected
-        self._probe, self._adapters = probe, adapters
+        self._probe, self._adapters, self._keeps = probe, adapters, keeps
         self._listeners: list[Callable[[Sequence[int]], None]] = []
         self._weight_version = 0
         self._ready: set[int] = set()
@@ -142,7 +145,7 @@ class SglangWeightSync:
         out = [server for server in self._servers if server not in self._ready]
         metrics = self._table.look(out)
         try:
-            metrics |= self._update(sorted(self._servers), self._weight_version + 1)
+            metrics |= self._update(sorted(self._servers), self._weight_version + 1, in_place=self._keeps)
         except NoServerError:
             if not metrics:
                 raise
@@ -164,17 +167,20 @@ class SglangWeightSync:
 
     # -- one update ------------------------------------------------------------------------------------------------
 
-    def _update(self, servers: Sequence[int], version: int) -> Metrics:
+    def _update(self, servers: Sequence[int], version: int, *, in_place: bool = False) -> Metrics:
         seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         requests = sum(control.requests for control in self._controls.values())
         for server in servers:
-            self._router.mark(server, State.STALE, f"it is being sent the weights of version {version}")
+            state = State.UPDATING if in_place else State.STALE
+            self._router.mark(server, state, f"it is being sent the weights of version {version}")
         self._ready &= set(self._servers) - set(servers)
         attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
             without_base = self._check(attempt)
         with _timed(seconds, "pause"):
-            attempt.all_do(_pause)
+            if self._keeps and not in_place:  # an update that failed has left requests paused
+                attempt.all_do(lambda control: control.call("POST", "/continue_generation", {}))
+            attempt.all_do(partial(_pause, in_place=in_place))
         with _timed(seconds, "send"):
             need_all = [i for i in attempt.left if self._adapters is None or i in without_base]
             buckets = self._transport.buckets if need_all else ()
@@ -239,7 +245,7 @@ class SglangWeightSync:
         dead = merge_failures(silent, self._ranks)
         for i, why in attempt.failed.items():
             self._checked.discard(i)
-            self._router.mark(i, State.DOWN if i in dead else State.STALE, why)
+            self._router.mark(i, State.DOWN if i in dead or self._keeps else State.STALE, why)
         self._ready |= set(attempt.left)
         for i in attempt.left:
             self._router.mark(i, State.READY, version=version)
@@ -281,10 +287,12 @@ def _answers(control: Control) -> None:
         raise ServerError(control.endpoint, "/server_info", "its scheduler does not answer")
 
 
-def _pause(control: Control) -> None:
-    """Stop generating, empty the prefix cache of the old weights, and begin an update."""
-    control.call("POST", "/pause_generation", {"mode": "abort"})  # takes about a second with requests in flight
-    control.flush()
+def _pause(control: Control, *, in_place: bool) -> None:
+    """Stop generating and begin an update; without `in_place` end all requests and empty the prefix cache first."""
+    # An abort takes about a second with requests in flight.
+    control.call("POST", "/pause_generation", {"mode": "in_place" if in_place else "abort"})
+    if not in_place:
+        control.flush()
     try:
         _session(control, "/begin_weight_update")
     except ServerError as error:

@@ -90,6 +90,7 @@ def test_what_a_request_asks_for() -> None:
         assert body.pop("rid").split("-")[1:] == ["5", "2", "1"]
         assert body == {
             "input_ids": [7, 8],
+            "extra_key": "1",
             "return_logprob": True,
             "sampling_params": {
                 "max_new_tokens": 12,
