@@ -128,13 +128,13 @@ AGENTS: Table = {
     ("agents", "trainer/assemble/test_own_sources.py"): [
         (
             "a replay forgets which rows are of one trajectory",
-            '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
-            '*("routing", "token_versions", "failed", "turn", "turn_scores"),',
+            '*("routing", "token_versions", "kept", "failed", "branch", "turn", "turn_scores"),',
+            '*("routing", "token_versions", "kept", "failed", "turn", "turn_scores"),',
         ),
         (
             "a replay forgets the scores of turns",
-            '*("routing", "token_versions", "failed", "branch", "turn", "turn_scores"),',
-            '*("routing", "token_versions", "failed", "branch", "turn"),',
+            '*("routing", "token_versions", "kept", "failed", "branch", "turn", "turn_scores"),',
+            '*("routing", "token_versions", "kept", "failed", "branch", "turn"),',
         ),
     ],
     ("agents", "tracking/report/test_page.py -k folded"): [

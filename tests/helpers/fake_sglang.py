@@ -13,8 +13,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 from mega_rl.rollout.sglang.control import Endpoint, Keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
@@ -57,8 +57,9 @@ def right_answer(
     version: int = VERSION,
     num_tokens: int | None = None,
     token: Callable[[int, int], int] = token_at,
+    before: Sequence[Before] = (),
 ) -> Json:
-    """The answer to a body of /generate; cut at `num_tokens`, as an abort would."""
+    """The answer to a body of /generate; cut at `num_tokens`, as an abort would. before: its earlier weights."""
     params = body["sampling_params"]
     context, stops = body["input_ids"], set(params["stop_token_ids"])
     tokens: list[int] = []
@@ -67,7 +68,8 @@ def right_answer(
         if num_tokens is not None and len(tokens) >= num_tokens:
             finish = {"type": "abort", "message": "Abort in the decode batch"}
             break
-        tokens.append(token(params.get("sampling_seed", 0), len(context) + len(tokens)))
+        own = next((one.token for one in before if len(tokens) < one.end), token)
+        tokens.append(own(params.get("sampling_seed", 0), len(context) + len(tokens)))
         if tokens[-1] in stops:
             finish = {"type": "stop", "matched": tokens[-1]}
             break
@@ -77,10 +79,28 @@ def right_answer(
         "prompt_tokens": len(context),
         "completion_tokens": len(tokens),
         "weight_version": str(version),
-        "weight_versions": [{"version": str(version), "start": 0, "end": len(tokens)}],
+        "weight_versions": _spans([*((one.version, one.end) for one in before), (version, len(tokens))], len(tokens)),
         "output_token_logprobs": [[-0.125 * token, token, None] for token in tokens],
     }
     return {"output_ids": tokens, "meta_info": meta}
+
+
+class Before(NamedTuple):
+    """Weights that a server had before an update over which a request went on."""
+
+    version: object
+    end: int  # tokens that the request had then
+    token: Callable[[int, int], int]
+
+
+def _spans(ends: Sequence[tuple[object, int]], count: int) -> list[Json]:
+    """As SGLang's `compute_weight_version_spans`: empty ones are left out, but the first."""
+    spans: list[Json] = []
+    for version, end in ends:
+        start = spans[-1]["end"] if spans else 0
+        if min(end, count) > start or (not spans and version == ends[-1][0]):
+            spans.append({"version": str(version), "start": start, "end": min(end, count)})
+    return spans
 
 
 class Exchange:
@@ -92,6 +112,7 @@ class Exchange:
         self.writer = writer
         self.number = number  # of the tries of this sample at this server, from 0
         self.aborted = asyncio.Event()
+        self.before: list[Before] = []
         self.began: float | None = None  # when a good server's first token was on its way
 
     @property
@@ -111,7 +132,9 @@ class Exchange:
     def answer(self, num_tokens: int | None = None) -> Json:
         """The right answer, as `right_answer`."""
         server = self.server
-        return right_answer(self.body, version=server.version, num_tokens=num_tokens, token=server.token)
+        return right_answer(
+            self.body, version=server.version, num_tokens=num_tokens, token=server.token, before=self.before
+        )
 
     async def send(self, content: bytes, *, status: int = 200, length: int | None = None) -> None:
         """An HTTP answer, whose header may claim another length."""
@@ -208,6 +231,11 @@ class FakeServer:
     def controlled(self, path: str, body: Json) -> tuple[bytes] | None:
         """The answer of a server that also takes weights; None: this one does not."""
         return None
+
+    def changed(self, version: object, token: Callable[[int, int], int]) -> None:
+        """Note for the requests in flight that `version` and its tokens end here."""
+        for exchange in self._exchanges.values():
+            exchange.before.append(Before(version, exchange.tokens, token))
 
     def generating(self) -> int:
         """Return the number of samples in flight that have a token."""

@@ -82,7 +82,7 @@ def _sglang(config: Config) -> Iterator[str]:
     if sglang.sync.in_flight == "keep" and config.model.adapter.rank and sglang.sync.adapter != "merged":
         yield (
             f"rollout.sglang.sync.in_flight=keep with model.adapter.rank={config.model.adapter.rank}: a server "
-            "replaces adapters without requests in flight; set rollout.sglang.sync.adapter=merged or in_flight=recompute"
+            "replaces adapters without requests in flight; set sync.adapter=merged or in_flight=recompute"
         )
     if sglang.placement == "colocated" and (sglang.urls or trainer.async_steps):
         yield (

@@ -107,6 +107,8 @@ class Replica:
         for number in range(PROBES):
             if number:
                 await asyncio.sleep(_PROBE_WAIT_S * 2 ** (number - 1))
+            if self.state is not State.SUSPECT:
+                return  # the caller knew better, and may have closed the client
             failure = None
             try:
                 await self.client.probe(
@@ -115,7 +117,7 @@ class Replica:
             except RequestFailure as failed:
                 failure = failed
             if self.state is not State.SUSPECT:
-                return  # the caller knew better
+                return
             if failure is None or failure.charge == "stale":
                 self.move(State.READY if failure is None else State.STALE, str(failure or ""))
                 return

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,7 @@ class FleetServer(FakeServer):
         self.held = UpdateServer(tp=tp, info=info, keys=KEYS)
         self.held._http.server_close()  # only what it says is used
         self.others: list[str] = []  # samples that came without the weights they ask for
+        self.cached: dict[tuple[Any, ...], str] = {}  # prefix -> version of the weights that computed it
         self.asks: Callable[[FleetServer], None] = lambda server: None  # called at each update
         super().__init__(self._checked, token=self._token, port=port, seconds_per_token=seconds_per_token)
 
@@ -87,7 +89,16 @@ class FleetServer(FakeServer):
             return None
         if path.startswith("/update_weights"):
             self.asks(self)
+        version, number = self.held.version, self.held.weights.get("a", 0.0)
         status, answer = self.held.answer(path, body)
+        if self.held.version != version:
+            self.changed(version, partial(token_of, number))
+        if path == "/pause_generation" and body["mode"] == "abort":
+            for exchange in self._exchanges.values():
+                exchange.aborted.set()
+        if path == "/flush_cache":
+            assert not self.in_flight, "SGLang refuses"
+            self.cached.clear()
         assert status == 200 or path == "/begin_weight_update", (path, answer)
         return (answer.encode() if isinstance(answer, str) else json.dumps(answer).encode(),)
 
@@ -97,6 +108,9 @@ class FleetServer(FakeServer):
     async def _checked(self, exchange: Exchange) -> None:
         if not exchange.is_probe and (self.held.version == "default" or self.held.paused or self.held.in_session):
             self.others.append(exchange.body["rid"])
+        prefix = (exchange.body["extra_key"], *exchange.body["input_ids"])
+        if not exchange.is_probe and self.cached.setdefault(prefix, self.held.version) != self.held.version:
+            self.others.append(exchange.body["rid"])
         await right(exchange)
 
 
@@ -105,7 +119,7 @@ class Run:
 
     def __init__(
         self, resources: ExitStack, folder: Path, urls: Sequence[str], *, ranks: Ranks | None = None,
-        timeout_s: float = 20.0, token_versions: bool = False,
+        timeout_s: float = 20.0, token_versions: bool = False, keeps: bool = False,
     ) -> None:  # fmt: skip
         ranks = ranks or SingleRank()
         keys = folder / f"keys-{ranks.rank}.json"
@@ -122,7 +136,7 @@ class Run:
         table = ServerTable(self.pool, self.router, EXPECTED, servers, lambda _: ranks.rank == 0, 5.0)
         self.trainer = Trainer(table.own, ranks)
         probe = Probe(self.trainer.evaluate, ranks, VOCAB_SIZE, TEMPERATURE, 4, LIMITS["float32"])
-        self.sync = SglangWeightSync(cast(Any, self.trainer), table, ranks, probe=probe)
+        self.sync = SglangWeightSync(cast(Any, self.trainer), table, ranks, probe=probe, keeps=keeps)
         actor = SimpleNamespace(is_offloaded=lambda _: False)
         self.connection = Connection(
             self.router, self.sync, ServersMemory(ranks, table.own, self.pool), 4, "", table, cast(Any, actor)
@@ -386,17 +400,18 @@ def test_registry_answers_over_http(tmp_path: Path) -> None:
         assert run.publish()["sglang/servers_ready"] == 3
 
 
-@pytest.mark.parametrize("by_tokens", [True, False])
-def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, by_tokens: bool) -> None:
+@pytest.mark.parametrize("kind", ["by_tokens", "interrupted", "kept", "kept_by_servers_that_stay"])
+def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, kind: str) -> None:
     """What servers had begun that were lost while the trainer trains continues under the next weights."""
-    quantum = 3 if by_tokens else 0
-    with run_over(tmp_path, 2, token_versions=True) as (world, run):
+    quantum, keeps, stay = 3 if kind == "by_tokens" else 0, kind.startswith("kept"), kind.endswith("stay")
+    with run_over(tmp_path, 2, token_versions=True, keeps=keeps) as (world, run):
         engine: Any = run.engine
         worker = RolloutWorker(engine, SingleRank(), SingleRank(), N, seed=0)
         flow = ServerFlow(worker, engine, SingleRank(), lambda: run.sync.weight_version, quantum, timeout_s=20.0)
-        stream = RolloutStream(flow, run.sync)
+        stream = RolloutStream(flow, run.sync, cast(Any, None), keeps)
         tickets: list[int] = []
         versions: set[int] = set()
+        of_two, first = 0, list(world.alive.values())
         run.publish()
         for step in range(12):
             flow.add(Draw(step, 1, step), {step: replace(PROMPTS[step % 4], index=step)})
@@ -404,7 +419,9 @@ def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, 
                 server.seconds_per_token = 0.05
             flow.go_on()
             time.sleep(0.08)
-            if step % 3 == 1:  # all are lost at once
+            if stay:
+                pass
+            elif step % 3 == 1:  # all are lost at once
                 dead = list(world.alive)
                 world.write([world.start(seconds_per_token=0.05).url for _ in range(2)])
                 for url in dead:
@@ -425,9 +442,18 @@ def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, 
                     assert rows.tokens[row, 2 : int(rows.lengths[row])].tolist() == expected
                     assert len(own) == LONGEST
                     versions |= set(own)
+                    assert rows.kept is not None
+                    kept = rows.kept[row, 2 : int(rows.lengths[row])].tolist()
+                    assert keeps or not any(kept)
+                    of_two += any(kept)
+                    if stay:
+                        assert kept == [version > own[0] for version in own]
                 tickets += arrived.tickets
         assert sorted(tickets) == list(range(12))
         assert len(versions) > 6
+        if stay:
+            assert of_two > 6
+            assert sum(len(server.seen) for server in first) == 12 * N, "a request was interrupted"
         assert not [rid for server in world.every() for rid in server.others]
 
 

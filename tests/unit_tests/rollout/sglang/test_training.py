@@ -16,6 +16,8 @@ import pytest
 
 from mega_rl.cli.quickstart import sums
 from mega_rl.tracking.metrics.records import read_metrics
+from mega_rl.verify import audit_run
+from mega_rl.verify.audit import read_steps
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
 from tests.unit_tests.converters.wrapped import quantise
@@ -135,6 +137,48 @@ def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path,
     assert len(steps) == 10
     assert 1 <= max(one["rollout/staleness_max"] for one in steps) <= 3
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2
+
+
+@needs_sglang
+@pytest.mark.timeout(560)
+def test_responses_keep_their_cache_over_updates(
+    run: tuple[Path, Path, set[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two steps ahead, no update interrupts a response, and the tokens before it have their version's log-probs."""
+    folder = run[0].parent
+    command = [sys.executable, "-m", "mega_rl.cli", "train", "--config", "quickstart_sglang"]
+    command += [
+        f"model.path={folder / 'model'}", f"data.train_files=[{folder / 'data' / 'train.jsonl'}]", "data.val_files=[]",
+        f"reward.function={folder / 'reward.py'}:score", f"trainer.run_dir={tmp_path / 'kept'}", "trainer.steps=6",
+        "trainer.prompts_per_step=32", "trainer.minibatch_size=32", "trainer.val_interval=0", "optim.lr=1e-3",
+        "optim.warmup_steps=0", "algorithm.correction=tis", "trainer.async_steps=2", "engine.megatron.tp=1",
+        "rollout.max_new_tokens=56", "rollout.sglang.arrival=free", "rollout.sglang.sync.in_flight=keep",
+        "rollout.sglang.max_concurrency=16",
+        "metrics.records.interval=1", "metrics.records.weights=true",
+    ]  # fmt: skip
+    with (tmp_path / "output").open("wb") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=400, check=False
+        )
+    assert ended.returncode == 0, (tmp_path / "output").read_text(errors="replace")[-4000:]
+    monkeypatch.setattr(audit_run, "LOGPROB_ATOL", 1e-4)
+    audit = audit_run.audit_run(tmp_path / "kept", tmp_path, versions=10)
+    assert audit.breaches == []
+    assert audit.checked["logprobs"] > 500
+    assert any("sampled on KV cache" in what for what in audit.unchecked)
+    of_two = 0
+    for step in read_steps(tmp_path / "kept"):
+        versions, kept = step.tensors["token_versions"], step.tensors["kept"]
+        for row, mask in enumerate(step.tensors["loss_mask"]):
+            own = versions[row, mask]
+            # A request whose prompt was read before an update may be kept from its first token on.
+            assert not (own != own[0])[~kept[row, mask]].any(), "a response was interrupted"
+            of_two += len(set(own.tolist())) > 1 and not kept[row, mask][0]
+    assert of_two > 10
+    steps = [record.metrics for record in read_metrics(tmp_path / "kept" / "metrics.jsonl")]
+    assert max(one.get("rollout/kept_tokens_fraction", 0.0) for one in steps) > 0.05
+    assert max(one["sync/probe_logprob_diff_max"] for one in steps) < 1e-4
 
 
 @needs_sglang
