@@ -176,6 +176,11 @@ RL: Table = {
             "known = [min(one.versions, default=current) for one",
             "known = [max(one.versions, default=current) for one",
         ),
+        (
+            "a request over an update is as old as the trainer",
+            "[*known, *self.asked.values(), current]",
+            "[*known, current]",
+        ),
         ("a resumed run samples anew what was in flight", "kept = self._kept.pop(key, None)", "kept = None"),
         (
             "a checkpoint forgets the groups that wait",
@@ -275,7 +280,22 @@ RL: Table = {
         ),
         ("requests in flight are cut when a server leaves", "while self.in_flight:", "while False:"),
     ],
+    ("experience", "trainer/test_staleness.py"): [
+        ("tokens kept over an update have limits", "ages[kept], moved[kept] = KEPT, inf", "pass"),
+    ],
     ("fleet", "rollout/sglang/test_joined.py"): [
+        (
+            "a kept request's tokens all have its newest version",
+            "_check_end(finish, tokens, expected)\n    versions = _versions(meta, len(tokens), expected)",
+            "_check_end(finish, tokens, expected)\n    versions = _versions(meta, len(tokens), expected)[-1:] * len(tokens)",
+        ),
+        (
+            "spans do not say which tokens were kept",
+            "[one > expected.version for one in versions]",
+            "[False for one in versions]",
+        ),
+        ("a new request reuses a prefix of older weights", '"extra_key": str(version)', '"extra_key": "all"'),
+        ("requests that are kept are aborted", '"in_place" if in_place else "abort"', '"abort"'),
         ("a late server is not sent the weights of the step", "self.sync.refit(due)", "self.sync.refit(lost)"),
         ("a number is given to a second server", "back.append(len(self.endpoints))", "back.append(len(self.members))"),
         (

@@ -179,7 +179,7 @@ async def right(exchange: Exchange) -> None:
         try:
             await asyncio.wait_for(exchange.aborted.wait(), seconds)
         except TimeoutError:
-            pass
+            whole = exchange.answer() if exchange.before else whole
         else:
             whole = exchange.answer(exchange.tokens)
     await exchange.send_json(whole)

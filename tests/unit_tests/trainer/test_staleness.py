@@ -98,6 +98,19 @@ def guarded(
 PARTLY_OLD = [[0, 0, 3, 3, 4], [0, 0, 4, 4, 0]]
 
 
+def test_tokens_kept_over_an_update_have_no_limit() -> None:
+    """They have numbers of their own, and those of other tokens are as without them."""
+    rollout = versions([3, 2], [4, 4], [[0, 0, 4, 4, 4], [0, 0, 4, 4, 0]])
+    rollout.kept = torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    away = torch.tensor([0.9, 0.1])[:, None] * rollout.kept + 0.05 * rollout.loss_mask
+    guard = MismatchGuard(MismatchLimits(0.15, 1.0, 0.5), FakeRanks(), PolicyChanges(lambda: 4))
+    metrics = guard(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs + away))
+    assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.05, abs=1e-6)
+    assert metrics["rollout/logprob_diff_kept"] == pytest.approx(0.95, abs=1e-6)
+    assert metrics["rollout/kept_tokens_fraction"] == 0.4
+    assert metrics["rollout/stale_tokens_fraction"] == 0.0
+
+
 def test_numbers_are_those_of_each_age() -> None:
     """If all are older, the current numbers are left out: a difference of 0 would read as agreement."""
     metrics = guarded(current=4)

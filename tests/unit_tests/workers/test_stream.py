@@ -14,8 +14,9 @@ import torch
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.selection import Ages, choose
+from mega_rl.types import Draw
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fleet import LONGEST, STOP, N, StreamRun, token_of
+from tests.helpers.fleet import LONGEST, STOP, N, Numbered, StreamRun, token_of
 from tests.helpers.selection import FULL
 from tests.unit_tests.workers import stream_on_ranks as cases
 
@@ -49,6 +50,19 @@ def erratic(seed: int) -> dict[str, Any]:
         return max(0, random.Random(f"{seed} {key} {number}").randint(-1, 5))
 
     return {"pace": pace}
+
+
+def test_a_request_over_an_update_is_as_old_as_its_start() -> None:
+    """Nobody knows its tokens yet, and a step has to wait for it before they are too old."""
+    run = StreamRun(2, SingleRank(), free=True, fleet={"pace": lambda *_: 0})
+    run.stream.keeps, run.flow.has_all = True, lambda: True  # type: ignore[method-assign]
+    run.stream.publish()
+    run.stock.begin(Draw(0, 4, 0), Numbered().take(0, 4))
+    run.flow.go_on()
+    run.stream.publish()
+    run.stock.begin(Draw(4, 4, 1), Numbered().take(4, 4))
+    assert run.flow.arrived(wait=False) is None
+    assert run.flow.waiting == dict.fromkeys(range(4), 1) | dict.fromkeys(range(4, 8), 2)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
