@@ -89,10 +89,10 @@ class FleetServer(FakeServer):
             return None
         if path.startswith("/update_weights"):
             self.asks(self)
-        version, number = self.held.version, self.held.weights.get("a", 0.0)
+        version = self.held.version
         status, answer = self.held.answer(path, body)
-        if self.held.version != version:
-            self.changed(version, partial(token_of, number))
+        if self.held.version != version and version.isdecimal():
+            self.changed(version, partial(token_of, weights_of_version(int(version))["a"]))
         if path == "/pause_generation" and body["mode"] == "abort":
             for exchange in self._exchanges.values():
                 exchange.aborted.set()
