@@ -450,7 +450,7 @@ def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, 
                         assert kept == [version > own[0] for version in own]
                 tickets += arrived.tickets
         assert sorted(tickets) == list(range(12))
-        assert len(versions) > 6
+        assert len(versions) > (3 if keeps else 6)  # a lost server has the tokens of those kept
         if stay:
             assert of_two > 6
             assert sum(len(server.seen) for server in first) == 12 * N, "a request was interrupted"
