@@ -179,6 +179,8 @@ async def right(exchange: Exchange) -> None:
         try:
             await asyncio.wait_for(exchange.aborted.wait(), seconds)
         except TimeoutError:
+            while server.paused and not exchange.aborted.is_set():
+                await asyncio.sleep(0.002)
             whole = exchange.answer() if exchange.before else whole
         else:
             whole = exchange.answer(exchange.tokens)
@@ -227,6 +229,11 @@ class FakeServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         self._loop.close()
+
+    @property
+    def paused(self) -> bool:
+        """Requests get no tokens."""
+        return False
 
     def controlled(self, path: str, body: Json) -> tuple[bytes] | None:
         """The answer of a server that also takes weights; None: this one does not."""

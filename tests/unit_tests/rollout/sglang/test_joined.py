@@ -80,6 +80,10 @@ class FleetServer(FakeServer):
     @version.setter
     def version(self, value: Any) -> None: ...
 
+    @property
+    def paused(self) -> bool:
+        return self.held.paused
+
     def controlled(self, path: str, body: Any) -> tuple[bytes] | None:
         if (
             (path in ("/generate", "/abort_request") and "rid" in body)
@@ -447,7 +451,8 @@ def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, 
                     assert keeps or not any(kept)
                     of_two += any(kept)
                     if stay:
-                        assert kept == [version > own[0] for version in own]
+                        # A request that came before an update may get its first token after it.
+                        assert kept == [version > own[0] for version in own] or all(kept)
                 tickets += arrived.tickets
         assert sorted(tickets) == list(range(12))
         assert len(versions) > (3 if keeps else 6)  # a lost server has the tokens of those kept
