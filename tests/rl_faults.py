@@ -202,6 +202,7 @@ RL: Table = {
             "return oldest < self.current - self.limit\n",
             "return oldest < 0\n",
         ),
+        ("groups that are too old are never sampled again", "self._again.append(one.ticket)", "pass"),
         ("more steps are in flight than training needs", "max(self.depth - spare, 2)", "limit + 1"),
         ("a resumed run forgets how many steps were in flight", 'int(numbers.get("depth", self.depth))', "2"),
     ],

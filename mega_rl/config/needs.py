@@ -55,7 +55,7 @@ _EQUAL = {
 }
 # Setting that is given, or above 0 -> keys that are read only then.
 _GIVEN = {
-    "trainer.async_steps": "rollout.sglang.arrival",
+    "trainer.async_steps": "rollout.sglang.arrival rollout.dynamic_sampling.expired",
     "algorithm.kl.reference_interval": "algorithm.kl.reference_rate",
     "engine.megatron.reference.pp": "engine.megatron.reference.pipeline",
     "reward.overlong.buffer_tokens": "reward.overlong.penalty",
@@ -69,7 +69,7 @@ _GIVEN = {
     "checkpoint.save_interval": "checkpoint.keep_best checkpoint.keep_interval checkpoint.async_save",
     "metrics.records.interval": "metrics.records.max_mib metrics.records.entropy metrics.records.weights",
     "rollout.sglang.urls": "rollout.sglang.keys_file",
-    "rollout.dynamic_sampling.max_generations": "rollout.dynamic_sampling.prompts",
+    "rollout.dynamic_sampling.max_generations": "rollout.dynamic_sampling.prompts rollout.dynamic_sampling.expired",
 }
 # Keys, their condition as a user would write it, and whether a config has that.
 _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (

@@ -13,6 +13,7 @@ from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.errors import UserError
 from mega_rl.parallel.boxes import EngineState, Piece, whole
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
+from mega_rl.tracking.records.reader import REDRAWN
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.rows import (
     Dropped,
@@ -179,6 +180,7 @@ class Collector:
         count, draws, wait, lacked = plan.prompts_per_step, 0, False, False
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
         expired, is_first = stock.expire(limit=plan.ahead), not stock.begun
+        stock.redraw()
         while len(stock.begun) < min(stock.depth, plan.ahead + 1) * count and self._draw(stock, step):
             draws += 1
         while True:
@@ -202,7 +204,7 @@ class Collector:
         self.log.add({"rollout/dropped_groups": float(len(dropped))})
         if plan.ahead:
             stock.adapt(count, lacked=lacked, limit=plan.ahead)
-            self.log.add({"rollout/expired_groups": float(sum(one.reason == "expired" for one in dropped))})
+            self.log.add({"rollout/expired_groups": float(sum(one.reason in ("expired", REDRAWN) for one in dropped))})
             self.log.add({"rollout/steps_in_flight": float(stock.depth)})
         if plan.waves:
             self.log.add({"rollout/generations": float(draws), "rollout/filled_groups": filled})

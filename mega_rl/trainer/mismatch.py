@@ -101,6 +101,7 @@ class MismatchGuard:
     limits: MismatchLimits
     ranks: Ranks
     changes: PolicyChanges | None = None
+    samples_all: bool = True  # neither top-k nor top-p cuts the distribution; else its entropy is not the sampler's
 
     def __call__(self, rollout: Rollout | Experience, old: TokenOutputs) -> Metrics:
         """Return differences in nats and importance weights, equal on all ranks.
@@ -127,7 +128,7 @@ class MismatchGuard:
             own.append(torch.stack([moved[part].sum(), square]))
         importance, fresh_ones, _, _, *of_older = self._over_ranks(own)
         fresh, metrics = combine(fresh_ones), importance_metrics(importance)
-        if old.entropy is not None:
+        if old.entropy is not None and self.samples_all:
             metrics |= self._deviation((logprobs + old.entropy)[mask & (ages == 0)].double())
         exceeded = self.limits.exceeded(fresh)
         if exceeded is not None:

@@ -77,7 +77,7 @@ class Dropped(NamedTuple):
     """A group that was drawn and that no step trains; equal on all ranks."""
 
     ticket: int
-    reason: str  # "equal", "surplus", "expired" or "failed"
+    reason: str  # "equal", "surplus", "expired", "failed"; or `REDRAWN`
     tokens: float  # mean of its samples' response tokens; not a number without an answer
     reward: float  # mean of its samples; not a number without an answer
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.protocols import Flow, RankState, RolloutSource
+from mega_rl.tracking.records.reader import REDRAWN
 from mega_rl.trainer.rows import Dropped, Samples, columns_of
 from mega_rl.types import Arrived, Draw, JsonObject, Prompt, RewardParts, Rewards, Rollout
 
@@ -178,10 +179,12 @@ class Stock:
     flow: Flow
     version: Callable[[], int] = lambda: 0  # of the weights that the trainer has
     state_of_flow: RankState | None = None
+    redraws: bool = False  # prompts of groups that are too old are sampled again
     pool: Pool = field(default_factory=Pool, init=False)
     begun: dict[int, tuple[Draw, Prompt]] = field(default_factory=dict, init=False)  # by ticket
     drawn: int = field(default=0, init=False)  # prompts since the run began
     depth: int = field(default=2, init=False)  # steps whose groups are begun, complete or not, when a step chooses
+    _again: list[int] = field(default_factory=list, init=False)  # tickets to redraw
     _complete: dict[str, Tensor] = field(default_factory=dict, init=False)  # state of the pool in the checkpoint
 
     def begin(self, draw: Draw, prompts: Sequence[Prompt]) -> None:
@@ -190,6 +193,13 @@ class Stock:
         self.begun |= {ticket: (draw, prompt) for ticket, prompt in of_tickets.items()}
         self.drawn += draw.size
         self.flow.add(draw, of_tickets)
+
+    def redraw(self) -> None:
+        """Begin the groups again that were too old, between two rounds of the flow."""
+        for ticket in self._again:
+            draw, prompt = self.begun[ticket]
+            self.flow.add(draw, {ticket: prompt})
+        self._again = []
 
     def choose(self, count: int, *, limit: int) -> Tensor | None:
         """Return the places in the pool that a step takes, or None, as `choose`."""
@@ -216,8 +226,14 @@ class Stock:
         self.depth = min(self.depth + 1, limit + 1) if lacked else max(self.depth - spare, 2)
 
     def _forget(self, dropped: list[Dropped]) -> list[Dropped]:
+        """Forget dropped groups but those to redraw; returns them with what becomes of them."""
+        if self.redraws:
+            dropped = [one._replace(reason=REDRAWN) if one.reason == "expired" else one for one in dropped]
         for one in dropped:
-            del self.begun[one.ticket]
+            if one.reason == REDRAWN:
+                self._again.append(one.ticket)
+            else:
+                del self.begun[one.ticket]
         return dropped
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

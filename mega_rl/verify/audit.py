@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mega_rl.errors import UserError
-from mega_rl.tracking.records.reader import FOLDER, Array, Record, read_record, records
+from mega_rl.tracking.records.reader import FOLDER, REDRAWN, Array, Record, read_record, records
 
 # What each rule says, in the order of the page.
 RULES: Mapping[str, str] = {
@@ -126,9 +126,10 @@ def name_of(step: Record, row: int) -> str:
 
 
 def ends_of(step: Record) -> Iterator[tuple[int, str]]:
-    """Yield each ticket of a step with what became of it."""
+    """Yield each ticket of a step with what became of it; one that was drawn again comes once more."""
     yield from ((ticket, "trained") for ticket in step.description.tickets)
-    yield from ((group.ticket, f"dropped ({group.reason})") for group in step.description.dropped)
+    dropped = (group for group in step.description.dropped if group.reason != REDRAWN)
+    yield from ((group.ticket, f"dropped ({group.reason})") for group in dropped)
 
 
 def repeated(steps: Sequence[Record]) -> Iterator[Breach]:

@@ -317,10 +317,7 @@ class RolloutStream:
         return rows
 
     def _just_sampled(self) -> tuple[dict[Key, Sample], bool]:
-        """Return responses that end with a token of the current weights; and if no more come.
-
-        They are this rank's.
-        """
+        """Return this rank's responses that end with a token of now, and if no more come."""
         flow = self.flow
         result, is_over = flow.engine.router.so_far() if flow._runs else (GenerationResult(), True)
         known = {key: sample for flight in flow.flights.values() for key, sample in flight.samples.items()}

@@ -169,6 +169,8 @@ class StreamRun:
     per_step: int = 4
     waves: int = 0
     quantum: int = 0
+    redraws: bool = False
+    drawn: int = 0  # prompts of a draw; 0: as many as train in a step
     together: bool = False  # the ranks are one replica, not one each
     fleet: dict[str, Any] = field(default_factory=dict)
 
@@ -189,9 +191,17 @@ class StreamRun:
             beat_s=0.01,
             look_s=0.0,  # type: ignore[arg-type]
         )
-        self.stream, self.stock = RolloutStream(self.flow, self.policy), Stock(self.flow, version, self.flow)
+        self.stream, self.stock = (
+            RolloutStream(self.flow, self.policy),
+            Stock(self.flow, version, self.flow, self.redraws),
+        )
         plan = SamplingPlan(
-            N, self.waves, self.per_step, self.per_step, ahead=self.k, steps=0 if self.waves else self.steps
+            N,
+            self.waves,
+            self.per_step,
+            self.drawn or self.per_step,
+            ahead=self.k,
+            steps=0 if self.waves else self.steps,
         )
         stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
         self.collector = Collector(

@@ -182,6 +182,11 @@ class DynamicSamplingConfig:
         min=0,
     )
     prompts: int = setting(0, "Prompts of each generation; 0 takes trainer.prompts_per_step.", unit="prompts", min=0)
+    expired: str = setting(
+        "drop",
+        "Groups that no step took while they were young enough: drop them, or sample their prompts again.",
+        choices=("drop", "redraw"),
+    )
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,9 @@ class Shard:
     rows: int
 
 
+REDRAWN = "redrawn"  # reason of a group that was too old, whose prompt is sampled again
+
+
 class DroppedGroup(NamedTuple):
     """A group that no step trains; its means are None without an answer."""
 

@@ -206,7 +206,8 @@ def build_algorithm(
     """Return the algorithm, and what generation ahead needs around its steps to compare log-probs."""
     stream = run.rollouts.stream
     changes = None if stream is None else PolicyChanges(lambda: stream.weight_version)
-    guard = MismatchGuard(usual_limits(rollout.mismatch, in_fp32=run.in_fp32), run.replicas, changes)
+    limits, samples_all = usual_limits(rollout.mismatch, in_fp32=run.in_fp32), rollout.top_p == 1 and not rollout.top_k
+    guard = MismatchGuard(limits, run.replicas, changes, samples_all)
     algorithm = build_policy_gradient(
         run.roles, run.trainer, guard, stage, step_log,
         max_response_tokens=rollout.max_new_tokens, filter_truncated=overlong.filter,

@@ -134,7 +134,8 @@ def build_rollouts(
         if trainer.async_steps:
             stream = _stream(rollout, trainer, world, worker, engine, sync)
             resources.callback(stream.flow.close)
-            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow)
+            redraws = rollout.dynamic_sampling.expired == "redraw"
+            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
             return Rollouts(stream, stream, devices, stock, stream, stock)
         if shared is not None:
             connection.sync.add_listener(devices.after_send)

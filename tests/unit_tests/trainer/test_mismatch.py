@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -57,6 +58,8 @@ def test_sampler_of_another_temperature_shows(temperature: float, low: float, hi
     metrics = guard(rollout, TokenOutputs(logprobs=outputs[0], entropy=outputs[1]))
     assert low < metrics["rollout/sampling_deviation"] < high
     assert "rollout/sampling_deviation" not in guard(rollout, TokenOutputs(logprobs=outputs[0]))
+    cut = replace(guard, samples_all=False)(rollout, TokenOutputs(logprobs=outputs[0], entropy=outputs[1]))
+    assert "rollout/sampling_deviation" not in cut
 
 
 @pytest.mark.parametrize(

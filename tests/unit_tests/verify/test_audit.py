@@ -255,6 +255,15 @@ def test_a_split_group_lacks_samples(folder: Path, tmp_path: Path) -> None:
     assert ("complete", 2, 7) in {(one.rule, one.step, one.ticket) for one in audit_records(read_steps(run)).breaches}
 
 
+def test_a_group_that_was_sampled_again_trains(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "plain", run)
+    edit(run, 2, of={"dropped": [[described(run, 3)["tickets"][1], "redrawn", 3.0, 0.5]]})
+    audit = audit_records(read_steps(run))
+    assert not audit.breaches
+    assert [(one.reason, one.groups) for one in audit.bias] == [("redrawn", 1)]
+
+
 def test_gaps_of_records_are_not_breaches(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder / "plain", run)

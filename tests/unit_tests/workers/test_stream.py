@@ -213,6 +213,28 @@ def test_dynamic_sampling_runs_ahead(k: int, free: bool) -> None:
         assert (totals[:, 0] != totals[:, 1]).all()
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_groups_that_are_too_old_are_sampled_again(free: bool) -> None:
+    """Their prompts train later or turn out to be of equal rewards; a resumed run does the same."""
+    fleet = erratic(1) if free else {}
+    run = StreamRun(1, SingleRank(), free=free, waves=6, steps=10, drawn=12, redraws=True, fleet=fleet).run(6)
+    saved = run.saved()
+    run.run()
+    assert_exact(run)
+    ends = [(one.ticket, one.reason) for batch in run.taken for one in batch.dropped]
+    again = {ticket for ticket, reason in ends if reason == "redrawn"}
+    assert len(again) > 3
+    assert {reason for _, reason in ends} == {"redrawn", "equal"}
+    once = Counter(ticket for step in trained(run) for ticket in step)
+    once += Counter(ticket for ticket, reason in ends if reason == "equal")
+    assert set(once.values()) == {1}
+    assert again & {ticket for step in trained(run) for ticket in step}
+    if not free:
+        resumed = StreamRun(1, SingleRank(), waves=6, steps=10, drawn=12, redraws=True).resume(saved).run()
+        assert trained(resumed) == trained(run)[6:]
+        assert torch.equal(resumed.policy.weights, run.policy.weights)
+
+
 def test_failed_samples_leave_their_group_in_its_step() -> None:
     run = StreamRun(2, SingleRank(), fleet={"fails": lambda key: key[0] % 5 == 0 and key[1] == 0}).run()
     assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(24))
