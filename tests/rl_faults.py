@@ -176,7 +176,7 @@ RL: Table = {
             "return min((min(sample.versions, default=current) for sample",
             "return min((max(sample.versions, default=current) for sample",
         ),
-        ("a resumed run samples anew what was in flight", "self._saved.pop(key, Sample())", "Sample()"),
+        ("a resumed run samples anew what was in flight", "kept = self._kept.pop(key, None)", "kept = None"),
         (
             "a checkpoint forgets the groups that wait",
             '"flow": self.state_of_flow.state(), "pool": self.pool.state()}',
