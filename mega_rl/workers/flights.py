@@ -80,7 +80,7 @@ class OpenRequests:
     quantum: int  # tokens that a sample gets in a round at most, in all its requests; 0: no limit
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards all
     runs: bool = False  # a round
-    drifted: int = 0  # kept samples whose environment asked with other tokens
+    drifted: int = 0  # kept samples whose environment asked with other tokens, since the last report
     _kept: dict[Key, _Earlier] = field(default_factory=dict)
     _out: dict[Key, Callable[[], object]] = field(default_factory=dict)  # at servers, with functions that drop them
     _waits: dict[Key, Future[Answer]] = field(default_factory=dict)  # environments for whole turns

@@ -159,19 +159,18 @@ class ServerFlow:
             return
         lost: list[SampleRequest] = []
 
-        def end() -> None:
-            self.requests.stop(interrupt=interrupt)
+        def end(*, cut: bool) -> None:
+            self.requests.stop(interrupt=cut)
             lost[:] = [] if interrupt else self.requests.lost()
 
         def again() -> None:
             if lost:
                 self.requests.start(anew=False)
-                self.requests.are_quiet(self.timeout_s)
-                end()
+                end(cut=not self.requests.are_quiet(self.timeout_s))
 
         failure: Exception | None = None
         try:
-            end()
+            end(cut=interrupt)
         except (RunError, UserError) as error:
             failure = error
         raise_together(failure, self.everyone, error=StreamError)
@@ -238,8 +237,13 @@ class RolloutStream:
 
     def metrics(self) -> Metrics:
         """Return and reset the metrics of generations; `rollout/ahead_wait_s` is the time that training waited."""
-        waited, self.flow.waited_s = self.flow.waited_s, 0.0
-        return self.source.metrics() | {"rollout/ahead_wait_s": waited}
+        flow, requests = self.flow, self.flow.requests
+        metrics = self.source.metrics() | {"rollout/ahead_wait_s": flow.waited_s}
+        flow.waited_s = 0.0
+        if flow.players is not None:
+            drifted, requests.drifted = requests.drifted, 0
+            metrics["agent/replays_drifted"] = float(flow.everyone.sum(torch.tensor(drifted)))
+        return metrics
 
     @property
     def weight_version(self) -> int:

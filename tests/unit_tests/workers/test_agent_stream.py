@@ -140,6 +140,30 @@ def test_a_resumed_run_pays_once_for_its_tokens() -> None:
     again.kill()
 
 
+def test_a_checkpoint_right_after_a_resume_is_the_one_before() -> None:
+    """Turns that no environment has asked for yet are kept."""
+    first = played(4, steps=8, free=True, fleet=erratic(2)).run(4)
+    saved = first.saved()
+    again = played(4, steps=8, free=True, fleet=erratic(2), environment=Game(tool_s=0.2)).resume(saved)
+    for name in ("flow/token_ids", "flow/versions"):
+        assert sorted(again.saved()["tensors"][name].tolist()) == sorted(saved["tensors"][name].tolist())
+    first.kill()
+    again.kill()
+
+
+@pytest.mark.parametrize("own", [None, Game()])
+def test_lost_servers_change_nothing_in_a_locked_run(own: Game | None) -> None:
+    """Requests whose server died get what is left of their round after the servers are back."""
+    fleet = {"pace": lambda key, number: 2}
+    whole = StreamRun(4, SingleRank(), environment=own, fleet=fleet).run()
+    dies = {"loses": lambda key, number: random.Random(f"{key} {number}").random() < 0.2}
+    run = StreamRun(4, SingleRank(), environment=own, fleet=fleet | dies).run()
+    assert content(run) == content(whole)
+    assert run.flow.engine.tokens == whole.flow.engine.tokens  # type: ignore[attr-defined]
+    whole.kill()
+    run.kill()
+
+
 def test_free_trajectories_lose_and_double_nothing() -> None:
     """Kills, other layouts, failed turns and an erratic fleet, with and without dynamic sampling."""
     faults, seed = 150 if FULL else 12, 0
@@ -162,13 +186,16 @@ def test_free_trajectories_lose_and_double_nothing() -> None:
         parts[-1].kill()
 
 
-def test_kept_turns_answer_only_the_same_tokens() -> None:
+def test_kept_turns_answer_only_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that answers otherwise after a resume: what followed its answer is sampled anew, and counted."""
     first = played(4, steps=8).run(4)
-    again = played(4, steps=8, environment=Game(salt=1)).resume(first.saved()).run()
+    again = played(4, steps=8, environment=Game(salt=1)).resume(first.saved())
+    numbers, metrics = list[Any](), again.stream.metrics
+    monkeypatch.setattr(again.stream, "metrics", lambda: numbers.append(one := metrics()) or one)  # type: ignore[arg-type]
+    again.run()
     assert_once(first, again)
     assert_exact(again)
-    assert again.flow.requests.drifted > 0
+    assert sum(one["agent/replays_drifted"] for one in numbers) > 0
     first.kill()
     again.kill()
 
@@ -205,6 +232,7 @@ def test_a_blocking_trajectory_costs_its_sample(monkeypatch: pytest.MonkeyPatch)
                 failed[int(tickets[rows.prompt_index[place]]), int(rows.sample_index[place])] += 1
     assert failed == {(6, 1): 1}
     assert content(run)[0] == content(expected)[0]
+    assert run.flow.engine.tokens <= expected.flow.engine.tokens  # type: ignore[attr-defined]
     expected.kill()
     run.kill()
 
