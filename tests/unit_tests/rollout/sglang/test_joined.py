@@ -514,6 +514,6 @@ def test_servers_come_and_go_at_random(tmp_path: Path, seed: int) -> None:
         assert quiet > 3
         numbers = list(run.pool.members.values())
         assert len(set(numbers)) == len(numbers)
-        assert metrics["sglang/servers_joined"] == len(run.pool.endpoints) > 10
+        assert 10 < metrics["sglang/servers_joined"] <= len(run.pool.endpoints)
         assert sum(world.events.values()) > 40
         assert min(world.events[kind] for kind in ("join", "leave", "garbage", "kill")) > 1, world.events
