@@ -135,6 +135,28 @@ def test_killed_runs_train_what_one_that_was_not_trains() -> None:
         kills -= number
 
 
+@dataclass
+class Pair(Game):
+    """Two conversations side by side."""
+
+    async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+        branches = [trajectory.branches[0], trajectory.open((*prompt.token_ids, 60))]
+        for _ in range(2):
+            await asyncio.gather(*(policy.turn(one, limit=4) for one in branches))
+
+
+def test_turns_side_by_side_share_a_quantum() -> None:
+    """The later one gets what the earlier one leaves; no server counts as lost, and a resumed run is equal."""
+    whole = played(4, steps=8, environment=Pair()).run(4)
+    saved = whole.saved()
+    whole.run()
+    assert_exact(whole)
+    again = played(4, steps=8, environment=Pair()).resume(saved).run()
+    assert content(again) == content(whole)[4:]
+    whole.kill()
+    again.kill()
+
+
 def test_a_resumed_run_pays_once_for_its_tokens() -> None:
     whole = played(4, steps=8).run(4)
     saved, engine = whole.saved(), whole.flow.engine
