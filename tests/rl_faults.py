@@ -247,8 +247,8 @@ RL: Table = {
     ("experience", "workers/test_agent_stream.py"): [
         (
             "a part of a turn is answered as a whole one",
-            "                if is_whole:\n                    self._answer(request, outcome)",
-            '                self._answer(request, replace(outcome, finish="length"))',
+            "            if is_over:\n                self._answer(request, outcome)",
+            '            self._answer(request, replace(outcome, finish="length"))',
         ),
         (
             "kept turns are not compared by the tokens before them",
@@ -258,7 +258,7 @@ RL: Table = {
         ("each turn has the quantum of its trajectory", "group.room[number] -= limit - have", "pass"),
         (
             "a turn that waits for room counts as lost",
-            "for other in group.open() if self.runs and self.quantum else ():",
+            "for other in group.open() if is_over and self.runs and self.quantum else ():",
             "for other in ():",
         ),
         (

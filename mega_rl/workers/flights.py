@@ -177,19 +177,17 @@ class OpenRequests:
             if group is None or group.requests.get(key) is not request:
                 return  # dropped
             self._out.pop(key, None)
+            is_over = isinstance(outcome, RequestFailure) or outcome.is_whole(request, self.engine.sampling)
             if isinstance(outcome, RequestFailure):
                 group.failures[key] = outcome
-                self._answer(request, outcome)
             else:
-                if self.quantum:
-                    group.room[number_of(key)] += limit - len(outcome.token_ids)
-                is_whole = outcome.is_whole(request, self.engine.sampling)
-                group.samples[key] = outcome if is_whole else replace(outcome, finish="partial", routing=b"")
-                if is_whole:
-                    self._answer(request, outcome)
-                    for other in group.open() if self.runs and self.quantum else ():  # it may have left them no room
-                        if number_of(other.key) == number_of(key) and other.key not in self._out:
-                            self._send(other)
+                group.room[number_of(key)] = group.room.get(number_of(key), 0) + limit - len(outcome.token_ids)
+                group.samples[key] = outcome if is_over else replace(outcome, finish="partial", routing=b"")
+            if is_over:
+                self._answer(request, outcome)
+            for other in group.open() if is_over and self.runs and self.quantum else ():  # they may have lacked room
+                if number_of(other.key) == number_of(key) and other.key not in self._out:
+                    self._send(other)
             self.changed.notify_all()
 
     def _answer(self, request: SampleRequest, outcome: Sample | RequestFailure) -> None:
