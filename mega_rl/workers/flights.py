@@ -262,12 +262,10 @@ class Players(Turns):
     def look(self) -> None:
         """Start all others again if a trajectory blocks the loop. Raises RunError where that does not help."""
         play = self._play
-        if play is None or not (play.stalled or play.error):
+        if play is None or not play.stalled:
             return
         with self.requests.changed:
             play.abandoned, self._play, left = True, None, dict(play.playing)
-        if play.error:
-            raise play.error
         place, what = self.runner.blocked(play)
         self._blocked += 1
         if place not in left or self._blocked > MOST_BLOCKED:
