@@ -218,6 +218,11 @@ RL: Table = {
             "",
         ),
         (
+            "samples of a round that has ended are not scored again",
+            "        if not runs:  # a router tells",
+            "        if False:  # a router tells",
+        ),
+        (
             "what servers have just sampled has no limit",
             "compared, self._is_due = self.guard(sampled, self.actor.evaluate(sampled)), False",
             "compared, self._is_due = {}, False",

@@ -299,13 +299,16 @@ class RolloutStream:
         while True:
             samples, is_over = self._just_sampled()
             late = time.monotonic() - begin >= self.patience_s
-            lacks = torch.tensor([not (samples or is_over), late, bool(samples)])
-            waits, is_late, there = flow.everyone.max(lacks.int()).tolist()
+            flags = torch.tensor([not (samples or is_over), late, not is_over])
+            waits, is_late, runs = flow.everyone.max(flags.int()).tolist()
             if is_late or not waits:
                 break
             time.sleep(flow.look_s)
+        if not runs:  # a router tells the samples of a round that has ended only to who ends it
+            flow.pause()
+            samples, _ = self._just_sampled()
         flow.waited_s += time.monotonic() - begin
-        if not there:
+        if not flow.everyone.max(torch.tensor(len(samples))):
             return None
         version = self.weight_version
         longest = sorted(samples, key=lambda key: -samples[key].versions.count(version))[:count]

@@ -96,7 +96,7 @@ class FakeFleet:
     def so_far(self, wait_s: float = 0.0) -> tuple[GenerationResult, bool]:
         self.looks += 1
         result = self._played(interrupt=True)
-        return replace(result, unserved={}), not result.unserved
+        return (replace(result, unserved={}), False) if result.unserved else (GenerationResult(), True)
 
     def end(self, *, interrupt: bool = False) -> GenerationResult:
         self.looks += 1
