@@ -231,8 +231,8 @@ AGENTS: Table = {
         ),
         (
             "failed trajectories are scored",
-            "elif self.scores is not None and not failed:",
-            "elif self.scores is not None:",
+            'if self.scores is not None and played.trajectory.ended() != "error":',
+            "if self.scores is not None:",
         ),
         (
             "trajectories are scored when all have ended",

@@ -150,6 +150,16 @@ def in_batches(asked: TurnQueue, sample: Callable[[Sequence[TurnRequest]], Seque
             give_answer(future, answer)
 
 
+class Turns(Protocol):
+    """Taker of the turns that trajectories ask for."""
+
+    def put(self, request: TurnRequest) -> Future[Answer]:
+        """Ask for a turn."""
+
+    def end(self, trajectory: Trajectory) -> None:
+        """Note that a trajectory asks for no more turns, and cancel those that it has left."""
+
+
 class TurnEngine(RolloutEngine, Protocol):
     """A rollout engine that samples single turns with the weights last published to it."""
 
@@ -229,16 +239,13 @@ class _Play:
 
     environment: Any
     vocab_size: int
-    outcomes: list[Played | None]
-    first: int  # see `TurnQueue`
+    asked: Turns
+    outcomes: dict[int, Played | None]  # by place; None: it has not ended
     ended: Callable[[Played], Played]  # see `Runner.run`
     tick: float = field(default_factory=time.monotonic)  # when the loop was last seen alive
     abandoned: bool = False
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     thread: int = 0  # which runs the loop
-
-    def __post_init__(self) -> None:
-        self.asked = TurnQueue(self.first, self._is_alive, self.outcomes.count(None))
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> None:
         """Play on this thread until all have ended, and their tasks, too."""
@@ -249,7 +256,6 @@ class _Play:
             if left := asyncio.all_tasks(self.loop):
                 self.loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
         finally:
-            self.asked.close()
             self.loop.close()
 
     @property
@@ -257,8 +263,9 @@ class _Play:
         """Return whether the loop is blocked for longer than a trajectory may take."""
         return time.monotonic() - self.tick > self.environment.timeout_s + GRACE_S
 
-    def _is_alive(self) -> bool:
-        ended = sum(one is not None for one in self.outcomes)
+    def is_alive(self) -> bool:
+        """Report progress; return whether the loop is not blocked."""
+        ended = sum(one is not None for one in self.outcomes.values())
         progress.report(ended, len(self.outcomes), unit="trajectories")
         return not self.stalled
 
@@ -312,7 +319,50 @@ class _Play:
         return Played(trajectory, failure, what if failure else "", policy.own_seconds())
 
     async def _ask(self, request: TurnRequest) -> Answer:
+        if self.abandoned:
+            raise asyncio.CancelledError
         return await asyncio.wrap_future(self.asked.put(request))
+
+
+@dataclass(eq=False)
+class LivePlay(_Play):
+    """Trajectories that come while others run, on a thread that ends when it is `abandoned`."""
+
+    playing: dict[int, Trajectory] = field(default_factory=dict)  # by place
+    error: BaseException | None = None  # of our own code
+    _begun: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.running = Running(lambda: self(()), name="environments")
+
+    def begin(self, trajectory: Trajectory) -> None:
+        """Play a trajectory."""
+        place, self._begun = self._begun, self._begun + 1
+        self.playing[place], self.outcomes[place] = trajectory, None
+
+        def begin() -> None:
+            task = self.loop.create_task(self._one(place, trajectory), name=str(place))
+            self._tasks.add(task)
+            task.add_done_callback(self._note)
+
+        self.loop.call_soon_threadsafe(begin)
+
+    def _note(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self.error = self.error or task.exception()
+
+    async def _all(self, _: Sequence[Trajectory]) -> None:
+        while not self.abandoned:
+            self.tick = time.monotonic()
+            await asyncio.sleep(TICK_S)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _one(self, place: int, trajectory: Trajectory) -> None:
+        await super()._one(place, trajectory)
+        del self.outcomes[place], self.playing[place]
 
 
 @dataclass(frozen=True)
@@ -334,37 +384,54 @@ class Runner:
         An environment that blocks the loop longer than its deadline fails; the others then run again on another loop,
         from their start. Raises RunError if that does not help.
         """
-        outcomes: list[Played | None] = [None] * len(trajectories)
+        outcomes: dict[int, Played | None] = dict.fromkeys(range(len(trajectories)))
         for _ in range(MOST_BLOCKED + 1):
             fresh = [replace(one, branches=[], end=None) for one in trajectories]
-            play = _Play(self.environment, self.vocab_size, outcomes, first, ended)
-            blocked = self._drive(play, fresh, sample)
-            if blocked is None:
-                return [one for one in outcomes if one is not None]
-            place, where = blocked
-            what = f"blocked the event loop for more than timeout_s={self.environment.timeout_s:g} s{where}; use await"
-            log.error("%s: %s", self.name, what)
+            asked = TurnQueue(first, playing=[*outcomes.values()].count(None))
+            play = _Play(self.environment, self.vocab_size, asked, outcomes, ended)
+            asked.is_alive = play.is_alive
+            if self._drive(play, fresh, asked, sample):
+                return [one for one in outcomes.values() if one is not None]
+            place, what = self.blocked(play)
             if place is None or outcomes[place] is not None:
                 break
-            fresh[place].end = "error"
-            failed = replace(trajectories[place], branches=[], end="error")
-            outcomes = [*outcomes]  # the blocked thread keeps the old list
-            outcomes[place] = Played(failed, "timeout", what, self.environment.timeout_s)
+            outcomes = {**outcomes, place: self.failed(fresh[place], what)}  # the blocked thread keeps the old ones
         raise RunError(f"{self.name}: environments {what}")
 
-    def _drive(
-        self, play: _Play, trajectories: Sequence[Trajectory], sample: SampleTurns
-    ) -> tuple[int | None, str] | None:
-        """Sample turns until all trajectories have ended; return (trajectory, where) if one blocks the loop."""
-        thread = Running(lambda: play(trajectories), name="environments")
+    def live(self, asked: Turns, ended: Callable[[Played], Played]) -> LivePlay:
+        """Return a loop for trajectories that come while others run. ended: as of `run`."""
+        return LivePlay(self.environment, self.vocab_size, asked, {}, ended)
+
+    def blocked(self, play: _Play) -> tuple[int | None, str]:
+        """Return which trajectory blocks a stalled loop, if that is known, and the fault in words."""
+        place, where = _blocked(play)
+        what = f"blocked the event loop for more than timeout_s={self.environment.timeout_s:g} s{where}; use await"
+        log.error("%s: %s", self.name, what)
+        return place, what
+
+    def failed(self, blocking: Trajectory, what: str) -> Played:
+        """Return the outcome of a trajectory that blocks its loop, which ends it when it can."""
+        blocking.end = "error"
+        return Played(replace(blocking, branches=[]), "timeout", what, self.environment.timeout_s)
+
+    def _drive(self, play: _Play, trajectories: Sequence[Trajectory], asked: TurnQueue, sample: SampleTurns) -> bool:
+        """Sample turns until all trajectories have ended; return False if one blocks the loop."""
+
+        def work() -> None:
+            try:
+                play(trajectories)
+            finally:
+                asked.close()
+
+        thread = Running(work, name="environments")
         try:
-            sample(play.asked)
+            sample(asked)
             if play.stalled:
-                return _blocked(play) if None in play.outcomes else None
+                return None not in play.outcomes.values()
             thread.wait(GRACE_S)
             if thread.error is not None:
                 raise thread.error
-            return None
+            return True
         finally:
             play.abandoned = True
 

@@ -181,6 +181,11 @@ class _BranchRow(NamedTuple):
     turns: tuple[int, ...] = ()  # for each token after the prompt the number of its turn, from 1; 0: it was read
     routing: tuple[tuple[int, torch.Tensor], ...] = ()  # as of `Branch.routing`
 
+    def of_tokens(self, version: int) -> tuple[int, ...]:
+        """Return the version of each token that trains: the oldest, if a turn does not say its own."""
+        count = sum(self.own)
+        return self.versions if len(self.versions) == count else (min(self.versions, default=version),) * count
+
 
 def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
     """Return a branch as a row, up to its last turn that trains."""
@@ -220,13 +225,13 @@ def _rows(trajectory: Trajectory) -> list[_BranchRow]:
 def rows_of(
     trajectories: Sequence[Trajectory], *,
     version: int, with_failed: bool = False, with_branches: bool = False, with_scores: bool = False,
-    routed: tuple[int, int] = (0, 0),
+    with_versions: bool = False, routed: tuple[int, int] = (0, 0),
 ) -> Rollout:  # fmt: skip
     """Return the branches of trajectories as rows, right-padded, in their order.
 
     Tokens after a branch's last turn are left out. version: weights of turns that do not say theirs. with_failed,
-    with_branches, with_scores: the rollout has these columns, which all ranks have or none. routed: mixtures and
-    experts of a token, where it has `routing`.
+    with_branches, with_scores, with_versions: the rollout has these columns, which all ranks have or none. routed:
+    mixtures and experts of a token, where it has `routing`.
     """
     rows = [row for trajectory in trajectories for row in _rows(trajectory)]
     prompts, lengths = (
@@ -236,11 +241,12 @@ def rows_of(
     width = int(lengths.max()) if len(rows) else 0
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
-    turn = torch.zeros_like(tokens, dtype=torch.int16)
+    turn, versions = torch.zeros_like(tokens, dtype=torch.int16), torch.zeros_like(tokens)
     for number, row in enumerate(rows):
         tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
         mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
         logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
+        versions[number, mask[number]] = torch.tensor(row.of_tokens(version), dtype=torch.int64)
         turn[number, row.prompt : len(row.token_ids)] = torch.tensor(row.turns[: len(row.own)], dtype=torch.int16)
 
     def column(values: Sequence[int]) -> torch.Tensor:
@@ -272,5 +278,6 @@ def rows_of(
         scores=scores.where(ends != ENDS.index("error"), 0.0) if with_scores else None,
         turn_scores=of_turns if with_scores else None,
         turn=turn,
+        token_versions=versions if with_versions else None,
         routing=routing if all(routed) else None,
     )

@@ -50,7 +50,6 @@ _EQUAL = {
     "checkpoint.resume=auto": "checkpoint.fallback",
     "rollout.backend=hf": "rollout.hf",
     "rollout.backend=sglang": "rollout.sglang trainer.async_steps",
-    "rollout.source=single_turn": "trainer.async_steps",
     "engine.megatron.moe.routing_replay=true": "rollout.sglang.return_routing",
 }
 # Setting that is given, or above 0 -> keys that are read only then.

@@ -98,7 +98,7 @@ class RolloutContext:
         limit = limit if draws is None else draws.max_new_tokens or limit
         return [Trajectory(prompts[i], i, sample, limit) for i in self._own(prompts) for sample in samples]
 
-    def rollout(self, trajectories: Sequence[Trajectory]) -> Rollout:
+    def rollout(self, trajectories: Sequence[Trajectory], *, with_versions: bool = False) -> Rollout:
         """Return the replica's rows from its ranks' trajectories; collective over all ranks."""
         ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
         own: list[int] = [any(one.ended() == "error" for one in ordered), any(len(one.branches) > 1 for one in ordered)]
@@ -107,6 +107,7 @@ class RolloutContext:
         own += shapes[0] if shapes else (0, 0)
         *has, mixtures, top_k = self.data_parallel.max(self.replica.max(torch.tensor(own).long())).tolist()
         columns = dict(zip(("with_failed", "with_branches", "with_scores"), map(bool, has), strict=True))
+        columns["with_versions"] = with_versions
         rows = rows_of(ordered, version=self.weight_version(), routed=(mixtures, top_k), **columns)
         return self.replica.gather_rows(rows)
 
@@ -125,7 +126,9 @@ class EnvironmentRollouts:
     context: RolloutContext
     everyone: Ranks
     scores: EarlyScorer | None = None  # takes each trajectory as it ends
-    _metrics: Metrics = field(default_factory=dict, init=False)
+    window: int = 0  # trajectories of which too many may fail; 0: those of a generation
+    _sums: dict[str, float] = field(default_factory=dict, init=False)  # of the numbers of `metrics`
+    _failed: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # failures, trajectories
 
     def generate(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
@@ -151,24 +154,36 @@ class EnvironmentRollouts:
             run_on_all(lambda: play(range(len(trajectories))), self.everyone)
             # What servers had begun when they died runs again from its start, with the same random numbers.
             engine.settle(lambda: len(lost()), lambda: play(lost()))
-            self._count([ended[place] for place in range(len(trajectories))])
+            rows = self.rollout([ended[place] for place in range(len(trajectories))])
             failed.pop_all()
-        return context.rollout([ended[place].trajectory for place in range(len(trajectories))])
+        return rows
+
+    def rollout(self, ended: Sequence[Played], *, with_versions: bool = False) -> Rollout:
+        """Return the replica's rows from its ranks' trajectories. Raises RunError as `generate`; collective."""
+        outcomes = [self._checked(one) for one in ended]
+        self._count(outcomes)
+        return self.context.rollout([one.trajectory for one in outcomes], with_versions=with_versions)
 
     def metrics(self) -> Metrics:
-        """Return and reset the metrics of the last generation, and those of the environment."""
-        taken, self._metrics = self._metrics, {}
-        return taken
+        """Return and reset the metrics of the trajectories since the last call, over all ranks."""
+        numbers, self._sums = self._sums, {}
+        count = max(numbers.pop("count", 0.0), 1.0)
+        return {n: v if "failed" in n else v / count for n, v in numbers.items()}
 
     def _ended(self, prompts: Sequence[Prompt], played: Played) -> Played:
-        """Begin to score a trajectory; return it as a failed one if its own scores are wrong."""
+        """Begin to score a trajectory; return it as `_checked`."""
+        played = self._checked(played)
+        if self.scores is not None and played.trajectory.ended() != "error":
+            self.scores.begin(rows_of([played.trajectory], version=0, with_branches=True), prompts)
+        return played
+
+    def _checked(self, played: Played) -> Played:
+        """Return a trajectory as a failed one if its own scores are wrong."""
         trajectory = played.trajectory
         failed = trajectory.ended() == "error"
         fault = "" if failed else score_fault(trajectory, is_read=self.context.reads_scores)
         if fault:
             trajectory.end = "error"
-        elif self.scores is not None and not failed:
-            self.scores.begin(rows_of([trajectory], version=0, with_branches=True), prompts)
         return played._replace(failure="error", what=fault) if fault else played
 
     def _count(self, outcomes: Sequence[Played]) -> None:
@@ -186,18 +201,15 @@ class EnvironmentRollouts:
         own |= {f"agent/failed_{kind}": sum(one.failure == kind for one in outcomes) for kind in FAILURES}
         totals = self.everyone.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
         numbers = dict(zip(own, totals, strict=True))
-        count = max(numbers.pop("count"), 1.0)
-        self._metrics = {n: v if "failed" in n else v / count for n, v in numbers.items()}
+        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in numbers.items()}
         words = [one for one in outcomes if one.failure]
         for one in words[:NAMED]:
             place = f"sample {one.trajectory.sample_index} of prompt {one.trajectory.prompt.index}"
             log.warning("%s: %s: %s (%s)", self.runner.name, place, one.what, one.failure)
-        failed, share = (
-            sum(numbers[f"agent/failed_{kind}"] for kind in FAILURES),
-            self.runner.environment.max_failed_share,
-        )
-        error = None
-        if words and (failed > share * count or failed == count):
+        share, (failed, count) = self.runner.environment.max_failed_share, self._failed
+        failed, count = failed + sum(numbers[f"agent/failed_{kind}"] for kind in FAILURES), count + numbers["count"]
+        self._failed, error = (failed, count) if count < self.window else (0.0, 0.0), None
+        if words and count >= self.window and (failed > share * count or failed == count):
             error = RunError(
                 f"{self.runner.name}: {failed:.0f} of {count:.0f} trajectories failed, more than "
                 f"max_failed_share={share:g}; the first: {words[0].what}"

@@ -7,18 +7,20 @@ interrupts.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mega_rl.agents.environment import Environment, Runner, TurnRequest
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.generation.engine import rollout_of, sampling_seed
+from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS, rollout_of, sampling_seed
 from mega_rl.rollout.sglang.generation.samples import (
-    GenerationResult,
     Key,
     RequestFailure,
     Sample,
@@ -29,7 +31,7 @@ from mega_rl.trainer.collect import Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.selection import Stock
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
-from mega_rl.workers.rollout import RolloutWorker
+from mega_rl.workers.rollout import EnvironmentRollouts, RolloutContext, RolloutWorker
 from mega_rl.workers.stream import RolloutStream, ServerFlow
 from tests.helpers.fakes import FakeSink, FakeTimer
 
@@ -42,6 +44,11 @@ def token_of(weights: Tensor, seed: int, position: int) -> int:
     generator = torch.Generator().manual_seed(seed * 1_000 + position)
     at = torch.rand((), generator=generator, dtype=torch.float64)
     return int((weights.softmax(0).cumsum(0) < at).sum().clamp(max=VOCABULARY - 1))
+
+
+def logits_of(weights: Tensor, context: Sequence[int]) -> Tensor:
+    """Return the logits of a turn, which depend on the tokens before it."""
+    return weights + ((torch.arange(VOCABULARY) * sum(context) * len(context)) % 5) / 4
 
 
 @dataclass
@@ -61,19 +68,31 @@ class Policy:
         return {}
 
 
+@dataclass(eq=False)
+class _Job:
+    """A request at the fleet."""
+
+    request: SampleRequest
+    answer: Callable[[Sample | RequestFailure], None]
+    sample: Sample
+    dropped: bool = False
+
+
 @dataclass
 class FakeFleet:
-    """One rank's engine; `pace(key, look)` counts the looks of the whole run."""
+    """One rank's engine; `pace(key, look)` counts the looks of the whole run. Keys: ticket and sample."""
 
     policy: Policy
     everyone: Ranks
     pace: Callable[[Key, int], int] = lambda key, number: LONGEST
     fails: Callable[[Key], bool] = lambda key: False
+    loses: Callable[[Key, int], bool] = lambda key, number: False  # the request's server dies at this look
     sampling: Sampling = SAMPLING
+    routed: None = None
+    by_context: bool = False  # tokens are those of `logits_of`
     looks: int = 0
-    _begun: int = 0  # looks before the round
-    _asked: Sequence[SampleRequest] = ()
-    _partials: Mapping[Key, Sample] = field(default_factory=dict)
+    tokens: int = 0  # sampled
+    _jobs: list[_Job] = field(default_factory=list)
 
     def requests(self, prompts: Sequence[Prompt], places: Sequence[int], *, n: int, seed: Any) -> list[SampleRequest]:
         ids = [
@@ -83,56 +102,87 @@ class FakeFleet:
         ]
         return [SampleRequest((place, s), own, sampling_seed(seed, place, s), LONGEST) for own, place, s in ids]
 
+    def turn_request(self, turn: TurnRequest, seed: tuple[int, ...]) -> SampleRequest:
+        ids, (place, sample, number), limit = turn
+        own = sampling_seed(seed, place, sample, number)
+        return SampleRequest((place, sample << NUMBER_BITS | number), ids, own, limit)
+
     def metrics(self) -> Metrics:
         return {}
 
-    def begin(self, requests: Sequence[SampleRequest], partials: Mapping[Key, Sample]) -> None:
-        self._asked, self._partials, self._begun = requests, partials, self.looks
+    def open(self) -> None:
+        assert not self._jobs
 
     @property
     def router(self) -> FakeFleet:
         return self
 
-    def so_far(self, wait_s: float = 0.0) -> tuple[GenerationResult, bool]:
-        self.looks += 1
-        result = self._played(interrupt=True)
-        return (replace(result, unserved={}), False) if result.unserved else (GenerationResult(), True)
+    def ask(
+        self, request: SampleRequest, answer: Callable[[Sample | RequestFailure], None], so_far: Sample
+    ) -> Callable[[], object]:
+        job = _Job(request, answer, so_far)
+        self._jobs.append(job)
+        return lambda: setattr(job, "dropped", True)
 
-    def end(self, *, interrupt: bool = False) -> GenerationResult:
-        self.looks += 1
-        return self._played(interrupt=interrupt)
+    def end(self, *, interrupt: bool = False) -> None:
+        self.look()
+        jobs, self._jobs = self._jobs, []
+        assert interrupt or not jobs
+        for job in jobs:
+            job.answer(job.sample)
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
-        assert not lost()
+        while lost():
+            again()
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
         has_failed = bool(self.everyone.max(torch.tensor(len(failures))))
         version = self.policy.weight_version
         return rollout_of(requests, samples, weight_version=version, with_failed=has_failed, with_token_versions=True)
 
-    def _played(self, *, interrupt: bool) -> GenerationResult:
-        result, version = GenerationResult(), self.policy.weight_version
+    def look(self) -> None:
+        """Let requests come along until this look."""
+        look, self.looks = self.looks, self.looks + 1
+        for job in [*self._jobs]:
+            key = (job.request.key[0], job.request.key[1] >> NUMBER_BITS)
+            self._decode(job, self.pace(key, look))
+            if (
+                self.loses(key, look)
+                or self.fails(key)
+                or job.sample.is_whole(job.request, self.sampling)
+                or job.dropped
+            ):
+                self._jobs.remove(job)
+                job.answer(RequestFailure("bad_answer", "it is cut") if self.fails(key) else job.sample)
+
+    def _decode(self, job: _Job, count: int) -> None:
+        version, before = self.policy.weight_version, job.sample
         weights = self.policy.published[version]
-        for request in self._asked:
-            before = self._partials[request.key]
-            ids, logprobs, versions = list(before.token_ids), list(before.logprobs), list(before.versions)
-            left = (
-                sum(self.pace(request.key, look) for look in range(self._begun, self.looks)) if interrupt else LONGEST
-            )
-            assert request.limit is not None
-            while left and len(ids) < request.limit and STOP not in ids:
-                ids.append(token_of(weights, request.seed, len(ids)))
-                logprobs.append(float(weights.log_softmax(0)[ids[-1]]))
-                versions.append(version)
-                left -= 1
-            sample = Sample(ids, logprobs, versions, "stop" if STOP in ids else "length")
-            if self.fails(request.key):
-                result.failures[request.key] = RequestFailure("bad_answer", "it is cut")
-            elif sample.is_whole(request, SAMPLING):
-                result.samples[request.key] = sample
-            else:
-                result.unserved[request.key] = replace(sample, finish="partial")
-        return result
+        weights = logits_of(weights, job.request.prompt) if self.by_context else weights
+        ids, logprobs, versions = list(before.token_ids), list(before.logprobs), list(before.versions)
+        assert job.request.limit is not None
+        while count and len(ids) < job.request.limit and STOP not in ids:
+            ids.append(token_of(weights, job.request.seed, len(ids)))
+            logprobs.append(float(weights.log_softmax(0)[ids[-1]]))
+            versions.append(version)
+            count, self.tokens = count - 1, self.tokens + 1
+        whole = STOP in ids or len(ids) >= job.request.limit
+        job.sample = Sample(ids, logprobs, versions, ("stop" if STOP in ids else "length") if whole else "partial")
+
+
+class Looks(threading.Condition):
+    """Whoever waits looks at the fleet first."""
+
+    def __init__(self, fleet: FakeFleet) -> None:
+        super().__init__()
+        self._fleet = fleet
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        end = time.monotonic() + (timeout or 0.0)
+        self._fleet.look()
+        while not super().wait_for(predicate, 0.005) and time.monotonic() < end:
+            self._fleet.look()
+        return predicate()
 
 
 class Numbered:
@@ -152,6 +202,8 @@ class Lengths:
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rows = [prompts[int(number)].index % 3 for number in rollout.prompt_index]
         large = ((rollout.tokens > 3) & rollout.loss_mask).sum(1) / LONGEST
+        of_samples = rollout.prompt_index * N + rollout.sample_index  # rows of a trajectory have its reward
+        large = torch.zeros(len(prompts) * N).index_add(0, of_samples, large)[of_samples]
         return Rewards(torch.where(torch.tensor(rows, dtype=torch.int64) == 0, 0.0, large.float()))
 
     def metrics(self) -> Metrics:
@@ -173,14 +225,20 @@ class StreamRun:
     drawn: int = 0  # prompts of a draw; 0: as many as train in a step
     together: bool = False  # the ranks are one replica, not one each
     fleet: dict[str, Any] = field(default_factory=dict)
+    environment: Environment | None = None  # samples are its trajectories
 
     def __post_init__(self) -> None:
         self.policy = Policy()
-        engine = FakeFleet(self.policy, self.ranks, **self.fleet)
+        engine = FakeFleet(self.policy, self.ranks, by_context=self.environment is not None, **self.fleet)
         self.replicas, replica = (SingleRank(), self.ranks) if self.together else (self.ranks, SingleRank())
         worker = RolloutWorker(engine, self.replicas, replica, N, seed=7)  # type: ignore[arg-type]
         quantum = 0 if self.free else self.quantum or -(-LONGEST // self.k)
-        version = lambda: self.policy.weight_version  # noqa: E731
+        version, rollouts = lambda: self.policy.weight_version, None
+        if self.environment is not None:
+            tokenizer: Any = None
+            context = RolloutContext(tokenizer, engine, SAMPLING, N, 7, self.replicas, replica, version)
+            runner = Runner(self.environment, "rollout.source='own.py:Own'", vocab_size=100)
+            rollouts = EnvironmentRollouts(runner, context, self.ranks, window=self.per_step * N)
         self.flow = ServerFlow(
             worker,
             engine,
@@ -190,9 +248,11 @@ class StreamRun:
             timeout_s=2.0,
             beat_s=0.01,
             look_s=0.0,  # type: ignore[arg-type]
+            rollouts=rollouts,
         )
+        self.flow.requests.changed = Looks(engine)
         self.stream, self.stock = (
-            RolloutStream(self.flow, self.policy),
+            RolloutStream(self.flow, self.policy, rollouts or worker),
             Stock(self.flow, version, self.flow, self.redraws),
         )
         plan = SamplingPlan(
@@ -236,6 +296,11 @@ class StreamRun:
         self.stock.restore(saved["tensors"] if same_layout else None)
         self.collector.resume(saved)
         return self
+
+    def kill(self) -> None:
+        """Leave what is in progress."""
+        if self.flow.players is not None and self.flow.players._play is not None:
+            self.flow.players._play.abandoned = True
 
     def run(self, steps: int | None = None) -> StreamRun:
         """Make steps, by default to the run's end."""

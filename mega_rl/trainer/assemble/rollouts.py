@@ -97,7 +97,7 @@ def build_rollouts(
         return Rollouts(NoRollouts(), NoRollouts(), Residency(roles.models, world))
     if rollout.backend == "none":
         to_source = WeightsToSource(actor.export_weights)
-        made, pending = _make_source(inputs, rollout, trainer.seed, roles, None, to_source, None)
+        made, pending = _make_source(inputs, rollout, trainer, roles, None, to_source, None)
         to_source.receive = getattr(made.source, "receive_weights", None)
         return Rollouts(made, to_source, Residency(roles.models, world), pending)
     if servers is None:
@@ -132,7 +132,10 @@ def build_rollouts(
         shared = connection.memory if servers.colocated else None
         devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
         if trainer.async_steps:
-            stream = _stream(rollout, trainer, world, worker, engine, sync)
+            own_source = None
+            if inputs.rollouts is not None:
+                own_source, _ = _make_source(inputs, rollout, trainer, roles, engine, sync, scores)
+            stream = _stream(rollout, trainer, world, worker, engine, sync, own_source)
             resources.callback(stream.flow.close)
             redraws = rollout.dynamic_sampling.expired == "redraw"
             stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
@@ -141,13 +144,13 @@ def build_rollouts(
             connection.sync.add_listener(devices.after_send)
     if inputs.rollouts is None:
         return Rollouts(worker, sync, devices)
-    made, pending = _make_source(inputs, rollout, trainer.seed, roles, worker.engine, sync, scores)
+    made, pending = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
     return Rollouts(made, sync, devices, pending)
 
 
 def _make_source(
-    inputs: Inputs, rollout: RolloutConfig, seed: int, roles: Roles, engine: TurnEngine | None, sync: WeightSync,
-    scores: EarlyScorer | None,
+    inputs: Inputs, rollout: RolloutConfig, trainer: TrainerConfig, roles: Roles, engine: TurnEngine | None,
+    sync: WeightSync, scores: EarlyScorer | None,
 ) -> tuple[CheckedRollouts, RankState | None]:  # fmt: skip
     """Return (a user's rollout source with checks, its state or None). Raises UserError."""
     own, actor, tokens = inputs.rollouts, roles.actor_engine, inputs.tokens
@@ -158,7 +161,7 @@ def _make_source(
         engine=engine,
         sampling=_sampling(rollout, tokens.stop_ids),
         n=rollout.n,
-        seed=seed,
+        seed=trainer.seed,
         data_parallel=actor.data_parallel,
         replica=actor.replica,
         weight_version=lambda: sync.weight_version,
@@ -172,7 +175,13 @@ def _make_source(
         if engine is None:
             raise UserError(f"{name}: an environment needs an engine; set rollout.backend=hf or sglang")
         runner = Runner(made, name, known)
-        made = EnvironmentRollouts(runner, context, inputs.world, scores)
+        window = trainer.prompts_per_step * rollout.n if trainer.async_steps else 0
+        made = EnvironmentRollouts(runner, context, inputs.world, scores, window)
+    elif trainer.async_steps:
+        raise UserError(
+            f"{name}: trainer.async_steps={trainer.async_steps} needs an environment or the built-in source, whose "
+            "samples continue under later weights; define run instead of generate, or set trainer.async_steps=0"
+        )
     elif rollout.sglang.return_routing:
         raise UserError(
             f"{name}: rollout.sglang.return_routing needs the built-in source or an environment, whose experts the "
@@ -247,10 +256,13 @@ def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
 
 def _stream(
     rollout: RolloutConfig, trainer: TrainerConfig, world: Ranks, worker: RolloutWorker,
-    engine: SglangRolloutEngine, sync: WeightSync,
+    engine: SglangRolloutEngine, sync: WeightSync, own_source: CheckedRollouts | None,
 ) -> RolloutStream:  # fmt: skip
     rows = math.ceil((trainer.async_steps + 1) * trainer.prompts_per_step / world.size) * rollout.n
     by_tokens = rollout.sglang.arrival == "lock"
+    source = None if own_source is None else own_source.source
+    environments = source if isinstance(source, EnvironmentRollouts) else None
+    own_s = 0.0 if environments is None else environments.runner.environment.timeout_s
     flow = ServerFlow(
         worker=worker,
         engine=engine,
@@ -258,6 +270,7 @@ def _stream(
         version=lambda: sync.weight_version,
         # A response that began k versions ago is complete.
         quantum=math.ceil(rollout.max_new_tokens / trainer.async_steps) if by_tokens else 0,
-        timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s,
+        timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s + own_s,
+        rollouts=environments,
     )
-    return RolloutStream(flow, sync)
+    return RolloutStream(flow, sync, own_source or worker)

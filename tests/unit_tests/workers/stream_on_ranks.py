@@ -6,15 +6,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mega_rl.agents.environment import Environment
 from mega_rl.parallel.comm import GroupRanks
 from tests.helpers.fleet import StreamRun
 
 STEPS, SAVED = 6, 3
 
 
-def run_of(ranks: Any, *, waves: int, together: bool) -> StreamRun:
+def run_of(ranks: Any, *, waves: int, together: bool, environment: Environment | None = None) -> StreamRun:
     """Three steps ahead; prompts of a step do not divide by the ranks."""
-    return StreamRun(3, ranks, waves=waves, together=together, steps=STEPS, per_step=5)
+    return StreamRun(3, ranks, waves=waves, together=together, steps=STEPS, per_step=5, environment=environment)
 
 
 def facts(run: StreamRun) -> dict[str, Any]:
@@ -22,28 +23,31 @@ def facts(run: StreamRun) -> dict[str, Any]:
     steps = []
     for batch in run.taken:
         rows, tickets = batch.samples.rollout, batch.samples.tickets
-        keys = zip(tickets[rows.prompt_index].tolist(), rows.sample_index.tolist(), strict=True)
+        branches = [0] * len(rows.tokens) if rows.branch is None else rows.branch.tolist()
+        keys = zip(tickets[rows.prompt_index].tolist(), rows.sample_index.tolist(), branches, strict=True)
         ids = [own[:length] for own, length in zip(rows.tokens.tolist(), rows.lengths.tolist(), strict=True)]
         dropped = [(one.ticket, one.reason) for one in batch.dropped]
         steps.append({"tickets": tickets.tolist(), "dropped": dropped, "rows": dict(zip(keys, ids, strict=True))})
     return {"weights": run.policy.weights, "steps": steps}
 
 
-def on_ranks(rank: int) -> dict[str, Any]:
-    """Return the facts of runs with and without dynamic sampling, as two replicas and as one, and of resumed ones."""
+def on_ranks(rank: int, environment: Environment | None = None) -> dict[str, Any]:
+    """Return the facts of runs with and without dynamic sampling, as two replicas and as one, and of resumed ones.
+
+    With an environment without dynamic sampling only.
+    """
     from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
     dist.init_process_group("gloo")
     ranks = GroupRanks(dist.group.WORLD)  # type: ignore[arg-type]
     runs = {}
-    for waves in (0, 3):
+    for waves in (0, 3) if environment is None else (0,):
         for together in (False, True):
-            run = run_of(ranks, waves=waves, together=together).run(SAVED)
+            given: Any = {"waves": waves, "together": together, "environment": environment}
+            run = run_of(ranks, **given).run(SAVED)
             saved = run.saved()
             runs[f"{waves} {together}"] = facts(run.run())
-            runs[f"{waves} {together} resumed"] = facts(
-                run_of(ranks, waves=waves, together=together).resume(saved).run()
-            )
+            runs[f"{waves} {together} resumed"] = facts(run_of(ranks, **given).resume(saved).run())
     dist.destroy_process_group()
     return runs

@@ -254,9 +254,9 @@ def test_a_group_about_to_be_too_old_is_waited_for() -> None:
     assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(32))
 
 
-@pytest.mark.parametrize(("tokens", "depths", "oldest"), [(LONGEST, (2,), 1), (2, (4, 5), 5)])
+@pytest.mark.parametrize(("tokens", "depths", "oldest"), [(LONGEST, (2,), 1), (3, (6,), 5)])
 def test_no_more_steps_are_in_flight_than_training_needs(tokens: int, depths: tuple[int, ...], oldest: int) -> None:
-    """Whole responses between two looks need one step ahead; those that take six looks need more, and not eight."""
+    """Whole responses between two looks need one step ahead; those that take four looks need more, and not eight."""
     run = StreamRun(8, SingleRank(), free=True, steps=40, fleet={"pace": lambda key, number: tokens}).run(30)
     rows = [batch.samples.rollout for batch in run.taken]
     ages = [current - int(own.weight_version.min()) for current, own in zip(run.versions, rows, strict=True)]

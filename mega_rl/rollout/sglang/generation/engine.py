@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl.agents.environment import Answer, TurnQueue, TurnSampling, give_answer
+from mega_rl.agents.environment import Answer, TurnQueue, TurnRequest, TurnSampling, give_answer
 from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
@@ -35,7 +35,7 @@ from mega_rl.types import Draws, Metrics, Prompt, Rollout, ends_of
 log = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3  # in an error message
-_NUMBER_BITS = 32  # room for a turn's number in the key of its request
+NUMBER_BITS = 32  # room for a turn's number in the key of its request
 
 
 class RoutedLayers(NamedTuple):
@@ -62,7 +62,7 @@ class SglangRolloutSettings:
 class SglangRolloutEngine:
     """Rollout engine over a `ServerRouter`; every rank is a client for its own prompts' samples.
 
-    `begin` to `end` talk to servers and do no collective, so a generation may run next to training. `settle` is
+    `open` to `end` talk to servers and do no collective, so a generation may run next to training. `settle` is
     collective: where a rank lost servers, all ranks bring them back and send them the weights before they get requests.
     """
 
@@ -80,7 +80,7 @@ class SglangRolloutEngine:
         bring_back: restarts these servers if they are dead, and with `refit` sends them the weights; collective.
         """
         self.router, self._world, self._settings = router, everyone, settings
-        self.sampling = settings.sampling
+        self.sampling, self.routed = settings.sampling, settings.routed
         self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
         self._since = GenerationResult()  # counts since the last `settle`
@@ -111,7 +111,15 @@ class SglangRolloutEngine:
                 requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, limits=limits, draws=draws))
                 result.unserved = {request.key: Sample() for request in requests}
             rest = [request for request in requests if request.key in result.unserved]
-            self.begin(rest, result.unserved, sampling)
+            deadline, mixed = time.monotonic() + self.deadline_s(len(rest)), self._settings.token_versions
+            self.router.start(
+                rest,
+                sampling,
+                version=self._version(),
+                deadline=deadline,
+                partials=result.unserved,
+                mixed_versions=mixed,
+            )
             result.add(self.end())
 
         run_on_all(ask, self._world)
@@ -141,14 +149,10 @@ class SglangRolloutEngine:
 
     # -- a generation that may run next to training --------------------------------------------------------------------
 
-    def begin(
-        self, requests: Sequence[SampleRequest], partials: Mapping[Key, Sample], sampling: Sampling | None = None
-    ) -> None:
-        """Start a generation, by default of samples for training; partials: responses so far."""
-        deadline, mixed = time.monotonic() + self.deadline_s(len(requests)), self._settings.token_versions
-        given = sampling or self._sampling(False, None)
-        version = self._version()
-        self.router.start(requests, given, version=version, deadline=deadline, partials=partials, mixed_versions=mixed)
+    def open(self) -> None:
+        """Start a generation of samples for training, whose requests come by `router.ask`."""
+        mixed, sampling = self._settings.token_versions, self._sampling(False, None)
+        self.router.start((), sampling, version=self._version(), deadline_s=self.deadline_s, mixed_versions=mixed)
 
     def end(self, *, interrupt: bool = False) -> GenerationResult:
         """Return the generation's result, once it has ended; interrupt: at once, with what there is."""
@@ -160,23 +164,25 @@ class SglangRolloutEngine:
 
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
         """Answer each turn as its own request, with "lost" where no server is left."""
-        routed = self._settings.routed if not how.greedy and how.draws is None else None
+        routed = self.routed if not how.greedy and how.draws is None else None
         router = self.router
         sampling = replace(self._sampling(how.greedy, how.draws), return_routing=routed is not None)
         router.start((), sampling, version=self._version(), deadline_s=self.deadline_s)
         try:
             while (taken := asked.take()) is not None:
-                for (ids, (prompt, sample, number), limit), future in taken:
-                    check_positions(len(ids), limit, max_positions=self._settings.max_positions)
-                    key, seed = (
-                        (prompt, sample << _NUMBER_BITS | number),
-                        sampling_seed(how.seed, prompt, sample, number),
-                    )
-                    request = SampleRequest(key, ids, seed=seed, limit=limit)
-                    drop = router.ask(request, partial(_answer, future, len(ids), routed))
+                for turn, future in taken:
+                    answer = partial(answer_turn, future, len(turn.token_ids), routed)
+                    drop = router.ask(self.turn_request(turn, how.seed), answer)
                     future.add_done_callback(partial(_drop_cancelled, drop))
         finally:
             self._since.add(router.result())
+
+    def turn_request(self, turn: TurnRequest, seed: tuple[int, ...]) -> SampleRequest:
+        """Return the request of a turn, with its seed. Raises UserError for one that does not fit the model."""
+        ids, (prompt, sample, number), limit = turn
+        check_positions(len(ids), limit, max_positions=self._settings.max_positions)
+        of_turn = sampling_seed(seed, prompt, sample, number)
+        return SampleRequest((prompt, sample << NUMBER_BITS | number), ids, seed=of_turn, limit=limit)
 
     def _sampling(self, greedy: bool, draws: Draws | None) -> Sampling:
         """Return the sampling of a generation, in training that of the settings."""
@@ -256,11 +262,11 @@ class SglangRolloutEngine:
         return taken
 
 
-def _answer(
-    future: Future[Answer], read: int, routed: RoutedLayers | None, outcome: Sample | RequestFailure | None
+def answer_turn(
+    future: Future[Answer], read: int, routed: RoutedLayers | None, outcome: Sample | RequestFailure
 ) -> None:
-    """Answer a turn after `read` tokens; no outcome: no server was left."""
-    if isinstance(outcome, Sample):
+    """Answer a turn after `read` tokens; a partial one is lost."""
+    if isinstance(outcome, Sample) and outcome.finish != "partial":
         ids, logprobs, versions = tuple(outcome.token_ids), tuple(outcome.logprobs), tuple(outcome.versions)
         turn = Turn(ids, logprobs, versions, outcome.finish == "stop")
         try:
@@ -271,9 +277,9 @@ def _answer(
             return
         give_answer(future, turn)
         return
-    if outcome is not None:
+    if isinstance(outcome, RequestFailure):
         log.warning("a turn has no answer: %s", outcome.message)
-    give_answer(future, "lost" if outcome is None else "turn")
+    give_answer(future, "turn" if isinstance(outcome, RequestFailure) else "lost")
 
 
 def _drop_cancelled(drop: Callable[[], object], future: Future[Answer]) -> None:

@@ -45,7 +45,7 @@ _AFFINITY_SLACK = 8
 _PROGRESS_S = 0.2
 
 Result = TypeVar("Result")
-Answered = Callable[[Sample | RequestFailure | None], None]  # None: no server is left
+Answered = Callable[[Sample | RequestFailure], None]  # a partial sample: no server is left, or it was cut short
 
 
 @dataclass(eq=False)
@@ -254,8 +254,8 @@ class ServerRouter:
         self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
         _on_loop(self._loop, lambda: None)  # it has begun
 
-    def ask(self, request: SampleRequest, answer: Answered) -> Callable[[], object]:
-        """Add a request to an open generation; the event loop calls `answer` at its end.
+    def ask(self, request: SampleRequest, answer: Answered, so_far: Sample | None = None) -> Callable[[], object]:
+        """Add a request to an open generation; the event loop calls `answer` at its end. so_far: its response.
 
         The function that it returns drops the request, whose server then stops decoding. Raises UserError as `start`.
         """
@@ -265,7 +265,7 @@ class ServerRouter:
         deadline_s = generation.deadline_s
         assert deadline_s is not None
 
-        job = _Job(request, Sample(), math.inf, answer)
+        job = _Job(request, so_far or Sample(), math.inf, answer)
 
         def add() -> None:
             job.deadline = self._loop.time() + deadline_s(len(generation.jobs) + 1)
@@ -286,14 +286,15 @@ class ServerRouter:
         """Wait for the generation's result. Raises RunError for one that runs on after its deadline.
 
         An open generation ends with this call; its requests in flight get no answer. interrupt: stop sending, abort
-        requests in flight and keep their tokens, so that this returns within seconds.
+        requests in flight and keep their tokens, in their answers if the generation is open; this returns within
+        seconds.
         """
         assert self._future is not None, "no generation was started"
         if interrupt:
             self._loop.call_soon_threadsafe(_interrupt, self._generation, self._grace_s)
         if (generation := self._generation) is not None and generation.deadline_s is not None:
             self._deadline = time.monotonic()
-            self._loop.call_soon_threadsafe(_close, generation)
+            self._loop.call_soon_threadsafe(_close_open, generation)
         try:
             return self._future.result(timeout=max(0.0, self._deadline - time.monotonic()) + _SLACK_S)
         except concurrent.futures.TimeoutError:
@@ -301,13 +302,6 @@ class ServerRouter:
                 raise
             self._future.cancel()
             raise RunError(f"a generation continued {_SLACK_S:g} s after its deadline") from None
-
-    def so_far(self, wait_s: float = 0.0) -> tuple[GenerationResult, bool]:
-        """Return the samples that have ended, and whether all have, after a wait of up to `wait_s`."""
-        assert self._future is not None, "no generation was started"
-        has_ended = not concurrent.futures.wait([self._future], timeout=wait_s).not_done
-        ended = GenerationResult() if self._generation is None else self._generation.result
-        return _on_loop(self._loop, lambda: GenerationResult({**ended.samples}, {**ended.failures})), has_ended
 
     async def _run(self, generation: _Generation, jobs: Sequence[_Job]) -> GenerationResult:
         """Run until no more will come and each sample has ended or is unserved."""
@@ -526,7 +520,7 @@ def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | 
     elif outcome is not None:
         outcome.tries = job.tries
     if job.answer is not None:
-        job.answer(outcome)
+        job.answer(outcome or replace(job.partial, finish="partial", routing=b""))
     elif outcome is None:
         result.unserved[key] = job.partial
     elif isinstance(outcome, Sample):
@@ -543,6 +537,13 @@ def _close(generation: _Generation) -> None:
     """End the generation and what it waits for."""
     for task in (*generation.jobs.values(), *generation.helpers.values()):
         task.cancel()
+
+
+def _close_open(generation: _Generation) -> None:
+    """Let no more requests come; those that are aborted get their answers first."""
+    generation.deadline_s = None
+    if not (generation.result.interrupted and generation.jobs):
+        _close(generation)
 
 
 def _help(
