@@ -145,7 +145,7 @@ def test_recorded_rows_with_experts_of_servers_are_refused() -> None:
     inputs.plan.models = {"actor": MagicMock()}
     rollout = load(None, ["rollout.sglang.return_routing=true"]).rollout
     with pytest.raises(UserError, match=r"own.py:Own.*return_routing needs the built-in source or an environment"):
-        _make_source(inputs, rollout, 0, MagicMock(), MagicMock(), MagicMock())
+        _make_source(inputs, rollout, MagicMock(), MagicMock(), MagicMock(), MagicMock(), None)
 
 
 def test_a_program_registers_sources_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
