@@ -176,7 +176,11 @@ RL: Table = {
             "return min((min(sample.versions, default=current) for sample",
             "return min((max(sample.versions, default=current) for sample",
         ),
-        ("a resumed run samples anew what was in flight", "kept = self._kept.pop(key, None)", "kept = None"),
+        (
+            "a resumed run samples anew what was in flight",
+            "kept, context = self._kept.pop(key, (Sample(), None))",
+            "kept, context = Sample(), None",
+        ),
         (
             "a checkpoint forgets the groups that wait",
             '"flow": self.state_of_flow.state(), "pool": self.pool.state()}',
@@ -243,15 +247,20 @@ RL: Table = {
     ("experience", "workers/test_agent_stream.py"): [
         (
             "a part of a turn is answered as a whole one",
-            "                if is_whole:\n                    self._answer(request, outcome)",
-            '                self._answer(request, replace(outcome, finish="length"))',
+            "            if is_over:\n                self._answer(request, outcome)",
+            '            self._answer(request, replace(outcome, finish="length"))',
         ),
         (
             "kept turns are not compared by the tokens before them",
-            "if kept is not None and kept.context != _digest(request.prompt):",
+            "if context is not None and context != _digest(request.prompt):",
             "if False:",
         ),
         ("each turn has the quantum of its trajectory", "group.room[number] -= limit - have", "pass"),
+        (
+            "a turn that waits for room counts as lost",
+            "for other in group.open() if is_over and self.runs and self.quantum else ():",
+            "for other in ():",
+        ),
         (
             "a sample plays twice",
             "Trajectory(group.prompt, ticket, number, self.limit))",
@@ -259,7 +268,7 @@ RL: Table = {
         ),
         (
             "a checkpoint forgets kept turns that nobody has asked for",
-            "rows += [(key, kept, False) for key, kept in self._kept.items() if key[0] in self.groups]",
+            "rows += [(key, *kept, False) for key, kept in self._kept.items() if key[0] in self.groups]",
             "pass",
         ),
         (

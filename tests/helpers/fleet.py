@@ -86,7 +86,9 @@ class FakeFleet:
     everyone: Ranks
     pace: Callable[[Key, int], int] = lambda key, number: LONGEST
     fails: Callable[[Key], bool] = lambda key: False
-    loses: Callable[[Key, int], bool] = lambda key, number: False  # the request's server dies at this look
+    loses: Callable[[Key, int], bool | None] = lambda key, number: (
+        None
+    )  # whether the request's server dies at this look
     sampling: Sampling = SAMPLING
     routed: None = None
     by_context: bool = False  # tokens are those of `logits_of`
@@ -133,6 +135,7 @@ class FakeFleet:
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
         while lost():
+            assert self.loses((0, 0), -1) is not None, "no server has died"
             again()
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
