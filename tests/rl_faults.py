@@ -193,7 +193,11 @@ RL: Table = {
             "return min((min(sample.versions, default=current) for sample",
             "return min((max(sample.versions, default=current) for sample",
         ),
-        ("a resumed run samples anew what was in flight", "kept = self._kept.pop(key, None)", "kept = None"),
+        (
+            "a resumed run samples anew what was in flight",
+            "kept, context = self._kept.pop(key, (Sample(), None))",
+            "kept, context = Sample(), None",
+        ),
         (
             "a checkpoint forgets the groups that wait",
             '"flow": self.state_of_flow.state(), "pool": self.pool.state()}',
@@ -255,6 +259,49 @@ RL: Table = {
             "rare tokens that move far end the run",
             "if mismatch.mean - DEVIATIONS * error >",
             "if mismatch.mean >",
+        ),
+    ],
+    ("experience", "workers/test_agent_stream.py"): [
+        (
+            "a part of a turn is answered as a whole one",
+            "            if is_over:\n                self._answer(request, outcome)",
+            '            self._answer(request, replace(outcome, finish="length"))',
+        ),
+        (
+            "kept turns are not compared by the tokens before them",
+            "if context is not None and context != _digest(request.prompt):",
+            "if False:",
+        ),
+        ("each turn has the quantum of its trajectory", "group.room[number] -= limit - have", "pass"),
+        (
+            "a turn that waits for room counts as lost",
+            "for other in group.open() if is_over and self.runs and self.quantum else ():",
+            "for other in ():",
+        ),
+        (
+            "a sample plays twice",
+            "Trajectory(group.prompt, ticket, number, self.limit))",
+            "Trajectory(group.prompt, ticket, max(number - 1, 0), self.limit))",
+        ),
+        (
+            "a checkpoint forgets kept turns that nobody has asked for",
+            "rows += [(key, *kept, False) for key, kept in self._kept.items() if key[0] in self.groups]",
+            "pass",
+        ),
+        (
+            "a round ends while a tool works",
+            "group.playing.keys() <= {number_of(request.key) for request in group.open()}",
+            "True",
+        ),
+        (
+            "a round whose servers were lost begins anew",
+            "self.requests.start(anew=False)",
+            "self.requests.start()",
+        ),
+        (
+            "trajectories of a blocked loop pay again for their turns",
+            "if keep and key not in group.failures:",
+            "if False:",
         ),
     ],
     ("experience", "trainer/test_dynamic_sampling.py"): [

@@ -329,7 +329,6 @@ class LivePlay(_Play):
     """Trajectories that come while others run, on a thread that ends when it is `abandoned`."""
 
     playing: dict[int, Trajectory] = field(default_factory=dict)  # by place
-    error: BaseException | None = None  # of our own code
     _begun: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -344,14 +343,9 @@ class LivePlay(_Play):
         def begin() -> None:
             task = self.loop.create_task(self._one(place, trajectory), name=str(place))
             self._tasks.add(task)
-            task.add_done_callback(self._note)
+            task.add_done_callback(self._tasks.discard)
 
         self.loop.call_soon_threadsafe(begin)
-
-    def _note(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self.error = self.error or task.exception()
 
     async def _all(self, _: Sequence[Trajectory]) -> None:
         while not self.abandoned:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import xxhash
@@ -31,13 +30,6 @@ _FINISHES = ("partial", "stop", "length", "failed")  # in a checkpoint
 def number_of(key: Key) -> int:
     """Return the number of a request's sample within its group."""
     return key[1] >> NUMBER_BITS
-
-
-class _Earlier(NamedTuple):
-    """A sample that was in flight before."""
-
-    sample: Sample
-    context: int  # digest of the tokens before it
 
 
 def _digest(token_ids: tuple[int, ...]) -> int:
@@ -80,8 +72,8 @@ class OpenRequests:
     quantum: int  # tokens that a sample gets in a round at most, in all its requests; 0: no limit
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards all
     runs: bool = False  # a round
-    drifted: int = 0  # kept samples whose environment asked with other tokens
-    _kept: dict[Key, _Earlier] = field(default_factory=dict)
+    drifted: int = 0  # kept samples whose environment asked with other tokens, since the last report
+    _kept: dict[Key, tuple[Sample, int]] = field(default_factory=dict)  # for requests to come; digests of their tokens
     _out: dict[Key, Callable[[], object]] = field(default_factory=dict)  # at servers, with functions that drop them
     _waits: dict[Key, Future[Answer]] = field(default_factory=dict)  # environments for whole turns
 
@@ -89,15 +81,15 @@ class OpenRequests:
         """Open a request, which continues what is kept of it after the same tokens."""
         with self.changed:
             key, group = request.key, self.groups[request.key[0]]
-            kept = self._kept.pop(key, None)
-            if kept is not None and kept.context != _digest(request.prompt):
-                kept, self.drifted = None, self.drifted + 1
-            group.requests[key], group.samples[key] = request, Sample() if kept is None else kept.sample
+            kept, context = self._kept.pop(key, (Sample(), None))
+            if context is not None and context != _digest(request.prompt):
+                kept, self.drifted = Sample(), self.drifted + 1
+            group.requests[key], group.samples[key] = request, kept
             if waits is not None:
                 self._waits[key] = waits
                 waits.add_done_callback(partial(self._drop, request))
-            if group.samples[key].finish != "partial":
-                self._answer(request, group.samples[key])
+            if kept.finish != "partial":
+                self._answer(request, kept)
             elif self.runs:
                 self._send(request)
             self.changed.notify_all()
@@ -113,7 +105,7 @@ class OpenRequests:
                 if number_of(key) != number:
                     continue
                 if keep and key not in group.failures:
-                    self._kept[key] = _Earlier(group.samples[key], _digest(request.prompt))
+                    self._kept[key] = group.samples[key], _digest(request.prompt)
                 if key in self._waits:
                     self._waits[key].cancel()  # which drops it
                 elif keep:
@@ -185,16 +177,17 @@ class OpenRequests:
             if group is None or group.requests.get(key) is not request:
                 return  # dropped
             self._out.pop(key, None)
+            is_over = isinstance(outcome, RequestFailure) or outcome.is_whole(request, self.engine.sampling)
             if isinstance(outcome, RequestFailure):
                 group.failures[key] = outcome
-                self._answer(request, outcome)
             else:
-                if self.quantum:
-                    group.room[number_of(key)] += limit - len(outcome.token_ids)
-                is_whole = outcome.is_whole(request, self.engine.sampling)
-                group.samples[key] = outcome if is_whole else replace(outcome, finish="partial", routing=b"")
-                if is_whole:
-                    self._answer(request, outcome)
+                group.room[number_of(key)] = group.room.get(number_of(key), 0) + limit - len(outcome.token_ids)
+                group.samples[key] = outcome if is_over else replace(outcome, finish="partial", routing=b"")
+            if is_over:
+                self._answer(request, outcome)
+            for other in group.open() if is_over and self.runs and self.quantum else ():  # they may have lacked room
+                if number_of(other.key) == number_of(key) and other.key not in self._out:
+                    self._send(other)
             self.changed.notify_all()
 
     def _answer(self, request: SampleRequest, outcome: Sample | RequestFailure) -> None:
@@ -217,22 +210,16 @@ class OpenRequests:
         """Return this rank's samples as flat tables."""
         with self.changed:
             rows = [
-                (key, _Earlier(group.samples[key], _digest(request.prompt)), key in group.failures)
+                (key, group.samples[key], _digest(request.prompt), key in group.failures)
                 for group in self.groups.values()
                 for key, request in group.requests.items()
             ]
-            rows += [(key, kept, False) for key, kept in self._kept.items() if key[0] in self.groups]
-        samples = [kept.sample for _, kept, _ in rows]
+            rows += [(key, *kept, False) for key, kept in self._kept.items() if key[0] in self.groups]
+        samples = [sample for _, sample, *_ in rows]
         routing = b"".join(one.routing for one in samples)
         heads = [
-            (
-                *key,
-                len(kept.sample.token_ids),
-                _FINISHES.index("failed" if failed else kept.sample.finish),
-                len(kept.sample.routing),
-                kept.context,
-            )
-            for key, kept, failed in rows
+            (*key, len(one.token_ids), _FINISHES.index("failed" if failed else one.finish), len(one.routing), context)
+            for key, one, context, failed in rows
         ]
         return {
             "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 6),
@@ -251,7 +238,7 @@ class OpenRequests:
             if word != "failed":
                 own = routing[at_routing : at_routing + size]
                 sample = Sample(ids[here], logprobs[here], versions[here], word, own)  # type: ignore[arg-type]
-                self._kept[ticket, number] = _Earlier(sample, context)
+                self._kept[ticket, number] = sample, context
             at, at_routing = at + count, at_routing + size
 
 
@@ -275,7 +262,7 @@ class Players(Turns):
     @property
     def stalled(self) -> bool:
         """Return whether a trajectory blocks the loop."""
-        return self._play is not None and (self._play.stalled or self._play.error is not None)
+        return self._play is not None and self._play.stalled
 
     def look(self) -> None:
         """Start all others again if a trajectory blocks the loop. Raises RunError where that does not help."""
@@ -284,8 +271,6 @@ class Players(Turns):
             return
         with self.requests.changed:
             play.abandoned, self._play, left = True, None, dict(play.playing)
-        if play.error:
-            raise play.error
         place, what = self.runner.blocked(play)
         self._blocked += 1
         if place not in left or self._blocked > MOST_BLOCKED:

@@ -103,7 +103,11 @@ class RolloutContext:
         ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
         own: list[int] = [any(one.ended() == "error" for one in ordered), any(len(one.branches) > 1 for one in ordered)]
         own.append(self.reads_scores or any(one.scores for one in ordered))
-        shapes = [turn.routing.shape[1:] for one in ordered for turn in one.turns if turn.routing is not None]
+        shapes: list[Sequence[int]] = [
+            turn.routing.shape[1:] for one in ordered for turn in one.turns if turn.routing is not None
+        ]
+        if with_versions and self.engine.routed is not None:  # all arrivals have these columns
+            shapes = [(sum(self.engine.routed.mixtures), self.engine.routed.top_k)]
         own += shapes[0] if shapes else (0, 0)
         *has, mixtures, top_k = self.data_parallel.max(self.replica.max(torch.tensor(own).long())).tolist()
         columns = dict(zip(("with_failed", "with_branches", "with_scores"), map(bool, has), strict=True))

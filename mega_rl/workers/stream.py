@@ -153,7 +153,7 @@ class ServerFlow:
             self.requests.start()
 
     def _is_over(self) -> bool:
-        """Return whether the round has nothing to sample on this rank, or `_look` must see to it."""
+        """Return whether the round has nothing to sample on this rank, or an environment blocks."""
         return self.requests.are_quiet(0.0) or (self.players is not None and self.players.stalled)
 
     def _finish(self, *, interrupt: bool = False, holds: bool = True) -> None:
@@ -164,7 +164,8 @@ class ServerFlow:
             if self.sample is not None and self.requests.runs:
                 run_on_all(partial(self.sample, self._is_over), self.everyone)
             own = not self.requests.are_quiet(self.beat_s)
-            self._look()
+            if self.players is not None:
+                run_on_all(self.players.look, self.everyone)
             late = own and time.monotonic() - begin >= self.timeout_s
             running, is_late = self.everyone.max(torch.tensor([int(own), int(late)])).bool().tolist()
             if is_late:
@@ -175,19 +176,18 @@ class ServerFlow:
             return
         lost: list[SampleRequest] = []
 
-        def end() -> None:
-            self.requests.stop(interrupt=interrupt)
+        def end(*, cut: bool) -> None:
+            self.requests.stop(interrupt=cut)
             lost[:] = [] if interrupt else self.requests.lost()
 
         def again() -> None:
             if lost:
                 self.requests.start(anew=False)
-                self.requests.are_quiet(self.timeout_s)
-                end()
+                end(cut=not self.requests.are_quiet(self.timeout_s))
 
         failure: Exception | None = None
         try:
-            end()
+            end(cut=interrupt)
         except (RunError, UserError) as error:
             failure = error
         raise_together(failure, self.everyone, error=StreamError)
@@ -198,7 +198,8 @@ class ServerFlow:
 
         Each group has the version of its oldest token.
         """
-        self._look()
+        if self.players is not None:
+            run_on_all(self.players.look, self.everyone)
         table = torch.zeros(len(self.flights) + 1, 2, dtype=torch.int64)
         with self.requests.changed:
             for place, flight in enumerate(self.flights.values()):
@@ -211,16 +212,6 @@ class ServerFlow:
         self.waiting = {ticket: oldest for ticket, (is_complete, oldest) in of_tickets.items() if not is_complete}
         complete = {ticket: oldest for ticket, (is_complete, oldest) in of_tickets.items() if is_complete}
         return complete, bool(lost), bool(is_late)
-
-    def _look(self) -> None:
-        """See to environments that block; collective."""
-        if self.players is not None:
-            failure: RunError | None = None
-            try:
-                self.players.look()
-            except RunError as error:
-                failure = error
-            raise_together(failure, self.everyone, error=RunError)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -254,8 +245,13 @@ class RolloutStream:
 
     def metrics(self) -> Metrics:
         """Return and reset the metrics of generations; `rollout/ahead_wait_s` is the time that training waited."""
-        waited, self.flow.waited_s = self.flow.waited_s, 0.0
-        return self.source.metrics() | {"rollout/ahead_wait_s": waited}
+        flow, requests = self.flow, self.flow.requests
+        metrics = self.source.metrics() | {"rollout/ahead_wait_s": flow.waited_s}
+        flow.waited_s = 0.0
+        if flow.players is not None:
+            drifted, requests.drifted = requests.drifted, 0
+            metrics["agent/replays_drifted"] = float(flow.everyone.sum(torch.tensor(drifted)))
+        return metrics
 
     @property
     def weight_version(self) -> int:

@@ -8,6 +8,7 @@ interrupts.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,9 @@ class FakeFleet:
     everyone: Ranks
     pace: Callable[[Key, int], int] = lambda key, number: LONGEST
     fails: Callable[[Key], bool] = lambda key: False
+    loses: Callable[[Key, int], bool | None] = lambda key, number: (
+        None
+    )  # whether the request's server dies at this look
     sampling: Sampling = SAMPLING
     routed: None = None
     by_context: bool = False  # tokens are those of `logits_of`
@@ -130,7 +134,9 @@ class FakeFleet:
             job.answer(job.sample)
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
-        assert not lost()
+        while lost():
+            assert self.loses((0, 0), -1) is not None, "no server has died"
+            again()
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
         has_failed = bool(self.everyone.max(torch.tensor(len(failures))))
@@ -143,7 +149,12 @@ class FakeFleet:
         for job in [*self._jobs]:
             key = (job.request.key[0], job.request.key[1] >> NUMBER_BITS)
             self._decode(job, self.pace(key, look))
-            if self.fails(key) or job.sample.is_whole(job.request, self.sampling) or job.dropped:
+            if (
+                self.loses(key, look)
+                or self.fails(key)
+                or job.sample.is_whole(job.request, self.sampling)
+                or job.dropped
+            ):
                 self._jobs.remove(job)
                 job.answer(RequestFailure("bad_answer", "it is cut") if self.fails(key) else job.sample)
 
@@ -170,8 +181,11 @@ class Looks(threading.Condition):
         self._fleet = fleet
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        end = time.monotonic() + (timeout or 0.0)
         self._fleet.look()
-        return super().wait_for(predicate, min(timeout or 0.0, 0.01))
+        while not super().wait_for(predicate, 0.005) and time.monotonic() < end:
+            self._fleet.look()
+        return predicate()
 
 
 class Numbered:

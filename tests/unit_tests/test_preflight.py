@@ -425,6 +425,12 @@ def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (line,) = problems(*joined)
         assert "others than its owner may read it (mode 644); chmod 600" in line
         Path("keys.json").chmod(0o600)
+        fleet = (*joined, "rollout.sglang.urls=fleet.txt")
+        (line,) = problems(*fleet)
+        assert line.startswith("rollout.sglang.urls=fleet.txt: no such file (looked for")
+        Path("fleet.txt").write_text("")
+        assert not problems(*fleet)
+        Path("keys.json").chmod(0o600)
         assert problems(*joined) == []
     monkeypatch.setattr(host, "require_sglang", lambda device: Installation("0.5.21", None))
     monkeypatch.setenv("HOME", "/nowhere")

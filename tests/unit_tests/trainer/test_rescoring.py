@@ -80,6 +80,8 @@ def test_a_right_run_is_rescored_and_goes_on(k: int, free: bool, knows_all: bool
     one = watched(k, SingleRank(), free=free, knows_all=knows_all)
     one.run.run()
     assert len(one.seen) >= 4
+    if not free:
+        assert torch.equal(one.run.policy.weights, StreamRun(k, SingleRank(), steps=10).run().policy.weights)
     for version, rows in one.seen:
         assert rows.token_versions is not None
         assert rows.loss_mask.any()

@@ -9,18 +9,25 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from mega_rl.agents import environment
 from mega_rl.agents.environment import Environment, Policy
 from mega_rl.agents.trajectory import Trajectory
+from mega_rl.config.schema import RolloutConfig, TrainerConfig
+from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.rollout.sglang.generation.engine import RoutedLayers
+from mega_rl.trainer.assemble.rollouts import OwnRollouts, _make_source
 from mega_rl.types import Draw, Prompt
 from mega_rl.workers.flights import number_of
+from mega_rl.workers.rollout import RolloutContext
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fleet import Numbered, StreamRun, logits_of
+from tests.helpers.fleet import SAMPLING, FakeFleet, Numbered, StreamRun, logits_of
+from tests.helpers.fleet import Policy as Numbers
 from tests.helpers.selection import FULL
 from tests.unit_tests.workers import stream_on_ranks as cases
 from tests.unit_tests.workers.test_stream import assert_once, erratic, trained
@@ -128,6 +135,28 @@ def test_killed_runs_train_what_one_that_was_not_trains() -> None:
         kills -= number
 
 
+@dataclass
+class Pair(Game):
+    """Two conversations side by side."""
+
+    async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+        branches = [trajectory.branches[0], trajectory.open((*prompt.token_ids, 60))]
+        for _ in range(2):
+            await asyncio.gather(*(policy.turn(one, limit=4) for one in branches))
+
+
+def test_turns_side_by_side_share_a_quantum() -> None:
+    """The later one gets what the earlier one leaves; no server counts as lost, and a resumed run is equal."""
+    whole = played(4, steps=8, environment=Pair()).run(4)
+    saved = whole.saved()
+    whole.run()
+    assert_exact(whole)
+    again = played(4, steps=8, environment=Pair()).resume(saved).run()
+    assert content(again) == content(whole)[4:]
+    whole.kill()
+    again.kill()
+
+
 def test_a_resumed_run_pays_once_for_its_tokens() -> None:
     whole = played(4, steps=8).run(4)
     saved, engine = whole.saved(), whole.flow.engine
@@ -138,6 +167,30 @@ def test_a_resumed_run_pays_once_for_its_tokens() -> None:
     assert again.flow.engine.tokens == whole.flow.engine.tokens - before  # type: ignore[attr-defined]
     whole.kill()
     again.kill()
+
+
+def test_a_checkpoint_right_after_a_resume_is_the_one_before() -> None:
+    """Turns that no environment has asked for yet are kept."""
+    first = played(4, steps=8, free=True, fleet=erratic(2)).run(4)
+    saved = first.saved()
+    again = played(4, steps=8, free=True, fleet=erratic(2), environment=Game(tool_s=0.2)).resume(saved)
+    for name in ("flow/token_ids", "flow/versions"):
+        assert sorted(again.saved()["tensors"][name].tolist()) == sorted(saved["tensors"][name].tolist())
+    first.kill()
+    again.kill()
+
+
+@pytest.mark.parametrize("own", [None, Game()])
+def test_lost_servers_change_nothing_in_a_locked_run(own: Game | None) -> None:
+    """Requests whose server died get what is left of their round after the servers are back."""
+    fleet = {"pace": lambda key, number: 2}
+    whole = StreamRun(4, SingleRank(), environment=own, fleet=fleet).run()
+    dies = {"loses": lambda key, number: random.Random(f"{key} {number}").random() < 0.2}
+    run = StreamRun(4, SingleRank(), environment=own, fleet=fleet | dies).run()
+    assert content(run) == content(whole)
+    assert run.flow.engine.tokens == whole.flow.engine.tokens  # type: ignore[attr-defined]
+    whole.kill()
+    run.kill()
 
 
 def test_free_trajectories_lose_and_double_nothing() -> None:
@@ -162,13 +215,16 @@ def test_free_trajectories_lose_and_double_nothing() -> None:
         parts[-1].kill()
 
 
-def test_kept_turns_answer_only_the_same_tokens() -> None:
+def test_kept_turns_answer_only_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that answers otherwise after a resume: what followed its answer is sampled anew, and counted."""
     first = played(4, steps=8).run(4)
-    again = played(4, steps=8, environment=Game(salt=1)).resume(first.saved()).run()
+    again = played(4, steps=8, environment=Game(salt=1)).resume(first.saved())
+    numbers, metrics = list[Any](), again.stream.metrics
+    monkeypatch.setattr(again.stream, "metrics", lambda: numbers.append(one := metrics()) or one)  # type: ignore[arg-type]
+    again.run()
     assert_once(first, again)
     assert_exact(again)
-    assert again.flow.requests.drifted > 0
+    assert sum(one["agent/replays_drifted"] for one in numbers) > 0
     first.kill()
     again.kill()
 
@@ -205,6 +261,7 @@ def test_a_blocking_trajectory_costs_its_sample(monkeypatch: pytest.MonkeyPatch)
                 failed[int(tickets[rows.prompt_index[place]]), int(rows.sample_index[place])] += 1
     assert failed == {(6, 1): 1}
     assert content(run)[0] == content(expected)[0]
+    assert run.flow.engine.tokens <= expected.flow.engine.tokens  # type: ignore[attr-defined]
     expected.kill()
     run.kill()
 
@@ -240,3 +297,26 @@ def test_ranks_train_what_one_rank_trains() -> None:
             assert all(one["tickets"] == step["tickets"] for one in own)
             assert own[0]["rows"] | own[1]["rows"] == step["rows"]
         assert all(bool((runs[name]["weights"] == expected["weights"]).all()) for runs in of_ranks)
+
+
+def test_a_source_that_generates_is_refused() -> None:
+    own = OwnRollouts(lambda context: SimpleNamespace(generate=None, metrics=None), "own.py:Own", 8, draws=False)
+    rewards = SimpleNamespace(settings=SimpleNamespace(source=SimpleNamespace(name="function")))
+    tokens = SimpleNamespace(tokenizer=None, stop_ids=(), template=None)
+    plan = SimpleNamespace(models={"actor": SimpleNamespace(hf=SimpleNamespace(vocab_size=8))})
+    inputs: Any = SimpleNamespace(rollouts=own, rewards=rewards, tokens=tokens, plan=plan, world=SingleRank())
+    roles: Any = SimpleNamespace(actor_engine=SimpleNamespace(data_parallel=SingleRank(), replica=SingleRank()))
+    engine: Any = FakeFleet(Numbers(), SingleRank())
+    with pytest.raises(UserError, match=r"rollout\.source='own\.py:Own': trainer\.async_steps=2 needs an environment"):
+        _make_source(inputs, RolloutConfig(), TrainerConfig(async_steps=2), roles, engine, Numbers(), None)
+
+
+def test_arrivals_without_experts_fit_to_those_with_some() -> None:
+    """With routing replay, groups whose trajectories have all failed have its columns, too."""
+    layers = RoutedLayers((False, True, True), top_k=2)
+    engine, tokenizer = SimpleNamespace(routed=layers), cast(Any, None)
+    context = RolloutContext(tokenizer, engine, SAMPLING, 1, 7, SingleRank(), SingleRank(), lambda: 3)
+    failed = Trajectory(Prompt(0, (3, 4), "", ""), 0, 0, 8, end="error")
+    rows = context.rollout([failed], with_versions=True)
+    assert rows.routing is not None
+    assert rows.routing.shape[2:] == (2, 2)

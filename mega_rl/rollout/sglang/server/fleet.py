@@ -127,7 +127,8 @@ class JoinedServers:
                 if not isinstance(size, int) or size < 1:
                     raise ServerError(endpoint, "/server_info", f"tp_size={size!r} is not a number of ranks")
                 if self._registry and (problems := fits(control)):
-                    raise ServerError(endpoint, "/model_info", "; ".join(problems))
+                    what = "; ".join(problems).replace(f"SGLang server {_NO_NUMBER} at {endpoint.url}: ", "")
+                    raise ServerError(endpoint, "/model_info", what)
             return size
 
         sizes, failed = each(range(len(urls)), ask)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, Sampling, State
+from mega_rl.rollout.sglang.generation.samples import (
+    GenerationResult,
+    RequestFailure,
+    Sample,
+    SampleRequest,
+    Sampling,
+    State,
+)
 from tests.helpers.fake_sglang import (
     KEYS,
     STOP,
@@ -136,6 +145,36 @@ def test_suspect_server_that_generates_is_used_again() -> None:
         assert len(result.samples) == 12
         assert server.probes == 1
         assert fleet.states() == {0: (State.READY, "")}
+
+
+def test_an_interrupted_open_generation_answers_with_tokens_and_continues() -> None:
+    """Each request is answered once, whole or as far as it came; the next generation gets what there is."""
+    asked, answers = requests(12), list[tuple[SampleRequest, Sample]]()
+
+    def answer(request: SampleRequest, outcome: Sample | RequestFailure) -> None:
+        assert isinstance(outcome, Sample)
+        answers.append((request, outcome))
+
+    with fleet_of(right, right, seconds_per_token=0.5, max_concurrency=3) as (fleet, servers):
+        fleet.start((), SAMPLING, version=VERSION, deadline_s=lambda count: HUNG_S)
+        for request in asked:
+            fleet.ask(request, partial(answer, request), Sample())
+        while sum(server.generating() for server in servers) < 4:
+            time.sleep(0.01)
+        first = fleet.result(interrupt=True)
+        assert Counter(request.key for request, _ in answers) == {request.key: 1 for request in asked}
+        assert sum(0 < len(one.token_ids) < 12 and one.finish == "partial" for _, one in answers) >= 3
+        for server in servers:
+            server.seconds_per_token = 0.0
+        kept, answers = answers, []
+        fleet.start((), SAMPLING, version=VERSION, deadline_s=lambda count: HUNG_S)
+        for request, one in kept:
+            fleet.ask(request, partial(answer, request), one)
+        while len(answers) < 12:
+            time.sleep(0.01)
+        second = fleet.result()
+        assert all(is_right(one, request, SAMPLING) for request, one in answers)
+        assert first.tokens + second.tokens == sum(len(one.token_ids) for _, one in answers)
 
 
 def test_interrupted_generation_keeps_tokens_and_continues() -> None:

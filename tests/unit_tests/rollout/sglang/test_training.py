@@ -30,6 +30,27 @@ def score(prompt: str, response: str, answer: str) -> float:
     return response.count("7") / 4
 '''
 
+AGENT = '''
+import asyncio
+from dataclasses import dataclass
+import mega_rl
+
+@dataclass
+class Agent(mega_rl.Environment):
+    """Two turns with a tool between them; the second one of some prompts is a row of its own, or is missing."""
+
+    context: mega_rl.RolloutContext
+
+    async def run(self, policy, prompt, trajectory):
+        turn = await policy.turn(limit=2)
+        await asyncio.sleep(0.05 * (prompt.index % 4))
+        if prompt.index % 3 == 0:
+            trajectory.open((*prompt.token_ids, turn.token_ids[0]))
+        elif len(turn.token_ids) == 2:
+            trajectory.give(prompt.token_ids[:1])
+        await policy.turn()
+'''
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[int]]:
@@ -101,40 +122,45 @@ def test_the_policy_learns_from_what_the_server_samples(run: tuple[Path, Path, s
 
 @needs_sglang
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("arrival", ["lock", "free"])
-def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path, set[int]], arrival: str) -> None:
+@pytest.mark.parametrize("how", ["lock", "free", "lock agent", "free agent"])
+def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path, set[int]], how: str) -> None:
     """Three steps ahead, killed in the middle: it goes on, and no ticket is lost, doubled or too old."""
-    folder = run[0].parent
+    folder, (arrival, *agent) = run[0].parent, how.split()
+    own = folder / how.replace(" ", "_")
     command = [sys.executable, "-m", "mega_rl.cli", "train", "--nproc-per-node", "2", "--config", "quickstart_sglang"]
     command += [
         f"model.path={folder / 'model'}", f"data.train_files=[{folder / 'data' / 'train.jsonl'}]", "data.val_files=[]",
-        f"reward.function={folder / 'reward.py'}:score", f"trainer.run_dir={folder / arrival}", "trainer.steps=10",
+        f"reward.function={folder / 'reward.py'}:score", f"trainer.run_dir={own}", "trainer.steps=10",
         "trainer.prompts_per_step=16", "trainer.minibatch_size=16", "trainer.val_interval=0", "optim.lr=1e-3",
         "optim.warmup_steps=0", "algorithm.correction=tis", "trainer.async_steps=3",
         f"rollout.sglang.arrival={arrival}", "checkpoint.save_interval=1", "checkpoint.keep=12",
         "metrics.records.interval=1",
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (folder / f"{arrival}.log").open("wb") as output:
-        how: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": output, "stderr": subprocess.STDOUT}
-        first = subprocess.Popen(command, **how)
+    if agent:
+        (folder / "agent.py").write_text(AGENT)
+        command.append(f"rollout.source={folder / 'agent.py'}:Agent")
+    environment, written = {**os.environ, "OMP_NUM_THREADS": "1"}, own.with_suffix(".log")
+    with written.open("wb") as output:
+        given: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": output, "stderr": subprocess.STDOUT}
+        first = subprocess.Popen(command, **given)
         deadline = time.monotonic() + 250
-        while not (folder / arrival / "checkpoints" / "step_000004").is_dir():
-            assert first.poll() is None, (folder / f"{arrival}.log").read_text(errors="replace")[-4000:]
+        while not (own / "checkpoints" / "step_000004").is_dir():
+            assert first.poll() is None, written.read_text(errors="replace")[-4000:]
             assert time.monotonic() < deadline
             time.sleep(0.1)
         first.kill()
         first.wait()
-        assert subprocess.run(command, timeout=250, **how).returncode == 0
+        assert subprocess.run(command, timeout=250, **given).returncode == 0
     audit = subprocess.run(
-        [sys.executable, "-m", "mega_rl.cli", "audit", folder / arrival, "--json"],
+        [sys.executable, "-m", "mega_rl.cli", "audit", own, "--json"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert audit.returncode == 0, audit.stdout + audit.stderr
-    steps = [record.metrics for record in read_metrics(folder / arrival / "metrics.jsonl")]
+    steps = [record.metrics for record in read_metrics(own / "metrics.jsonl")]
     assert len(steps) == 10
     assert 1 <= max(one["rollout/staleness_max"] for one in steps) <= 3
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2
+    assert not agent or max(one["agent/turns_mean"] for one in steps) > 1.5
 
 
 @needs_sglang
