@@ -75,6 +75,8 @@ class HFRolloutEngine:
     It builds the model from config.json only; every weight comes through `load_weights`.
     """
 
+    routed: None = None  # responses do not report the experts of their tokens
+
     def __init__(
         self,
         model_path: str | Path,

@@ -15,6 +15,7 @@ from mega_rl.agents.environment import Runner, TurnEngine
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.config.user_files import users_code
 from mega_rl.converters.live.load import model_config
+from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import EarlyScorer, Ranks, RankState, RolloutSource, WeightSync
@@ -101,19 +102,8 @@ def build_rollouts(
         to_source.receive = getattr(made.source, "receive_weights", None)
         return Rollouts(made, to_source, Residency(roles.models, world), pending)
     if servers is None:
-        embedded, adapter = _embedded_engine(plan, rollout, accelerator), plan.models["actor"].hf.adapter
-        if plan.base is not None:
-            plan.base.sampler = plan.base.sampler or embedded
-        apart = adapter is not None and embedded.adapt(adapter)
-        sync: WeightSync = EmbeddedWeightSync(
-            partial(actor.export_weights, "apart" if apart else "merged"),
-            embedded,
-            bucket_bytes=rollout.bucket_mib << 20,
-            verify_interval=rollout.verify_interval,
-            export_adapters=partial(actor.export_weights, "adapters") if apart else None,
-        )
-        if adapter is not None and not apart and world.rank == 0:
-            log.info("rollouts get merged weights: a target is not a linear layer in transformers")
+        embedded = _embedded_engine(plan, rollout, accelerator)
+        sync: WeightSync = _embedded_sync(plan, rollout, embedded, actor, world)
         worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
         rounds = EmbeddedRounds(embedded.turns, trainer.seed)
         engine, sample = _engine_of_rounds(plan, rollout, world, rounds, sync), rounds.sample
@@ -222,6 +212,24 @@ def _embedded_engine(plan: RunPlan, rollout: RolloutConfig, accelerator: Acceler
         batch_size=rollout.hf.batch_size,
         hidden_tokens=plan.engine.hidden_tokens,
         shares=None if plan.base is None else plan.base.sampler,
+    )
+
+
+def _embedded_sync(
+    plan: RunPlan, rollout: RolloutConfig, embedded: HFRolloutEngine, actor: ModelEngine, world: Ranks
+) -> EmbeddedWeightSync:
+    adapter = plan.models["actor"].hf.adapter
+    if plan.base is not None:
+        plan.base.sampler = plan.base.sampler or embedded
+    apart = adapter is not None and embedded.adapt(adapter)
+    if adapter is not None and not apart and world.rank == 0:
+        log.info("rollouts get merged weights: a target is not a linear layer in transformers")
+    return EmbeddedWeightSync(
+        partial(actor.export_weights, "apart" if apart else "merged"),
+        embedded,
+        bucket_bytes=rollout.bucket_mib << 20,
+        verify_interval=rollout.verify_interval,
+        export_adapters=partial(actor.export_weights, "adapters") if apart else None,
     )
 
 
