@@ -152,17 +152,18 @@ class ServerFlow:
         if self.flights and not self.requests.runs:
             self.requests.start()
 
-    def _is_over(self) -> bool:
-        """Return whether the round has nothing to sample on this rank, or an environment blocks."""
-        return self.requests.are_quiet(0.0) or (self.players is not None and self.players.stalled)
-
     def _finish(self, *, interrupt: bool = False, holds: bool = True) -> None:
         """End the round, if one runs, unless `interrupt` when it has ended on all ranks; collective."""
         begin = time.monotonic()
         running = not interrupt
+
+        def is_over() -> bool:
+            """Return whether this rank has nothing to sample, or an environment blocks."""
+            return self.requests.are_quiet(0.0) or (self.players is not None and self.players.stalled)
+
         while running:
             if self.sample is not None and self.requests.runs:
-                run_on_all(partial(self.sample, self._is_over), self.everyone)
+                run_on_all(partial(self.sample, is_over), self.everyone)
             own = not self.requests.are_quiet(self.beat_s)
             if self.players is not None:
                 run_on_all(self.players.look, self.everyone)
