@@ -59,7 +59,7 @@ class SglangRolloutSettings:
     token_versions: bool = False  # responses may continue under later weights, and tokens carry their version
 
 
-class Router(Protocol):
+class RequestRouter(Protocol):
     """`ServerRouter`, or what answers in its place."""
 
     def start(
@@ -84,7 +84,7 @@ class SglangRolloutEngine:
 
     def __init__(
         self,
-        router: Router,
+        router: RequestRouter,
         *,
         everyone: Ranks,
         weight_version: Callable[[], int],
