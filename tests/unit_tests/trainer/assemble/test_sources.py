@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 import mega_rl
 from mega_rl.config.choices import DATA, ROLLOUT
 from mega_rl.config.loader import load
-from mega_rl.config.schema import TrainerConfig
 from mega_rl.data import rows
 from mega_rl.data.build import PromptReader
 from mega_rl.data.columns import RewardColumns
@@ -144,9 +143,9 @@ def test_recorded_rows_with_experts_of_servers_are_refused() -> None:
     inputs = MagicMock()
     inputs.rollouts.name, inputs.rollouts.make = "own.py:Own", lambda _: MagicMock(spec=["generate", "metrics"])
     inputs.plan.models = {"actor": MagicMock()}
-    rollout = load(None, ["rollout.sglang.return_routing=true"]).rollout
+    config = load(None, ["rollout.sglang.return_routing=true"])
     with pytest.raises(UserError, match=r"own.py:Own.*return_routing needs the built-in source or an environment"):
-        _make_source(inputs, rollout, TrainerConfig(), MagicMock(), MagicMock(), MagicMock(), None)
+        _make_source(inputs, config.rollout, config.trainer, MagicMock(), MagicMock(), MagicMock(), None)
 
 
 def test_a_program_registers_sources_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
