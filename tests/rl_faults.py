@@ -170,6 +170,23 @@ RL: Table = {
     ("experience", "trainer/test_loss_weights.py"): [
         ("a mean over prompts by the rank's own tokens", "prompt_tokens=counts[2:],", "prompt_tokens=of_prompts,")
     ],
+    ("experience", "workers/test_turnwise.py"): [
+        (
+            "a continued response takes its random numbers again",
+            "turn | have << NUMBER_BITS)",
+            "turn)",
+        ),
+        (
+            "all tokens have the version of the last round",
+            "versions = [*before.versions, *(version for _ in got.token_ids)]",
+            "versions = [version] * (have + len(got.token_ids))",
+        ),
+        (
+            "an engine in turns samples next to training",
+            "        if self.sample is None:\n            self._begin()",
+            "        self._begin()",
+        ),
+    ],
     ("experience", "workers/test_stream.py"): [
         (
             "a group is as old as its newest token",

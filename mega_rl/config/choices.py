@@ -158,7 +158,7 @@ def chosen(config: Config, choice: Choice) -> str:
     if (choice.key, name) != ("algorithm.correction", "auto"):
         return name
     algorithm, other_engine = config.algorithm, config.rollout.backend == "sglang"
-    differs = other_engine and ("bf16" in (config.model.dtype, config.rollout.dtype) or config.trainer.async_steps > 0)
+    differs = config.trainer.async_steps or (other_engine and "bf16" in (config.model.dtype, config.rollout.dtype))
     if not differs or algorithm.old_logprobs == "rollout" or algorithm.loss.name == "distillation":
         return "none"
     return "icepop" if _has_experts(Path(config.model.path)) else "tis"

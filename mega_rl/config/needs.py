@@ -49,7 +49,7 @@ _EQUAL = {
     "data.chat.template=true": "data.chat.template_kwargs data.chat.system_prompt data.chat.date",
     "checkpoint.resume=auto": "checkpoint.fallback",
     "rollout.backend=hf": "rollout.hf",
-    "rollout.backend=sglang": "rollout.sglang trainer.async_steps",
+    "rollout.backend=sglang": "rollout.sglang",
     "rollout.sglang.arrival=free": "rollout.sglang.sync.in_flight",
     "engine.megatron.moe.routing_replay=true": "rollout.sglang.return_routing",
 }
@@ -146,8 +146,8 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: may_have_parts(c),
     ),
     (
-        "rollout.dtype",
-        "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
+        "rollout.dtype trainer.async_steps",
+        "rollout.backend=hf or sglang: a source of one's own gets the weights as they train, and samples when asked",
         lambda c: c.rollout.backend != "none",
     ),
     (

@@ -130,7 +130,7 @@ def step_time(
         tokens=_rows(setup) * setup.longest,
         useful=useful,
         peak=setup.machine.world_size * hardware.peak,
-        ahead=setup.config.trainer.async_steps > 0,
+        ahead=setup.config.trainer.async_steps > 0 and setup.config.rollout.backend == "sglang",
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -47,6 +48,9 @@ from mega_rl.rollout.sampling import (
     turn_keys,
     uniform_at,
 )
+from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS
+from mega_rl.rollout.sglang.generation.router import Answered
+from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, State
 from mega_rl.rollout.tokens import with_end_of_sequence
 from mega_rl.tracking import progress
 from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, ends_of, response_mask
@@ -70,6 +74,8 @@ class HFRolloutEngine:
 
     It builds the model from config.json only; every weight comes through `load_weights`.
     """
+
+    routed: None = None  # responses do not report the experts of their tokens
 
     def __init__(
         self,
@@ -108,7 +114,7 @@ class HFRolloutEngine:
                 )
             model.tie_weights()
         self.model: PreTrainedModel = model.eval().requires_grad_(False)
-        self._max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+        self.max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
         self._weights: dict[str, Tensor] = weights_on_disk(self.model)
@@ -140,7 +146,7 @@ class HFRolloutEngine:
         if self._weight_version is None:
             raise RuntimeError("generate was called before any weights were published to the rollout engine")
         limits = response_limits(
-            prompts, limits, draws, max_new_tokens=self._max_new_tokens, max_positions=self._max_positions
+            prompts, limits, draws, max_new_tokens=self._max_new_tokens, max_positions=self.max_positions
         )
         rows = [
             _Row(number=p * n + s, prompt=p, sample=s, limit=limit)
@@ -173,7 +179,7 @@ class HFRolloutEngine:
 
         def keys(requests: Sequence[TurnRequest]) -> Tensor:
             for one in requests:
-                check_positions(len(one.token_ids), one.limit, max_positions=self._max_positions)
+                check_positions(len(one.token_ids), one.limit, max_positions=self.max_positions)
             return turn_keys(how.seed, *torch.tensor([one.key for one in requests], device=self._device).unbind(dim=1))
 
         def draw(logits: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,6 +320,55 @@ class HFRolloutEngine:
             raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
         self._written -= {self._weights[name].data_ptr() for name in self._adapters or self._weights}
         self._weight_version = version
+
+
+@dataclass
+class EmbeddedRounds:
+    """Router of an engine in this process: what is asked waits for `sample`, in whose thread answers come.
+
+    A request's random numbers depend on the seed, its key and the tokens that it has, so that a response which
+    continues takes none again.
+    """
+
+    turns: Callable[[TurnQueue, TurnSampling], None]  # the engine's
+    seed: int
+    _version: int = field(default=0, init=False)
+    _asked: TurnQueue = field(default_factory=TurnQueue, init=False)
+
+    def start(self, *_: object, version: int, **__: object) -> None:
+        """Begin a round with the weights of `version`."""
+        self._version = version
+
+    def ask(self, request: SampleRequest, answer: Answered, so_far: Sample | None = None) -> Callable[[], object]:
+        """Ask for the rest of a response, of which the round samples up to its limit."""
+        before = so_far or Sample()
+        have, (sample, turn) = len(before.token_ids), divmod(request.key[1], 1 << NUMBER_BITS)
+        assert request.limit is not None
+        key = (request.key[0], sample, turn | have << NUMBER_BITS)
+        rest = self._asked.put(TurnRequest((*request.prompt, *before.token_ids), key, request.limit - have))
+        version = self._version
+
+        def answered(rest: Future[Answer]) -> None:
+            if not rest.cancelled() and isinstance(got := rest.result(), Turn):
+                versions = [*before.versions, *(version for _ in got.token_ids)]
+                ids, logprobs = [*before.token_ids, *got.token_ids], [*before.logprobs, *got.logprobs]
+                answer(Sample(ids, logprobs, versions, "stop" if got.stopped else "length"))
+
+        rest.add_done_callback(answered)
+        return rest.cancel
+
+    def sample(self, is_over: Callable[[], bool]) -> None:
+        """Answer requests until the round is over; no collective."""
+        self._asked.is_alive = lambda: not is_over()
+        self.turns(self._asked, TurnSampling((self.seed,)))
+
+    def result(self, *, interrupt: bool = False) -> GenerationResult:
+        """Return nothing: all answers came by `ask`."""
+        return GenerationResult()
+
+    def states(self) -> dict[int, tuple[State, str]]:
+        """Return nothing: there are no servers."""
+        return {}
 
 
 def _assemble(

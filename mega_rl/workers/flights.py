@@ -267,10 +267,15 @@ class Players(Turns):
         for number in range(self.samples):
             self._start(group, Trajectory(group.prompt, ticket, number, self.limit))
 
+    @property
+    def stalled(self) -> bool:
+        """Return whether a trajectory blocks the loop."""
+        return self._play is not None and self._play.stalled
+
     def look(self) -> None:
         """Start all others again if a trajectory blocks the loop. Raises RunError where that does not help."""
         play = self._play
-        if play is None or not play.stalled:
+        if play is None or not self.stalled:
             return
         with self.requests.changed:
             play.abandoned, self._play, left = True, None, dict(play.playing)

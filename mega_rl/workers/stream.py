@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class ServerFlow:
     has that many more tokens or its end, and an update waits for it: versions, arrival and so the run are a function
     of the seed. With 0 an update interrupts the round, and arrival goes by the clock. An interrupted response
     continues under the new weights, its prefix computed again, so that each token has the log-prob of one version.
+
+    With `sample` the engine takes turns with training: a round runs at the begin of each step, and more while it waits.
     """
 
     worker: RolloutWorker
@@ -46,6 +49,9 @@ class ServerFlow:
     beat_s: float = 5.0  # the ranks meet this often while a round ends, within the deadline of a collective
     look_s: float = 0.05  # and this often while a step waits for groups
     rollouts: EnvironmentRollouts | None = None  # samples are trajectories of its environment
+    sample: Callable[[Callable[[], bool]], None] | None = (
+        None  # answers requests until the round is over; None: servers
+    )
     waiting: dict[int, int] = field(default_factory=dict, init=False)
     waited_s: float = field(default=0.0, init=False)  # time that training has waited
     flights: dict[int, InFlight] = field(default_factory=dict, init=False)  # by ticket, in progress or not yet returned
@@ -85,8 +91,8 @@ class ServerFlow:
     def arrived(self, *, wait: bool) -> Arrived | None:
         begin = time.monotonic()
         while True:
-            if wait:
-                self.go_on()
+            if wait or self.sample is not None:
+                self._begin()
             if self.quantum:
                 self._finish()
             complete, lost, late = self._meet(time.monotonic() - begin >= self.timeout_s)
@@ -102,8 +108,8 @@ class ServerFlow:
         return self._taken(complete) if complete else None
 
     def go_on(self) -> None:
-        if self.flights and not self.requests.runs:
-            self.requests.start()
+        if self.sample is None:
+            self._begin()
 
     def pause(self, *, holds: bool = True) -> None:
         """End the round, if one runs; holds: the trainer has the weights last published; collective."""
@@ -147,11 +153,22 @@ class ServerFlow:
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        if self.flights and not self.requests.runs:
+            self.requests.start()
+
     def _finish(self, *, interrupt: bool = False, holds: bool = True) -> None:
         """End the round, if one runs, unless `interrupt` when it has ended on all ranks; collective."""
         begin = time.monotonic()
         running = not interrupt
+
+        def is_over() -> bool:
+            """Return whether this rank has nothing to sample, or an environment blocks."""
+            return self.requests.are_quiet(0.0) or (self.players is not None and self.players.stalled)
+
         while running:
+            if self.sample is not None and self.requests.runs:
+                run_on_all(partial(self.sample, is_over), self.everyone)
             own = not self.requests.are_quiet(self.beat_s)
             if self.players is not None:
                 run_on_all(self.players.look, self.everyone)

@@ -18,6 +18,7 @@ from mega_rl.engines.build import adopt
 from mega_rl.parallel.boxes import EngineState, Piece
 from mega_rl.protocols import WeightSync
 from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
+from mega_rl.workers.stream import RolloutStream
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Base:
         """Put a run to work, with its settings and its weights in the sampler; collective."""
         if self.tenants is not None and self.tenants.select(name):
             adopt(self.tenants.engine, settings)
+        sync = sync.sync if isinstance(sync, RolloutStream) else sync
         if isinstance(sync, EmbeddedWeightSync) and self.sampling is not sync:
             sync.resend()
             self.sampling = sync

@@ -169,12 +169,13 @@ def data(config: Config) -> Iterator[str]:
     if isinstance(own, SuccessCurriculum) and config.reward.source.name == "none":
         yield "data.curriculum=success needs rewards, which reward.source=none does not give"
     rollout = config.rollout
-    in_order = rollout.sglang.arrival == "lock" and not rollout.dynamic_sampling.max_generations
+    by_round = rollout.backend == "sglang" and rollout.sglang.arrival == "lock"  # whole responses with async_steps=1
+    in_order = by_round and not rollout.dynamic_sampling.max_generations
     if config.data.stream.rows and (trainer.async_steps > 1 or (trainer.async_steps and not in_order)):
         yield (
             f"data.stream.rows with trainer.async_steps={trainer.async_steps}: a checkpoint keeps one place in the "
             "stream, and prompts of several steps are in flight; set data.stream.rows=0, or trainer.async_steps=1 with "
-            "rollout.sglang.arrival=lock and without dynamic sampling"
+            "rollout.backend=sglang, rollout.sglang.arrival=lock and without dynamic sampling"
         )
     if mixture.sources and config.data.source.name != "files":
         yield f"{_SOURCES} has no effect: data.source={config.data.source} yields the rows; set one of the two"

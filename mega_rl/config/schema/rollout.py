@@ -219,8 +219,8 @@ class RolloutConfig:
     dtype: str = setting("auto", "Type of its weights; auto takes model.dtype.", choices=("auto", "bf16", "fp32"))
     verify_interval: int = setting(
         10,
-        "Verify the first and every N-th publish by checksums; with trainer.async_steps, score again what servers have "
-        "just sampled.",
+        "Verify the first and every N-th publish by checksums; with trainer.async_steps, score again what was just "
+        "sampled.",
         unit="publishes",
         min=1,
     )

@@ -15,10 +15,11 @@ from mega_rl.agents.environment import Runner, TurnEngine
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.config.user_files import users_code
 from mega_rl.converters.live.load import model_config
+from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import EarlyScorer, Ranks, RankState, RolloutSource, WeightSync
-from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine
+from mega_rl.rollout.embedded import EmbeddedRounds, EmbeddedWeightSync, HFRolloutEngine
 from mega_rl.rollout.sampling import Sampler
 from mega_rl.rollout.sglang.build import Connection, connect
 from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
@@ -101,20 +102,11 @@ def build_rollouts(
         to_source.receive = getattr(made.source, "receive_weights", None)
         return Rollouts(made, to_source, Residency(roles.models, world), pending)
     if servers is None:
-        embedded, adapter = _embedded_engine(plan, rollout, accelerator), plan.models["actor"].hf.adapter
-        if plan.base is not None:
-            plan.base.sampler = plan.base.sampler or embedded
-        apart = adapter is not None and embedded.adapt(adapter)
-        sync: WeightSync = EmbeddedWeightSync(
-            partial(actor.export_weights, "apart" if apart else "merged"),
-            embedded,
-            bucket_bytes=rollout.bucket_mib << 20,
-            verify_interval=rollout.verify_interval,
-            export_adapters=partial(actor.export_weights, "adapters") if apart else None,
-        )
-        if adapter is not None and not apart and world.rank == 0:
-            log.info("rollouts get merged weights: a target is not a linear layer in transformers")
+        embedded = _embedded_engine(plan, rollout, accelerator)
+        sync: WeightSync = _embedded_sync(plan, rollout, embedded, actor, world)
         worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
+        rounds = EmbeddedRounds(embedded.turns, trainer.seed)
+        engine, sample = _engine_of_rounds(plan, rollout, world, rounds, sync), rounds.sample
     else:
         servers.wait_ready()
         hidden = plan.engine.hidden_tokens
@@ -128,20 +120,21 @@ def build_rollouts(
             hidden_tokens=hidden,
         )
         engine = build_sglang_engine(plan, rollout, world, connection, token_versions=trainer.async_steps > 0)
+        sample = None
         sync, worker = connection.sync, RolloutWorker(engine, *own)
         shared = connection.memory if servers.colocated else None
         devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
-        if trainer.async_steps:
-            own_source = None
-            if inputs.rollouts is not None:
-                own_source, _ = _make_source(inputs, rollout, trainer, roles, engine, sync, scores)
-            stream = _stream(rollout, trainer, world, worker, engine, sync, own_source)
-            resources.callback(stream.flow.close)
-            redraws = rollout.dynamic_sampling.expired == "redraw"
-            stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
-            return Rollouts(stream, stream, devices, stock, stream, stock)
         if shared is not None:
             connection.sync.add_listener(devices.after_send)
+    if trainer.async_steps:
+        own_source = None
+        if inputs.rollouts is not None:
+            own_source, _ = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
+        stream = _stream(rollout, trainer, world, worker, engine, sync, own_source, sample)
+        resources.callback(stream.flow.close)
+        redraws = rollout.dynamic_sampling.expired == "redraw"
+        stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
+        return Rollouts(stream, stream, devices, stock, stream, stock)
     if inputs.rollouts is None:
         return Rollouts(worker, sync, devices)
     made, pending = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
@@ -222,6 +215,46 @@ def _embedded_engine(plan: RunPlan, rollout: RolloutConfig, accelerator: Acceler
     )
 
 
+def _embedded_sync(
+    plan: RunPlan, rollout: RolloutConfig, embedded: HFRolloutEngine, actor: ModelEngine, world: Ranks
+) -> EmbeddedWeightSync:
+    adapter = plan.models["actor"].hf.adapter
+    if plan.base is not None:
+        plan.base.sampler = plan.base.sampler or embedded
+    apart = adapter is not None and embedded.adapt(adapter)
+    if adapter is not None and not apart and world.rank == 0:
+        log.info("rollouts get merged weights: a target is not a linear layer in transformers")
+    return EmbeddedWeightSync(
+        partial(actor.export_weights, "apart" if apart else "merged"),
+        embedded,
+        bucket_bytes=rollout.bucket_mib << 20,
+        verify_interval=rollout.verify_interval,
+        export_adapters=partial(actor.export_weights, "adapters") if apart else None,
+    )
+
+
+def _engine_of_rounds(
+    plan: RunPlan, rollout: RolloutConfig, world: Ranks, rounds: EmbeddedRounds, sync: WeightSync
+) -> SglangRolloutEngine:
+    """Return an embedded engine's rounds as the engine of generation ahead."""
+    path = plan.models["actor"].path
+
+    def bring_back(*_: object, **__: object) -> None:
+        raise AssertionError("there are no servers")
+
+    settings = SglangRolloutSettings(
+        sampling=_sampling(rollout, with_end_of_sequence(path, model_config(path), rollout.stop_token_ids)),
+        max_positions=plan.models["actor"].hf.max_position_embeddings,
+        timeout_s=math.inf,
+        concurrency=1,
+        restarts=0,
+        max_failed_share=0.0,
+        token_versions=True,
+    )
+    version: Callable[[], int] = lambda: sync.weight_version  # noqa: E731
+    return SglangRolloutEngine(rounds, everyone=world, weight_version=version, bring_back=bring_back, settings=settings)
+
+
 def build_sglang_engine(
     plan: RunPlan, rollout: RolloutConfig, world: Ranks, connection: Connection, *, token_versions: bool = False
 ) -> SglangRolloutEngine:
@@ -257,6 +290,7 @@ def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
 def _stream(
     rollout: RolloutConfig, trainer: TrainerConfig, world: Ranks, worker: RolloutWorker,
     engine: SglangRolloutEngine, sync: WeightSync, own_source: CheckedRollouts | None,
+    sample: Callable[[Callable[[], bool]], None] | None,
 ) -> RolloutStream:  # fmt: skip
     rows = math.ceil((trainer.async_steps + 1) * trainer.prompts_per_step / world.size) * rollout.n
     by_tokens = rollout.sglang.arrival == "lock"
@@ -268,10 +302,11 @@ def _stream(
         engine=engine,
         everyone=world,
         version=lambda: sync.weight_version,
-        # A response that began k versions ago is complete.
-        quantum=math.ceil(rollout.max_new_tokens / trainer.async_steps) if by_tokens else 0,
+        # A response that began k versions ago is complete. In turns its first round is in the step that begins it.
+        quantum=math.ceil(rollout.max_new_tokens / (trainer.async_steps + (sample is not None))) if by_tokens else 0,
         timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s + own_s,
         rollouts=environments,
+        sample=sample,
     )
     keeps = rollout.sglang.sync.in_flight == "keep"
     return RolloutStream(flow, sync, own_source or worker, keeps)

@@ -270,6 +270,7 @@ def test_scores_of_an_environment_need_one(tmp_path: Path) -> None:
     ("settings", "taken"),
     [
         ("rollout.backend=hf", "none"),
+        ("rollout.backend=hf model.dtype=fp32 trainer.async_steps=1", "tis"),
         ("rollout.backend=sglang", "tis"),
         ("rollout.backend=sglang model.path=mixture", "icepop"),
         ("rollout.backend=sglang model.dtype=fp32", "none"),

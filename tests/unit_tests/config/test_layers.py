@@ -56,7 +56,7 @@ SWITCHED_OFF = {
         "rollout.backend=sglang", "rollout.sglang.server.count=2",
     ),
     "rollout.backend=hf": (
-        "rollout.backend=sglang", "trainer.async_steps=1", "algorithm.correction=tis", "rollout.sglang.server.tp=1",
+        "rollout.backend=sglang", "trainer.async_steps=1", "algorithm.correction=tis", "rollout.sglang.server.tp=2",
     ),
     "trainer.steps=1": ("algorithm.advantage=gae", "optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
     "trainer.steps=15": ("algorithm.advantage=gae", "optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),

@@ -110,7 +110,8 @@ RULES = [
     # rollout
     (1, "S.server.tp=2", "S.server.tp=2 has no effect: it needs SGLANG"),
     (1, "SGLANG rollout.hf.batch_size=8", "rollout.hf.batch_size=8 has no effect: it needs rollout.backend=hf"),
-    (1, "T.async_steps=1 A.correction=tis", "T.async_steps=1 has no effect: it needs SGLANG"),
+    (1, "rollout.backend=none T.async_steps=1 A.correction=tis", "T.async_steps=1 has no effect: it needs rollout."),
+    (1, "T.async_steps=1 A.correction=tis S.arrival=free", "S.arrival=free has no effect: it needs SGLANG"),
     (1, "SGLANG T.async_steps=1 A.correction=none", "T.async_steps=1 with A.correction=none: samples of old"),
     (1, "SGLANG S.server.tp=5", "S.server.tp=5 does not divide the 16 attention heads of model.path"),
     (1, "SGLANG S.urls=[http://a:1]", "S.keys_file is empty with S.urls: a server without keys takes weights from"),
@@ -298,6 +299,7 @@ def test_most_mistakes_get_one_line() -> None:
         (1, "SGLANG S.server.tp=8 S.server.count=2"),
         (1, "SGLANG T.async_steps=8 S.arrival=free A.correction=tis"),
         (1, "SGLANG T.async_steps=1 A.old_logprobs=rollout"),
+        (1, "T.async_steps=4"),
         (1, "SGLANG S.placement=colocated S.max_failed_share=0.5"),
         (1, "SGLANG S.urls=[http://node1:30000,https://node2:30000] S.keys_file=keys.json"),
         (1, "SGLANG S.urls=shared/fleet.txt S.keys_file=keys.json"),

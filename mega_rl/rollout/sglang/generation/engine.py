@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sampling import check_positions, is_greedy, response_limits, turn_keys
-from mega_rl.rollout.sglang.generation.router import ServerRouter
+from mega_rl.rollout.sglang.generation.router import Answered
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
     Key,
@@ -59,6 +59,22 @@ class SglangRolloutSettings:
     token_versions: bool = False  # responses may continue under later weights, and tokens carry their version
 
 
+class RequestRouter(Protocol):
+    """`ServerRouter`, or what answers in its place."""
+
+    def start(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, *, version: int, deadline: float = math.inf,
+        partials: Mapping[Key, Sample] | None = None, deadline_s: Callable[[int], float] | None = None,
+        mixed_versions: bool = False,
+    ) -> None: ...  # fmt: skip
+
+    def ask(self, request: SampleRequest, answer: Answered, so_far: Sample | None = None) -> Callable[[], object]: ...
+
+    def result(self, *, interrupt: bool = False) -> GenerationResult: ...
+
+    def states(self) -> dict[int, tuple[State, str]]: ...
+
+
 class SglangRolloutEngine:
     """Rollout engine over a `ServerRouter`; every rank is a client for its own prompts' samples.
 
@@ -68,7 +84,7 @@ class SglangRolloutEngine:
 
     def __init__(
         self,
-        router: ServerRouter,
+        router: RequestRouter,
         *,
         everyone: Ranks,
         weight_version: Callable[[], int],
