@@ -102,12 +102,16 @@ class Replica:
         finally:
             await self.client.close()
 
+    def is_suspect(self) -> bool:
+        """Return whether nobody has decided about it yet."""
+        return self.state is State.SUSPECT
+
     async def probe(self, rid: str, *, version: int, mixed_versions: bool, timeout_s: float) -> None:
         """Probe a SUSPECT server with generations until READY, STALE or, after `PROBES` failures, DOWN."""
         for number in range(PROBES):
             if number:
                 await asyncio.sleep(_PROBE_WAIT_S * 2 ** (number - 1))
-            if self.state is not State.SUSPECT:
+            if not self.is_suspect():
                 return  # the caller knew better, and may have closed the client
             failure = None
             try:
@@ -116,7 +120,7 @@ class Replica:
                 )
             except RequestFailure as failed:
                 failure = failed
-            if self.state is not State.SUSPECT:
+            if not self.is_suspect():
                 return
             if failure is None or failure.charge == "stale":
                 self.move(State.READY if failure is None else State.STALE, str(failure or ""))
