@@ -246,12 +246,10 @@ def rows_of(
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
     turn, versions = torch.zeros_like(tokens, dtype=torch.int16), torch.zeros_like(tokens)
-    kept = torch.zeros_like(mask)
     for number, row in enumerate(rows):
         tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
         mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
         logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
-        kept[number, mask[number]] = torch.tensor(row.kept, dtype=torch.bool)
         versions[number, mask[number]] = torch.tensor(row.of_tokens(version), dtype=torch.int64)
         turn[number, row.prompt : len(row.token_ids)] = torch.tensor(row.turns[: len(row.own)], dtype=torch.int16)
 
@@ -285,6 +283,6 @@ def rows_of(
         turn_scores=of_turns if with_scores else None,
         turn=turn,
         token_versions=versions if with_versions else None,
-        kept=kept if with_versions else None,
+        kept=mask.masked_scatter(mask, column([k for row in rows for k in row.kept]).bool()) if with_versions else None,
         routing=routing if all(routed) else None,
     )

@@ -80,8 +80,6 @@ def start_servers(
         fraction = memory_fraction(fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
         if world.rank == 0:
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
-    # Overlapped with an update, a step's tokens would pass for those of the new weights.
-    in_order: dict[str, object] = {"disable_overlap_schedule": True} if sglang.sync.in_flight == "keep" else {}
     apart, _ = goes_apart(hf, sglang.sync.adapter, joined=False, takes_turns=colocated and on_gpus)
     common = replace(
         _server_settings(
@@ -104,12 +102,16 @@ def start_servers(
 
 
 def _server_settings(
-    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, ours: dict[str, object]
+    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, lora: dict[str, object]
 ) -> ServerSettings:
-    """Return the settings of a run's servers, without their place. ours: arguments that updates need."""
+    """Return the settings of a run's servers, without their place. lora: arguments for adapters."""
     server = rollout.sglang.server
     placed = ("max_total_tokens", "mem_fraction_static")  # arguments that are settings
     args = {name: value for name, value in server.args.items() if name not in placed}
+    if (
+        rollout.sglang.sync.in_flight == "keep"
+    ):  # overlapped with an update, a step would give its tokens the new version
+        args["disable_overlap_schedule"] = True
     return ServerSettings(
         model_path=Path(settings.model.path),
         tp=server.tp,
@@ -120,7 +122,7 @@ def _server_settings(
         seed=trainer.seed,
         start_timeout_s=rollout.sglang.start_timeout_s,
         return_routing=rollout.sglang.return_routing,
-        args=args | ours | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
+        args=args | lora | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
     )
 
 

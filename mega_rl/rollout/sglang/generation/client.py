@@ -89,8 +89,7 @@ class SglangClient:
         Raises RequestFailure, with the tokens that came before the time was up as its `partial`.
         """
         before = partial or Sample()
-        to_come = request.most(sampling) - len(before.token_ids)
-        context = [*request.prompt, *before.token_ids]
+        to_come, context = request.most(sampling) - len(before.token_ids), [*request.prompt, *before.token_ids]
         body = {
             "rid": rid,
             "input_ids": context,
