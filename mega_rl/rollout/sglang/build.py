@@ -82,9 +82,7 @@ def start_servers(
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
     apart, _ = goes_apart(hf, sglang.sync.adapter, joined=False, takes_turns=colocated and on_gpus)
     common = replace(
-        _server_settings(
-            rollout, trainer, settings, in_order | (server_arguments(hf.adapter, device) if apart else {})
-        ),
+        _server_settings(rollout, trainer, settings, server_arguments(hf.adapter, device) if apart else {}),
         config_changes=config_changes(hf),  # weights on disk may be quantised, and those that come are not
         host=listening_address(server.host, world, hosts=hosts),
         device=device,
