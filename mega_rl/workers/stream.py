@@ -115,11 +115,6 @@ class ServerFlow:
         """End the round, if one runs; holds: the trainer has the weights last published; collective."""
         self._finish(interrupt=not self.quantum, holds=holds)
 
-    def has_all(self) -> bool:
-        """Return whether all ranks have all servers; collective."""
-        out = [state is not State.READY for state, _ in self.engine.router.states().values()]
-        return not self.everyone.max(torch.tensor(int(any(out))))
-
     def close(self) -> None:
         """End at the end of the run; the router's end cancels what is in progress."""
         if self.players is not None:
@@ -270,10 +265,15 @@ class RolloutStream:
     def publish(self) -> Metrics:
         """Send the weights between two rounds, or within one if it keeps responses and no server is lost."""
         begin = time.perf_counter()
-        if not (self.keeps and self.flow.has_all()):
+        if not (self.keeps and self.has_all()):
             self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()
+
+    def has_all(self) -> bool:
+        """Return whether all ranks have all servers; collective."""
+        out = [state is not State.READY for state, _ in self.flow.engine.router.states().values()]
+        return not self.flow.everyone.max(torch.tensor(int(any(out))))
 
     def newest(self, count: int = 4) -> Rollout | None:
         """Return up to `count` responses of each rank with tokens of the current weights; collective.

@@ -55,7 +55,7 @@ def erratic(seed: int) -> dict[str, Any]:
 def test_a_request_over_an_update_is_as_old_as_its_start() -> None:
     """Nobody knows its tokens yet, and a step has to wait for it before they are too old."""
     run = StreamRun(2, SingleRank(), free=True, fleet={"pace": lambda *_: 0})
-    run.stream.keeps, run.flow.has_all = True, lambda: True  # type: ignore[method-assign]
+    run.stream.keeps, run.stream.has_all = True, lambda: True  # type: ignore[method-assign]
     run.stream.publish()
     run.stock.begin(Draw(0, 4, 0), Numbered().take(0, 4))
     run.flow.go_on()
