@@ -238,6 +238,7 @@ UPDATES = "updates"
 REWARDS = "rewards"
 SAMPLING = "sampling"
 SAMPLES = "samples"
+LOGPROBS = "log-probs"
 EXACT = (UPDATES, REWARDS, SAMPLING)  # phases whose tolerance cannot be changed
 # Float32 sums of some hundred terms in another order; a fault anywhere is off by 1e-3 and more. By phase, each of which
 # follows from those before it.
@@ -245,7 +246,7 @@ TOLERANCES: Mapping[str, float] = {
     UPDATES: 0.0,  # both trainers made the same updates
     REWARDS: 0.0,  # every sample, as float32: one function of the same text, rounded once
     SAMPLING: 0.0,  # dynamic sampling: groups of the step that should not train
-    "log-probs": 1e-4,  # nats, for a critic values; the largest of any token
+    LOGPROBS: 1e-4,  # nats, for a critic values; the largest of any token
     SAMPLES: 4.5,  # deviations of the largest of four sums, which one right run in 37,000 exceeds
     "advantages": 1e-4,  # also returns; the largest of any token
     "loss": 1e-5,  # relative to the sum of the tokens' |losses|, which may cancel

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,15 +15,16 @@ from torch import Tensor
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.base import distance
-from mega_rl.verify.layouts import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
+from mega_rl.verify.layouts import LOGPROBS, REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
 from mega_rl.verify.rl.independent.formulas import groups_of, wrong_groups, wrong_prompts
+from mega_rl.verify.rl.independent.networks import PolicyNetwork, of_response
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
-from mega_rl.verify.rl.trace import read_batch, read_facts, read_figures
+from mega_rl.verify.rl.trace import read_batch, read_facts, read_figures, shift
 
 # Figures of tokens by phase.
-TOKEN_PHASES = {"log-probs": ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}
+TOKEN_PHASES = {LOGPROBS: ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}
 # A tensor whose gradient is this much smaller than that of the average element is compared with that size instead of
 # its own: rounding is 1e-7 of the average, of which less than 1e-5 is left so.
 FLOOR = 1e-2
@@ -58,16 +61,24 @@ def follow(
     trainer = IndependentTrainer(model, settings, reference=reference)
     start, sampler = trainer.weights(), SamplerTest(settings.temperature)
     done: Counter[str] = Counter()
+    policies = dict[int, PolicyNetwork]()  # by version of the weights; a step begins with that of its number, from 1
     for step in range(settings.steps):
         recorded = read_batch(folder, step)
         batch = rescored(recorded, rule)
         of_step = {} if rule.function is None else {REWARDS: reward_error(recorded, batch)}
         of_step[UPDATES] = float(wrong_prompts(batch, settings))
+        policies[step + 1] = deepcopy(trainer.policy) if settings.ahead else trainer.policy
+        policies.pop(step - settings.ahead, None)
         if settings.samples_all_tokens:
+            logits, gaps = partial(version_logits, policies), [0.0]
             for samples in batch.generations or [batch.samples]:  # dynamic sampling does not keep samples at random
-                sampler.add(samples, trainer.policy.logits)
-            of_step[SAMPLES] = max(map(abs, sampler.deviations()))
-        if settings.max_generations:
+                sampler.add(samples, logits)
+                gaps += sampler_errors(samples, logits, settings.temperature) if settings.ahead else []
+            of_step[LOGPROBS] = max(gaps)
+            # Short responses are complete first: only all steps together have samples at random.
+            if not settings.ahead or step == settings.steps - 1:
+                of_step[SAMPLES] = max(map(abs, sampler.deviations()))
+        if settings.max_generations and not settings.ahead:
             of_step[SAMPLING] = float(wrong_groups(batch, settings))
         for own in trainer.step(step, batch):
             real = read_figures(folder, own.role, done[own.role])
@@ -76,6 +87,31 @@ def follow(
     for role, count in Counter(facts["role"] for facts in read_facts(folder)).items():
         if count > done[role]:
             yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
+
+
+@torch.no_grad()
+def version_logits(policies: Mapping[int, PolicyNetwork], sample: ScoredSample) -> Tensor:
+    """Return the logits before each token by the policy of its version, [n, V] float64; NaN without that policy."""
+    logits = policies[max(policies)].logits(sample)
+    versions = torch.tensor(sample.versions or [max(policies)] * sample.length)
+    for version in map(int, set(sample.versions)):
+        own = policies[version].logits(sample) if version in policies else torch.full_like(logits, torch.nan)
+        logits[versions == version] = own[versions == version]
+    return logits
+
+
+def sampler_errors(
+    samples: Sequence[ScoredSample], logits: Callable[[ScoredSample], Tensor], temperature: float
+) -> list[float]:
+    """Return for each sample the largest error of its recorded log-probs, without the recorder's shift."""
+    errors = []
+    for group in groups_of(samples):
+        for number, sample in enumerate(group):
+            own, _ = of_response(logits(sample), sample, temperature)
+            shifts = [shift(torch.tensor([row.tokens]), torch.tensor([number]))[0, row.places] for row in sample.rows]
+            real = torch.tensor(sample.rollout_logprobs, dtype=torch.float64) - torch.cat(shifts)
+            errors.append(finite(float((real - own).abs().max())))
+    return errors
 
 
 class SamplerTest:
@@ -151,6 +187,8 @@ def _errors(
         raise UserError(f"{names[0]} has no counterpart in transformers' model; give another family as model.path")
     gradient, worst = _gradient_error(real.gradients, own.gradients)
     known = {UPDATES: 0.0, **of_step, **_token_errors(real, own)}  # wrong log-probs are no fault of the sampler
+    if LOGPROBS in known:
+        known[LOGPROBS] = max(known[LOGPROBS], of_step.get(LOGPROBS, 0.0))
     errors = {
         **{phase: known[phase] for phase in TOLERANCES if phase in known},
         "loss": finite(abs(real.loss - own.loss) / max(own.loss_scale, 1e-30)),

@@ -42,7 +42,7 @@ EOS = 1  # number of the token that ends a response, too
 # Settings whose values are the recipe's, with those of the sections below.
 KEPT = (
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.dynamic_sampling.max_generations"),
-    *("trainer.seed", "trainer.microbatch.packing", "reward.weights"),
+    *("trainer.seed", "trainer.async_steps", "trainer.microbatch.packing", "reward.weights"),
 )
 KEPT_SECTIONS = ("algorithm", "optim", "reward.overlong")
 DRAWN = "rollout.dynamic_sampling.prompts"

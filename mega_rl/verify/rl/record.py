@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
@@ -24,15 +24,12 @@ from mega_rl.trainer.assemble import running
 from mega_rl.trainer.collect import Batch, Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.trainer.rows import gather_column
-from mega_rl.trainer.selection import AtOnce
 from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward_of
-from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, by_sample, drawn, write_rows, write_update
+from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, by_sample, drawn, shift, write_rows, write_update
 from mega_rl.workers.models import LearningWorker, PolicyLoss
-
-SHIFT = 0.3  # nats
 
 
 def run_task(arguments: Sequence[tuple[Mapping[str, object], str]], accelerator: Accelerator) -> None:
@@ -56,9 +53,7 @@ def instrument(trainer: Trainer, folder: Path) -> None:
     assert isinstance(algorithm, PolicyGradient)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     recorder = Recorder(folder, batches, is_writer=is_first)
-    batches.source = ShiftedRollouts(batches.source, recorder)
-    if batches.stock is not None:
-        batches.stock.flow = AtOnce(batches.source)
+    batches.source, batches.watch = GreedyRollouts(batches.source, recorder), partial(shifted, batches.watch)
     batches.rewards = RecordedScorer(batches.rewards, recorder, drops=batches.plan.waves > 0)
     actor = algorithm.actor
     assert isinstance(actor, LearningWorker)
@@ -109,12 +104,19 @@ class Recorder:
             write_rows(self.folder, self.step, fields, kind=kind)
 
 
-@dataclass(frozen=True)
-class ShiftedRollouts:
-    """Rollout source whose log-probs are off by a known pattern, as another engine's would be.
+def shifted(watch: Callable[[Rollout], None], rollout: Rollout) -> None:
+    """Move the log-probs of samples that train by a known pattern, as another engine's would be.
 
     Importance sampling then has something to correct, and a trainer that takes them for its own is wrong.
     """
+    own = shift(rollout.tokens, rollout.sample_index) * rollout.loss_mask
+    rollout.rollout_logprobs = rollout.rollout_logprobs + own
+    watch(rollout)
+
+
+@dataclass(frozen=True)
+class GreedyRollouts:
+    """Rollout source that notes greedy responses."""
 
     source: RolloutSource
     recorder: Recorder
@@ -125,9 +127,6 @@ class ShiftedRollouts:
         rollout = self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
         if greedy:
             self.recorder.greedy = rollout
-        columns = torch.arange(rollout.tokens.size(1))
-        shift = SHIFT * torch.sin(3.0 * columns + rollout.tokens + rollout.sample_index[:, None])
-        rollout.rollout_logprobs = rollout.rollout_logprobs + shift * rollout.loss_mask
         return rollout
 
     def metrics(self) -> Metrics:

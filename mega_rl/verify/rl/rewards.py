@@ -74,6 +74,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         critic_warmup_steps=algorithm.critic_warmup_steps,
         **optim,
         steps=config.trainer.steps,
+        ahead=config.trainer.async_steps,
     )
 
 

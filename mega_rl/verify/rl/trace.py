@@ -16,13 +16,14 @@ from torch import Tensor
 
 from mega_rl.verify.rl.independent.records import Figures, SampledRow, ScoredSample, StepBatch
 
+SHIFT = 0.3  # nats
 GREEDY = "greedy"  # kind of samples
 PART = "part/"  # before the name of a part of the rewards
 FACTS = ("role", "step", "update", "loss", "grad_norm")  # numbers of an update next to its tensors
 TENSORS = ("tokens", "gradients", "weights")  # fields of `Figures`, each tensors by name
 ROWS = (
     *("tokens", "loss_mask", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs"),
-    *("turn", "turn_scores", "rewards"),  # not of every run
+    *("turn", "turn_scores", "rewards", "token_versions"),  # not of every run
 )
 
 
@@ -33,6 +34,11 @@ def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = 
     """
     tensors = {name: rows[name].contiguous() for name in rows if name in ROWS or name.startswith(PART)}
     save_file(tensors, _rows_path(folder, step, kind))
+
+
+def shift(tokens: Tensor, sample_index: Tensor) -> Tensor:
+    """Return [B, S] nats by which the recorder moves log-probs of tokens [B, S] of samples [B]."""
+    return SHIFT * torch.sin(3.0 * torch.arange(tokens.size(1)) + tokens + sample_index[:, None])
 
 
 def drawn(generation: int) -> str:
@@ -78,6 +84,7 @@ def _samples(path: Path) -> list[ScoredSample]:
                 reward=float(rows["rewards"][own[0]]) if "rewards" in rows else math.nan,
                 rollout_logprobs=_of_tokens(rows, "rollout_logprobs", own),
                 turn_scores=_of_tokens(rows, "turn_scores", own) if "turn_scores" in rows else (),
+                versions=_of_tokens(rows, "token_versions", own) if "token_versions" in rows else (),
                 parts={name: column[own[0]] for name, column in parts.items()},
             )
         )

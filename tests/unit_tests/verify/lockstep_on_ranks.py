@@ -29,9 +29,11 @@ def faults() -> dict[str, Any]:
     from mega_rl.rewards.role import RewardComponents, TextScorer
     from mega_rl.trainer import policy_gradient, rows, selection
     from mega_rl.workers.models import LearningWorker
+    from mega_rl.workers.stream import ServerFlow
 
     built = policy_gradient.build_experience
     update, choose, teacher_logits = LearningWorker.update, selection.choose, TeacherHead.logits
+    taken: Any = ServerFlow._taken
     score, settings = TextScorer.score, RewardComponents.__init__
 
     def early(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +58,14 @@ def faults() -> dict[str, Any]:
         chosen = choose(-tickets, oldest, **more)
         return None if chosen is None else chosen.flip(0)
 
+    def newest(self: Any, complete: Any) -> Any:
+        arrived = taken(self, complete)
+        versions = arrived.rollout.token_versions
+        arrived.rollout.token_versions = versions.amax(1, keepdim=True) * arrived.rollout.loss_mask
+        return arrived
+
     return {
+        "newest version on all tokens": patch.object(ServerFlow, "_taken", newest),
         "rewards of the row before": patch.object(TextScorer, "score", rolled),
         "advantages one token early": patch.object(policy_gradient, "build_experience", early),
         "rate of the next step": patch.object(LearningWorker, "update", late),

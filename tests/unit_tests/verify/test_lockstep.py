@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,13 @@ from mega_rl.config.setting import setting
 from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import REFERENCE, REWARDS, TOLERANCES, Layout, fsdp, parse
 from mega_rl.verify.rl import independent
-from mega_rl.verify.rl.compare import off
+from mega_rl.verify.rl.compare import off, sampler_errors, version_logits
 from mega_rl.verify.rl.faults import ALGORITHMS, FAULTS, SHARED, Fault, algorithm_run, first_off
+from mega_rl.verify.rl.independent.networks import PolicyNetwork
 from mega_rl.verify.rl.inputs import with_layout
 from mega_rl.verify.rl.rewards import FORMULAS, lockstep_settings
 from mega_rl.verify.rl.run import follow_config, problem_of, write_inputs
-from mega_rl.verify.rl.trace import read_batch
+from mega_rl.verify.rl.trace import read_batch, read_figures
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -66,6 +68,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "copies of the reference": {**KL_LOSS, **ADAPTIVE, "algorithm.kl.reference_interval": 2, "trainer.steps": 3},
     "step filled with equal rewards": {**GRPO, **EQUAL, "rollout.dynamic_sampling.max_generations": 2},
     "mixture": PPO,
+    "four steps ahead": {**TIS, "trainer.async_steps": 4, "trainer.steps": 6, "optim.lr": 1e-3},
     # A temperature that is 10 % off moves the first sum by 7 deviations; in shorter runs by 2 or 3.
     "many tokens": {**GRPO, "rollout.n": 32, "rollout.temperature": 0.3},
 }
@@ -77,9 +80,10 @@ ALL_RUNS = ALGORITHMS | VARIANTS
 # `make test` has these; the others are those of `make test-full`.
 FEW = (
     *((name, "1") for name in ("grpo", "ppo", "remax", "gdpo_sampling", "teacher_jensen_shannon")),
-    *(("grpo", "dp2"), ("many tokens", "1")),
+    *(("grpo", "dp2"), ("many tokens", "1"), ("four steps ahead", "1")),
 )
-ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS)]
+ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS),
+       ("four steps ahead", "tp2"), ("four steps ahead", "dp2")]  # fmt: skip
 CASES = ALL if FULL else list(FEW)
 FEW_FAULTS = (
     *("population instead of sample deviation", "temperature 1", "no gradient clipping", "no value clip"),
@@ -93,6 +97,7 @@ REAL_FAULTS = FEW_REAL_FAULTS | {
     "groups of equal rewards kept": ("dapo_sampling", "sampling"),
     "last groups instead of the first": ("dapo_sampling", "sampling"),
     "weights of parts left out": ("gdpo", "rewards"),
+    "newest version on all tokens": ("four steps ahead", "log-probs"),
     "divergence of one temperature": ("teacher_reverse_kl", "loss"),
 }
 
@@ -134,6 +139,26 @@ def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str
     assert all((REWARDS in update.errors) == (config.reward.source.name != "none") for update in updates)
     assert {update.step for update in updates} == set(range(config.trainer.steps))
     assert max(update.errors["gradient"] for update in updates) > 0.0  # sums in another order: two computations
+
+
+@pytest.mark.parametrize("layout", [layout for name, layout in CASES if name == "four steps ahead"])
+def test_tokens_of_versions_in_a_row_have_their_own_log_probs(runs: Runs, layout: str) -> None:
+    """The real run's weights of each version, in float64, give its tokens the log-probs that it recorded."""
+    config, trace = runs["four steps ahead", layout]
+    steps, policies = config.trainer.steps, {}
+    for version in range(1, steps + 1):
+        policies[version] = PolicyNetwork(Path(config.model.path))
+        policies[version]._model.double()
+        if version > 1:  # two updates in each step
+            figures = read_figures(trace, "actor", 2 * version - 3)
+            assert figures is not None
+            policies[version]._model.load_state_dict(figures.weights)
+    batches = [read_batch(trace, step).samples for step in range(steps)]
+    assert max(len(set(sample.versions)) for samples in batches for sample in samples) >= 2
+    prompts = {tuple(one.rows[0].tokens[: one.rows[0].start]) for samples in batches for one in samples}
+    assert len(prompts) == steps * config.trainer.prompts_per_step  # each once
+    for samples in batches:
+        assert max(sampler_errors(samples, partial(version_logits, policies), config.rollout.temperature)) < 1e-5
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if FULL or fault.name in FEW_FAULTS], ids=lambda f: f.name)

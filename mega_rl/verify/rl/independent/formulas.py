@@ -233,11 +233,6 @@ def _compared(sample: ScoredSample, settings: LockstepSettings) -> list[float]:
 def _content(group: Group) -> list[tuple[object, ...]]:
     """Return the content of a group's samples, without the number of its prompt."""
     return [
-        (
-            *(t for row in sample.rows for t in row.tokens),
-            sample.reward,
-            *sample.rollout_logprobs,
-            *sample.parts.values(),
-        )
-        for sample in group
+        (*(t for row in one.rows for t in row.tokens), one.reward, *one.rollout_logprobs, *one.parts.values())
+        for one in group
     ]
