@@ -61,7 +61,7 @@ def follow(
     trainer = IndependentTrainer(model, settings, reference=reference)
     start, sampler = trainer.weights(), SamplerTest(settings.temperature)
     done: Counter[str] = Counter()
-    policies = dict[int, PolicyNetwork]()  # by version of the weights; a step begins with that of its number, from 1
+    policies = dict[int, PolicyNetwork]()  # policies by version, which counts steps from 1
     for step in range(settings.steps):
         recorded = read_batch(folder, step)
         batch = rescored(recorded, rule)
@@ -91,7 +91,7 @@ def follow(
 
 @torch.no_grad()
 def version_logits(policies: Mapping[int, PolicyNetwork], sample: ScoredSample) -> Tensor:
-    """Return the logits before each token by the policy of its version, [n, V] float64; NaN without that policy."""
+    """Compute each token's logits by its version's policy, [n, V] float64; NaN without it."""
     logits = policies[max(policies)].logits(sample)
     versions = torch.tensor(sample.versions or [max(policies)] * sample.length)
     for version in map(int, set(sample.versions)):
@@ -103,7 +103,7 @@ def version_logits(policies: Mapping[int, PolicyNetwork], sample: ScoredSample) 
 def sampler_errors(
     samples: Sequence[ScoredSample], logits: Callable[[ScoredSample], Tensor], temperature: float
 ) -> list[float]:
-    """Return for each sample the largest error of its recorded log-probs, without the recorder's shift."""
+    """Compute each sample's largest error of recorded log-probs, without the recorder's shift."""
     errors = []
     for group in groups_of(samples):
         for number, sample in enumerate(group):

@@ -105,7 +105,7 @@ class Recorder:
 
 
 def shifted(watch: Callable[[Rollout], None], rollout: Rollout) -> None:
-    """Move the log-probs of samples that train by a known pattern, as another engine's would be.
+    """Move log-probs of samples that train by a known pattern, as another engine's are.
 
     Importance sampling then has something to correct, and a trainer that takes them for its own is wrong.
     """

@@ -37,7 +37,7 @@ def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = 
 
 
 def shift(tokens: Tensor, sample_index: Tensor) -> Tensor:
-    """Return [B, S] nats by which the recorder moves log-probs of tokens [B, S] of samples [B]."""
+    """Compute the recorder's shift of log-probs, nats [B, S]; sample_index: [B]."""
     return SHIFT * torch.sin(3.0 * torch.arange(tokens.size(1)) + tokens + sample_index[:, None])
 
 

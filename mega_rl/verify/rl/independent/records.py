@@ -114,7 +114,7 @@ class ScoredSample:
     reward: float
     rollout_logprobs: Sequence[float]  # log-probs of the tokens by the sampler, row after row
     turn_scores: Sequence[float] = ()  # parts of the reward, one for each token; empty: none
-    versions: Sequence[float] = ()  # of the weights of each token; empty: the step's
+    versions: Sequence[float] = ()  # version of each token's weights; empty: the step's
     earlier_scores: float = 0.0  # the part of the reward of turns that do not train
     parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name; empty for a plain number
     greedy_reward: float = math.nan  # reward of the prompt's greedy response; NaN without one
