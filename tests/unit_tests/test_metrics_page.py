@@ -116,7 +116,8 @@ def written() -> frozenset[str]:
     names |= composed()
     mismatch = LogprobMismatch(0.0, 0, 0.0)
     names |= mismatch.metrics().keys()
-    names |= {f"{kind}_age_{age}" for kind in ("rollout/logprob_diff", "importance/effective") for age in AGES[1:]}
+    classes = ["kept", *(f"age_{age}" for age in AGES[1:])]
+    names |= {f"{kind}_{one}" for kind in ("rollout/logprob_diff", "importance/effective") for one in classes}
     trainer = "".join(file.read_text(encoding="utf-8") for file in (package / "trainer").glob("*.py"))
     stages = re.findall(r'(?:self\.stage|self|_outputs)\("(\w+)"', trainer)
     names |= {f"time/{stage}_s" for stage in stages}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +33,7 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
     from mega_rl.config.schema import Config
     from mega_rl.trainer.assemble import running
     from mega_rl.verify.rl.inputs import reward_of
-    from mega_rl.verify.rl.record import Recorder, ShiftedRollouts
+    from mega_rl.verify.rl.record import shifted
 
     for settings, masks in runs:
         config = with_settings(Config(), settings)
@@ -42,7 +42,7 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
         rewards = [some_left_out(reward) if masks and reward else reward]
         with running([config], accelerator, rewards=rewards) as ((trainer,), _):
             batches: Any = trainer.batches
-            batches.source = ShiftedRollouts(batches.source, Recorder(Path("unused"), batches, is_writer=False))
+            batches.watch = partial(shifted, batches.watch)
             trainer.fit()
 
 
