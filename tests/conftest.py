@@ -28,9 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the markers known, and property tests independent of the machine's speed."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none")
     config.addinivalue_line("markers", "slow: left out by --fast")
+    if config.pluginmanager.hasplugin("hypothesispytest"):  # a machine with a GPU may lack it
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("any speed")
 
 
 def pytest_collection_finish() -> None:
