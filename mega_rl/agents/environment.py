@@ -240,7 +240,7 @@ class _Play:
     environment: Any
     vocab_size: int
     asked: Turns
-    outcomes: dict[int, Played | None]  # by place; None: it has not ended
+    outcomes: dict[int, Played | None]  # outcome by place; None: it has not ended
     ended: Callable[[Played], Played]  # see `Runner.run`
     tick: float = field(default_factory=time.monotonic)  # when the loop was last seen alive
     abandoned: bool = False
@@ -328,7 +328,7 @@ class _Play:
 class LivePlay(_Play):
     """Trajectories that come while others run, on a thread that ends when it is `abandoned`."""
 
-    playing: dict[int, Trajectory] = field(default_factory=dict)  # by place
+    playing: dict[int, Trajectory] = field(default_factory=dict)  # trajectory by place
     _begun: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

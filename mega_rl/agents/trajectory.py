@@ -29,7 +29,7 @@ class Turn:
     # [T, L, K] int16, experts of L mixtures for the last T inputs before its last token; those before them are in
     # earlier turns of the branch. None: unknown.
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    kept: tuple[bool, ...] = ()  # of each token, as of `Rollout`; empty: none
+    kept: tuple[bool, ...] = ()  # one for each token, as in `Rollout`; empty: none
 
 
 Part = Turn | tuple[int, ...]  # a turn, or tokens that the policy only read: a tool's answer, text of the template

@@ -44,14 +44,14 @@ class InFlight:
     in_replica: bool  # this rank's replica asks for them
     is_mine: bool  # this rank does
     seed: tuple[int, ...] = ()
-    place: int = 0  # of the prompt in its draw
+    place: int = 0  # the prompt's in its draw
     # On the rank that asks; keys: (ticket, number of the sample and of its turn, as of `SglangRolloutEngine`).
     requests: dict[Key, SampleRequest] = field(default_factory=dict)
     samples: dict[Key, Sample] = field(default_factory=dict)  # whole, or as far as they came
     failures: dict[Key, RequestFailure] = field(default_factory=dict)
     asked: dict[Key, int] = field(default_factory=dict)  # version when servers got the request that they have
     room: dict[int, int] = field(default_factory=dict)  # tokens that each sample may still get in this round
-    playing: dict[int, Trajectory] = field(default_factory=dict)  # by number, those that have not ended
+    playing: dict[int, Trajectory] = field(default_factory=dict)  # those that have not ended, by number
     played: dict[int, Played] = field(default_factory=dict)
 
     def open(self) -> list[SampleRequest]:
@@ -70,7 +70,7 @@ class OpenRequests:
     """The requests of all groups in progress. Threads of training, environments and servers call it."""
 
     engine: SglangRolloutEngine
-    groups: dict[int, InFlight]  # by ticket
+    groups: dict[int, InFlight]  # key: ticket
     quantum: int  # tokens that a sample gets in a round at most, in all its requests; 0: no limit
     version: Callable[[], int]  # of the weights last published
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards all
@@ -256,7 +256,7 @@ class Players(Turns):
 
     runner: Runner
     requests: OpenRequests
-    samples: int  # of each prompt
+    samples: int  # number for each prompt
     limit: int  # tokens, as of `Trajectory`
     _play: LivePlay | None = None
     _blocked: int = 0  # environments, since groups came the last time

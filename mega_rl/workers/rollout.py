@@ -131,7 +131,7 @@ class EnvironmentRollouts:
     everyone: Ranks
     scores: EarlyScorer | None = None  # takes each trajectory as it ends
     window: int = 0  # trajectories of which too many may fail; 0: those of a generation
-    _sums: dict[str, float] = field(default_factory=dict, init=False)  # of the numbers of `metrics`
+    _sums: dict[str, float] = field(default_factory=dict, init=False)  # totals behind `metrics`
     _failed: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # failures, trajectories
 
     def generate(

@@ -233,7 +233,7 @@ class RolloutStream:
 
     flow: ServerFlow
     sync: WeightSync
-    source: RolloutSource  # of evaluations and greedy responses
+    source: RolloutSource  # samples evaluations and greedy responses
     keeps: bool = False  # requests go on over an update with their KV cache
     patience_s: float = 10.0  # at most in `newest`
 

@@ -75,7 +75,7 @@ class _Job:
 class _Generation:
     """State of one generation, on the event loop."""
 
-    replicas: Collection[Replica]  # of this moment: servers join and leave
+    replicas: Collection[Replica]  # those of this moment: servers join and leave
     sampling: Sampling
     version: int
     mixed_versions: bool
@@ -133,8 +133,8 @@ class ServerRouter:
         self._vocab_size, self._retries = vocab_size, retries
         self._request_timeout_s, self._grace_s = request_timeout_s, grace_s
         self._stall_timeout_s = min(stall_timeout_s, request_timeout_s / 4)
-        self._replicas: dict[int, Replica] = {}  # by the server's number in the run
-        self._draining: set[asyncio.Task[None]] = set()  # of servers that have left
+        self._replicas: dict[int, Replica] = {}  # key: the server's number in the run
+        self._draining: set[asyncio.Task[None]] = set()  # ends of servers that have left
         self._generation: _Generation | None = None
         self._future: concurrent.futures.Future[GenerationResult] | None = None
         self._deadline = 0.0  # end of the generation, time.monotonic()

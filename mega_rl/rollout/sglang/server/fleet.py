@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _ANSWER_S = 10.0
 _HEALTH_S = 5.0  # a healthy server answers /health faster
-_NO_NUMBER = -1  # of a server that has not joined
+_NO_NUMBER = -1  # stands for a server that has not joined
 _MAX_REGISTRY = 1 << 20  # bytes
 Fits = Callable[[Control], Sequence[str]]  # returns the reasons why a server cannot join
 
@@ -49,7 +49,7 @@ class JoinedServers:
         """
         self._ranks, self._timeout_s, self._hosts, self._keys = ranks, timeout_s, hosts, Keys.read(keys_file)
         self._registry = urls[0] if is_registry(urls[0]) else ""
-        self._urls: list[str] = [] if self._registry else self._checked(urls)  # as last read
+        self._urls: list[str] = [] if self._registry else self._checked(urls)  # the list as last read
         self._name = self._registry or ", ".join(self._urls)
         self._said: dict[str, str] = {}  # URL of a server or the registry -> what is wrong with it, on rank 0
         self.tp: list[int] = []
