@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
+import time
+from collections.abc import Iterator
 
 # Before torch is imported: two cores are shared by all ranks of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("any speed")
+
+
+@pytest.fixture(autouse=True)
+def no_environment_plays_on() -> Iterator[None]:
+    """A thread that plays trajectories beyond its test would fail the next one that looks for threads."""
+    yield
+    deadline = time.monotonic() + 10
+    while playing := [one for one in threading.enumerate() if one.name == "environments"]:
+        assert time.monotonic() < deadline, f"environments play on: {playing}"
+        time.sleep(0.05)
 
 
 def pytest_collection_finish() -> None:

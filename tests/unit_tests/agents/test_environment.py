@@ -56,18 +56,9 @@ def play(own: Any, count: int = 8, sample: Any = answer, limit: int = 40) -> lis
     return outcomes
 
 
-def threads() -> int:
-    return sum(thread.name == "environments" for thread in threading.enumerate())
-
-
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> Any:
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "GRACE_S", 0.3)
-    yield
-    deadline = time.monotonic() + 10
-    while threads() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not threads()
 
 
 @dataclass

@@ -89,6 +89,7 @@ class Versions:
             assert not self.flow.requests.runs, "a round runs next to training"
             got += [] if arrived is None else [(self.version, arrived)]
         assert not self.flow.flights
+        self.flow.close()
         return got
 
     def model(self, version: int) -> Any:
