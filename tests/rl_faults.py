@@ -375,6 +375,9 @@ RL: Table = {
         ("a registry is followed elsewhere", 'raise ValueError(f"HTTP {response.status_code}")', "pass"),
         ("a server that left the registry stays", "if url not in self._urls:\n", "if False:\n"),
         ("the run waits for a vanished server", "(len(self._urls) if all_at_once else 1)", "len(self._urls)"),
+        ("silent addresses are asked at each update", "self._slow.get(url, (0, 0))[1] <= now", "True"),
+        ("silent addresses are skipped though no server is left", "now = inf  #", "pass  #"),
+        ("silent addresses are asked in turns", "_MOST_THREADS = 128", "_MOST_THREADS = 1"),
     ],
     ("changes", "rollout/sglang/test_delta.py -k store"): [
         (
