@@ -27,6 +27,7 @@ from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.tokens import ids_of, with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
+from mega_rl.trainer.mismatch import PolicyChanges
 from mega_rl.trainer.selection import Stock
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
@@ -85,6 +86,7 @@ class Rollouts:
     pending: RankState | None = None  # state that a checkpoint keeps
     stream: RolloutStream | None = None  # source and sync of generation ahead
     stock: Stock | None = None  # its groups
+    changes: PolicyChanges | None = None  # between the versions of its tokens
 
 
 def build_rollouts(
@@ -134,7 +136,7 @@ def build_rollouts(
         resources.callback(stream.flow.close)
         redraws = rollout.dynamic_sampling.expired == "redraw"
         stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
-        return Rollouts(stream, stream, devices, stock, stream, stock)
+        return Rollouts(stream, stream, devices, stock, stream, stock, PolicyChanges(lambda: stream.weight_version))
     if inputs.rollouts is None:
         return Rollouts(worker, sync, devices)
     made, pending = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
