@@ -187,6 +187,25 @@ RL: Table = {
             "        self._begin()",
         ),
     ],
+    ("experience", "workers/test_turnwise.py -k moved"): [
+        (
+            "a resumed run does not know the moves before it",
+            'run.rollouts.changes.of_versions.update(state.get("policy_changes", ()))',
+            "pass",
+        ),
+        (
+            "a checkpoint lacks the move of the last update",
+            "list(moves.items())[-run.trainer.async_steps - 1 :]",
+            "list(moves.items())[:-1]",
+        ),
+    ],
+    ("experience", "test_preflight.py -k sources_that_generate"): [
+        (
+            "sources that generate by themselves run ahead",
+            "problems += [] if problems else generates(config)",
+            "pass",
+        )
+    ],
     ("experience", "workers/test_stream.py"): [
         (
             "a group is as old as its newest token",

@@ -172,16 +172,6 @@ def _make_source(
         runner = Runner(made, name, known)
         window = trainer.prompts_per_step * rollout.n if trainer.async_steps else 0
         made = EnvironmentRollouts(runner, context, inputs.world, scores, window)
-    elif trainer.async_steps:
-        raise UserError(
-            f"{name}: trainer.async_steps={trainer.async_steps} needs an environment or the built-in source, whose "
-            "samples continue under later weights; define run instead of generate, or set trainer.async_steps=0"
-        )
-    elif rollout.sglang.return_routing:
-        raise UserError(
-            f"{name}: rollout.sglang.return_routing needs the built-in source or an environment, whose experts the "
-            "servers report; leave it out"
-        )
     if not (hasattr(made, "generate") and hasattr(made, "metrics")):
         raise UserError(
             f"{name}: made {type(made).__name__}; an environment has the method run, a rollout source generate and "
