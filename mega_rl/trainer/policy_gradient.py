@@ -61,6 +61,8 @@ class PolicyGradient:
     rules: PolicyGradientRules
     stage: Stages
     log: StepLog
+    interval: int = 0  # updates of the actor between two calls of `publish` within a step; 0: none
+    publish: Callable[[], Metrics] = dict  # sends the actor's weights; collective
 
     def evaluate(self, batch: Batch, step: int) -> Evaluated:
         """Return log-probs, values, advantages and mini-batches of a batch; raises RolloutMismatchError."""
@@ -91,13 +93,17 @@ class PolicyGradient:
             with self.stage("update_critic"):
                 updates = [self.critic.update(minibatch, step=step) for minibatch in evaluated.minibatches]
                 self.log.add(mean_metrics(updates))
+        # The first update compares the rollout's log-probs with its own forward if no forward came before.
+        inspect = None if self.rules.recompute_old_logprobs else self.guard
+        updates, count = list[Metrics](), len(evaluated.minibatches)
+        for first in range(0, count, self.interval or max(count, 1)):
+            if first:
+                self.log.add(self.publish())
+            with self.stage("update_actor"):
+                for minibatch in evaluated.minibatches[first : first + (self.interval or count)]:
+                    updates.append(self.actor.update(minibatch, step=step, inspect=inspect))
+                    inspect = None
         with self.stage("update_actor"):
-            # The first update compares the rollout's log-probs with its own forward if no forward came before.
-            inspect = None if self.rules.recompute_old_logprobs else self.guard
-            updates = []
-            for minibatch in evaluated.minibatches:
-                updates.append(self.actor.update(minibatch, step=step, inspect=inspect))
-                inspect = None
             self.log.add(mean_metrics(updates))
             self._update_kl(moved=any(update and not update.get("actor/skipped_steps") for update in updates))
             self.log.add(self.update_reference(step + 1))

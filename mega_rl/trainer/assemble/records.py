@@ -153,6 +153,7 @@ def _describe(
         device=engine.device.type,
         dtype=str(config["model"]["dtype"]),
         weight_version=run.rollouts.sync.weight_version,
+        begun=() if run.rollouts.stock is None else tuple(run.rollouts.stock.versions.begun),
         tickets=tuple(samples.tickets.tolist()),
         data_rows=tuple(prompt.index for prompt in samples.prompts),
         dropped=tuple(
