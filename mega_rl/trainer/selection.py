@@ -71,7 +71,7 @@ class StepVersions:
     def ages(self, versions: Tensor) -> Tensor:
         """Return the ages of versions in steps, int64 in their shape; below 0: newer than the step's weights."""
         begun = torch.tensor(self.begun or [self.current()])
-        ages = len(begun) - torch.bucketize(versions, begun, right=True)
+        ages = len(begun) - torch.bucketize(versions.contiguous(), begun, right=True)
         return torch.where(versions > begun[-1], begun[-1] - versions, ages)
 
 

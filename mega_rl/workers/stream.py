@@ -270,6 +270,12 @@ class RolloutStream:
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()
 
+    def publish_within(self, send: Callable[[WeightSync], Metrics]) -> Metrics:
+        """Publish by `send` while a step trains; generation goes on."""
+        metrics = send(self)
+        self.flow.go_on()
+        return metrics
+
     def has_all(self) -> bool:
         """Return whether all ranks have all servers; collective."""
         out = [state is not State.READY for state, _ in self.flow.engine.router.states().values()]

@@ -324,8 +324,7 @@ class StreamRun:
             rows = batch.samples.rollout
             for update in range(self.publishes):
                 if update:
-                    self.stream.publish()
-                    self.flow.go_on()
+                    self.stream.publish_within(lambda sync: sync.publish())
                 mask = rows.loss_mask & (rows.prompt_index % self.publishes == update)[:, None]
                 counts = torch.bincount(rows.tokens[mask], minlength=VOCABULARY)
                 moves = self.replicas.sum(counts).double() * torch.arange(VOCABULARY).sub(3).sign() * 2.0**-6

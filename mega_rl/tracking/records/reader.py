@@ -120,7 +120,7 @@ class RecordDescription:
     versions: dict[str, str]  # package -> version
     # Records of earlier releases lack the following.
     weight_version: int = -1  # the trainer's, when the step began
-    # With trainer.async_steps, the same of this and as many earlier steps, this one last; 0: unknown
+    # The same of trainer.async_steps steps before and of this one; 0: unknown. Empty: versions count steps.
     begun: tuple[int, ...] = ()
     tickets: tuple[int, ...] = ()  # number of each prompt's draw since the run began
     data_rows: tuple[int, ...] = ()  # each prompt's row of the data

@@ -45,7 +45,7 @@ from mega_rl.trainer.mismatch import MismatchGuard, PolicyChanges, Rescoring, St
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
 from mega_rl.trainer.selection import AtOnce, StepVersions, Stock
-from mega_rl.types import Metrics, Rollout
+from mega_rl.types import Rollout
 from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
 if TYPE_CHECKING:
@@ -215,13 +215,8 @@ def build_algorithm(
     )  # fmt: skip
     if stream is None or changes is None:
         return algorithm, []
-
-    def publish() -> Metrics:
-        metrics = stage.publish(stream)
-        stream.flow.go_on()
-        return metrics
-
-    algorithm.interval, algorithm.publish = rollout.sglang.sync.interval, publish
+    algorithm.interval = rollout.sglang.sync.interval
+    algorithm.publish = partial(stream.publish_within, stage.publish)
     rescoring = Rescoring(
         run.roles.actor, guard, changes, stream.newest, rollout.verify_interval,
         algorithm.rules.recompute_old_logprobs, stage, step_log,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ class Watched:
     def __init__(self, run: StreamRun, *, interval: int = 2, knows_all: bool = True) -> None:
         self.run, self.metrics, self.seen = run, list[Metrics](), list[tuple[int, Rollout]]()
         self.spoil: Callable[[Rollout], Rollout] = lambda rollout: rollout
-        self.changes = PolicyChanges(lambda: run.policy.weight_version)
+        self.changes = PolicyChanges(run.stock.versions)
         guard = MismatchGuard(MismatchLimits(1e-3, share=0.01, max=1.0), run.replicas, self.changes)
         self.log = StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
         stage: Any = Stages(FakeTimer())  # type: ignore[arg-type]
@@ -67,21 +68,22 @@ class Watched:
         return rows
 
 
-def watched(k: int, ranks: Ranks, *, free: bool = False, steps: int = 10, **how: Any) -> Watched:
+def watched(k: int, ranks: Ranks, *, free: bool = False, steps: int = 10, publishes: int = 1, **how: Any) -> Watched:
     pace = {"pace": lambda key, number: 1 + sum(key) % 3} if free else {}
-    return Watched(StreamRun(k, ranks, free=free, steps=steps, fleet=pace), **how)
+    return Watched(StreamRun(k, ranks, free=free, steps=steps, publishes=publishes, fleet=pace), **how)
 
 
 @pytest.mark.parametrize("knows_all", [False, True])
 @pytest.mark.parametrize("free", [False, True])
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_right_run_is_rescored_and_goes_on(k: int, free: bool, knows_all: bool) -> None:
+@pytest.mark.parametrize(("k", "publishes"), [(1, 1), (3, 1), (1, 2), (3, 3)])
+def test_a_right_run_is_rescored_and_goes_on(k: int, publishes: int, free: bool, knows_all: bool) -> None:
     """What is rescored are tokens of the weights of the moment; the policy's moves are those of its weights."""
-    one = watched(k, SingleRank(), free=free, knows_all=knows_all)
+    one = watched(k, SingleRank(), free=free, knows_all=knows_all, publishes=publishes)
     one.run.run()
     assert len(one.seen) >= 4
     if not free:
-        assert torch.equal(one.run.policy.weights, StreamRun(k, SingleRank(), steps=10).run().policy.weights)
+        unwatched = StreamRun(k, SingleRank(), steps=10, publishes=publishes).run()
+        assert torch.equal(one.run.policy.weights, unwatched.policy.weights)
     for version, rows in one.seen:
         assert rows.token_versions is not None
         assert rows.loss_mask.any()
@@ -90,9 +92,9 @@ def test_a_right_run_is_rescored_and_goes_on(k: int, free: bool, knows_all: bool
         assert torch.allclose(rows.rollout_logprobs[rows.loss_mask].double(), expected, atol=1e-6)
     ages = {name for metrics in one.metrics for name in metrics if "diff_age_" in name}
     assert ages >= {f"rollout/logprob_diff_age_{age}" for age in ((1,) if k == 1 else (1, 2))}
-    for before, batch, metrics in zip(one.run.versions, one.run.taken, one.metrics[1:], strict=False):
-        assert metrics["rollout/policy_change"] == one.changes.of_versions[before + 1]
-        old, new = (one.run.policy.published[before + later].log_softmax(0) for later in (0, 1))
+    for versions, batch, metrics in zip(pairwise(one.run.versions), one.run.taken, one.metrics[1:], strict=False):
+        assert metrics["rollout/policy_change"] == one.changes.of_versions[versions[1]]
+        old, new = (one.run.policy.published[version].log_softmax(0) for version in versions)
         chosen = torch.tensor([0, 2, 4, 7])
         tokens = batch.rollout.tokens[chosen][batch.rollout.loss_mask[chosen]]
         assert metrics["rollout/policy_change"] == pytest.approx(float((new - old)[tokens].abs().mean()), rel=1e-4)
@@ -128,7 +130,7 @@ def test_older_tokens_with_other_logprobs_are_found(knows_all: bool) -> None:
         return rows
 
     one.spoil = spoil
-    with pytest.raises(RolloutMismatchError, match="1 or more versions old differ by a mean of"):
+    with pytest.raises(RolloutMismatchError, match="1 or more steps old differ by a mean of"):
         one.run.run()
 
 
