@@ -363,6 +363,13 @@ AGENTS: Table = {
         ("a dead server is an answer", "if isinstance(error, RunError):  # the", "if isinstance(error, str):  # the"),
         ("what a server calls an error is an answer", 'return f"error: {text}" if given', "return text if given"),
     ],
+    ("agents", "workers/test_worlds_ahead.py -k http"): [
+        (
+            "trajectories ahead are left at the end of the run",
+            "for task in self._tasks:",
+            "for task in ():",
+        ),
+    ],
     ("agents", "agents/test_remote.py"): [
         (
             "an endless answer is read to its end",
