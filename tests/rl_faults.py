@@ -183,7 +183,7 @@ RL: Table = {
         ),
         (
             "an engine in turns samples next to training",
-            "        if self.sample is None:\n            self._begin()",
+            "        if not self.in_turns:\n            self._begin()",
             "        self._begin()",
         ),
     ],
