@@ -189,6 +189,16 @@ RL: Table = {
     ],
     ("experience", "workers/test_stream.py"): [
         (
+            "a step in turns that has its groups makes a round",
+            "if wait or (self.in_turns and self.quantum):",
+            "if wait or self.in_turns:",
+        ),
+        (
+            "servers release memory while a round runs",
+            "            self.end_round()\n",
+            "",
+        ),
+        (
             "a group is as old as its newest token",
             "known = [min(one.versions, default=current) for one",
             "known = [max(one.versions, default=current) for one",

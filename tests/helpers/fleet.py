@@ -82,7 +82,7 @@ class _Job:
 
 @dataclass
 class FakeFleet:
-    """One rank's engine, and its servers' memory; `pace(key, look)` counts looks of the run. Keys: ticket and sample."""
+    """One rank's engine and servers' memory; `pace(key, look)` counts looks of the run. Keys: ticket and sample."""
 
     policy: Policy
     everyone: Ranks

@@ -133,7 +133,7 @@ RULES = [
     ),
     (
         1,
-        "SGLANG S.placement=colocated T.async_steps=1 A.correction=tis S.arrival=free R.source=model R.model_path=r",
+        "SGLANG S.placement=colocated T.async_steps=1 A.correction=tis S.arrival=free R.source=model R.source.path=r",
         "S.placement=colocated with S.arrival=free and R.source=model: to score a group interrupts all others;",
     ),
     (1, "SGLANG S.sync.timeout_s=600", "S.sync.timeout_s=600 must be below T.timeout_s=600: the other ranks wait"),
