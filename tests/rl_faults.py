@@ -279,8 +279,8 @@ RL: Table = {
         ),
         (
             "the policy's move is that of the step before",
-            "self.changes.of_versions[self.changes.current()] = total",
             "self.changes.of_versions[self.changes.current() + 1] = total",
+            "self.changes.of_versions[self.changes.current()] = total",
         ),
     ],
     ("experience", "trainer/test_staleness.py"): [
