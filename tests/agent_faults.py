@@ -291,9 +291,6 @@ AGENTS: Table = {
         ("turns do not ask for their experts", "return_routing=routed is not None", "return_routing=False"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
     ],
-    ("agents", "trainer/assemble/test_sources.py"): [
-        ("recorded rows pass for rows with experts", "elif rollout.sglang.return_routing:", "elif False:"),
-    ],
     ("agents", "agents/test_chat.py"): [
         (
             "a turn goes on behind another stop token",

@@ -204,7 +204,8 @@ RL: Table = {
             "sources that generate by themselves run ahead",
             "problems += [] if problems else generates(config)",
             "pass",
-        )
+        ),
+        ("recorded rows pass for rows with experts", "    if rollout.sglang.return_routing:\n", "    if False:\n"),
     ],
     ("experience", "workers/test_stream.py"): [
         (

@@ -139,7 +139,7 @@ def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path,
         "trainer.prompts_per_step=16", "trainer.minibatch_size=16", "trainer.val_interval=0", "optim.lr=1e-3",
         "optim.warmup_steps=0", "algorithm.correction=tis", "trainer.async_steps=3",
         f"rollout.sglang.arrival={arrival}", "checkpoint.save_interval=1", "checkpoint.keep=12",
-        "metrics.records.interval=1",
+        "checkpoint.resume=auto", "metrics.records.interval=1",
     ]  # fmt: skip
     if in_turns:
         command.append("rollout.sglang.placement=colocated")
@@ -163,6 +163,7 @@ def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path,
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert "resumed after step" in written.read_text(errors="replace")
     steps = [record.metrics for record in read_metrics(own / "metrics.jsonl")]
     assert len(steps) == 10
     assert 1 <= max(one["rollout/staleness_max"] for one in steps) <= 3
