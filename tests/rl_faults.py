@@ -205,7 +205,6 @@ RL: Table = {
             "problems += [] if problems else generates(config)",
             "pass",
         ),
-        ("recorded rows pass for rows with experts", "    if rollout.sglang.return_routing:\n", "    if False:\n"),
     ],
     ("experience", "workers/test_stream.py"): [
         (
