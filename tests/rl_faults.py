@@ -183,7 +183,7 @@ RL: Table = {
         ),
         (
             "an engine in turns samples next to training",
-            "        if self.sample is None:\n            self._begin()",
+            "        if not self.in_turns:\n            self._begin()",
             "        self._begin()",
         ),
     ],
@@ -204,9 +204,19 @@ RL: Table = {
             "sources that generate by themselves run ahead",
             "problems += [] if problems else generates(config)",
             "pass",
-        )
+        ),
     ],
     ("experience", "workers/test_stream.py"): [
+        (
+            "a step in turns that has its groups makes a round",
+            "if wait or (self.in_turns and self.quantum):",
+            "if wait or self.in_turns:",
+        ),
+        (
+            "servers release memory while a round runs",
+            "            self.end_round()\n",
+            "",
+        ),
         (
             "a group is as old as its newest token",
             "known = [min(one.versions, default=current) for one",
@@ -269,8 +279,8 @@ RL: Table = {
         ),
         (
             "the policy's move is that of the step before",
-            "self.changes.of_versions[self.changes.current()] = total",
             "self.changes.of_versions[self.changes.current() + 1] = total",
+            "self.changes.of_versions[self.changes.current()] = total",
         ),
     ],
     ("experience", "trainer/test_staleness.py"): [
