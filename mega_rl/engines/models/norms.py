@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Let norms whose class computes what `rms_norm` does run it; return how many do.
+    """Run norms by torch's kernel where their class computes the same; return their number.
 
     transformers writes a norm out: to float32, squares, mean, root, product, back, weight. In float32 the results are
     equal; in bf16 the kernel rounds once, as Megatron-Core and servers do, and transformers twice.
@@ -30,8 +30,8 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _normalise(module: nn.Module, hidden: Tensor) -> Tensor:
-    weight = module.weight
-    return rms_norm(hidden, tuple(weight.shape), weight, _epsilon(module))  # type: ignore[arg-type]
+    weight = module.get_parameter("weight")
+    return rms_norm(hidden, tuple(weight.shape), weight, _epsilon(module))
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -41,7 +41,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 @torch.no_grad()
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module is an RMS norm with a weight and nothing else, by a trial on numbers."""
+    """Try on numbers if a module is an RMS norm with a weight and nothing else."""
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())]
     takes_one = len(inspect.signature(module.forward).parameters) == 1
     if "norm" not in type(module).__name__.lower() or names != ["weight"] or not takes_one:
