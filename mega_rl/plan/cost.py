@@ -106,7 +106,7 @@ def step_time(
     setup: RunSetup, hardware: Hardware, *, server_ranks: int = 0, memory: Sequence[RankMemory] | None = None
 ) -> StepTime:
     """Return the expected time of a step; server_ranks: GPUs of each joined server."""
-    clock = _Clock(setup, hardware)
+    clock, config = _Clock(setup, hardware), setup.config
     memory = memory_of_stages(setup) if memory is None else memory
     its = [(setup.for_model(model), model) for model in setup.models.values()]
     forward: dict[str, float] = {}
@@ -124,13 +124,13 @@ def step_time(
             parts = clock.passes(model, 0, passes_of(setup, model)[1]) | clock.updates(model, memory)
             phases[f"training the {role}"] = parts
             one_epoch = ModelWork(model.hf, head=model.head).update([setup.longest] * _rows(setup))
-            useful += setup.config.algorithm.epochs * one_epoch
+            useful += config.algorithm.epochs * one_epoch
     return StepTime(
         {phase: {name: seconds for name, seconds in parts.items() if seconds} for phase, parts in phases.items()},
         tokens=_rows(setup) * setup.longest,
         useful=useful,
         peak=setup.machine.world_size * hardware.peak,
-        ahead=setup.config.trainer.async_steps > 0 and setup.config.rollout.backend == "sglang",
+        ahead=config.trainer.async_steps > 0 and config.rollout.backend == "sglang" and not setup.colocated,
     )
 
 

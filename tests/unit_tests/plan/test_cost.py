@@ -80,6 +80,10 @@ def test_generation_ahead_hides_the_shorter_half() -> None:
     training = sum(value for name, value in seconds.items() if name not in ("generating", "sending weights"))
     assert time.total == pytest.approx(seconds["sending weights"] + max(seconds["generating"], training))
     assert phase(step_time(scale.setup, HARDWARE["h200"]), "generating") == {}
+    in_turns = changed(
+        run("8b"), {"rollout.backend": "sglang", "trainer.async_steps": 2, "rollout.sglang.placement": "colocated"}
+    )
+    assert not step_time(in_turns, HARDWARE["h200"]).ahead
 
 
 def test_plan_tells_the_time_for_a_gpu() -> None:
