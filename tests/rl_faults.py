@@ -183,11 +183,40 @@ RL: Table = {
         ),
         (
             "an engine in turns samples next to training",
-            "        if self.sample is None:\n            self._begin()",
+            "        if not self.in_turns:\n            self._begin()",
             "        self._begin()",
         ),
     ],
+    ("experience", "workers/test_turnwise.py -k moved"): [
+        (
+            "a resumed run does not know the moves before it",
+            'run.rollouts.changes.of_versions.update(state.get("policy_changes", ()))',
+            "pass",
+        ),
+        (
+            "a checkpoint lacks the move of the last update",
+            "list(moves.items())[-run.trainer.async_steps - 1 :]",
+            "list(moves.items())[:-1]",
+        ),
+    ],
+    ("experience", "test_preflight.py -k sources_that_generate"): [
+        (
+            "sources that generate by themselves run ahead",
+            "problems += [] if problems else generates(config)",
+            "pass",
+        ),
+    ],
     ("experience", "workers/test_stream.py"): [
+        (
+            "a step in turns that has its groups makes a round",
+            "if wait or (self.in_turns and self.quantum):",
+            "if wait or self.in_turns:",
+        ),
+        (
+            "servers release memory while a round runs",
+            "            self.end_round()\n",
+            "",
+        ),
         (
             "a group is as old as its newest token",
             "known = [min(one.versions, default=current) for one",
@@ -266,8 +295,8 @@ RL: Table = {
         ),
         (
             "the policy's move is that of the step before",
-            "self.changes.of_versions[self.changes.versions.current()] = total",
             "self.changes.of_versions[self.changes.versions.current() + 1] = total",
+            "self.changes.of_versions[self.changes.versions.current()] = total",
         ),
     ],
     ("experience", "trainer/test_staleness.py"): [
@@ -401,6 +430,16 @@ RL: Table = {
         ("a registry is followed elsewhere", 'raise ValueError(f"HTTP {response.status_code}")', "pass"),
         ("a server that left the registry stays", "if url not in self._urls:\n", "if False:\n"),
         ("the run waits for a vanished server", "(len(self._urls) if all_at_once else 1)", "len(self._urls)"),
+        ("silent addresses are asked at each update", "self._slow.get(url, (0, 0))[1] <= now", "True"),
+        ("silent addresses are skipped though no server is left", "now = inf  #", "pass  #"),
+        ("silent addresses are asked in turns", "_MOST_THREADS = 128", "_MOST_THREADS = 1"),
+    ],
+    ("changes", "plan/test_cost.py -k link_takes"): [
+        (
+            "the plan waits for the slower of all weights and changes",
+            "min(sync_seconds(setup, link).values())",
+            "max(sync_seconds(setup, link).values())",
+        )
     ],
     ("changes", "rollout/sglang/test_delta.py -k store"): [
         (

@@ -157,8 +157,8 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     (
         "rollout.sglang.sync.interval",
-        "trainer.async_steps above 0, or nothing is in flight while the batch trains",
-        lambda c: c.trainer.async_steps > 0,
+        "trainer.async_steps and servers with their own devices: else nothing samples while the batch trains",
+        lambda c: c.trainer.async_steps > 0 and c.rollout.sglang.placement != "colocated",
     ),
     (
         "rollout.sglang.sync.interval",

@@ -124,14 +124,28 @@ RULES = [
     (
         1,
         "SGLANG S.urls=[http://127.0.0.1:30000] S.keys_file=keys.json S.placement=colocated",
-        "S.placement=colocated with S.urls or",
+        "S.placement=colocated with S.urls: joined servers have their own devices;",
     ),
-    (1, "SGLANG S.placement=colocated T.async_steps=1 A.correction=tis", "S.placement=colocated with S.urls or"),
+    (
+        1,
+        "SGLANG S.placement=colocated T.async_steps=1 A.correction=tis S.arrival=free S.sync.in_flight=keep",
+        "S.placement=colocated with S.sync.in_flight=keep: servers release their KV cache while the trainer trains;",
+    ),
+    (
+        1,
+        "SGLANG S.placement=colocated T.async_steps=1 A.correction=tis S.arrival=free R.source=model R.source.path=r",
+        "S.placement=colocated with S.arrival=free and R.source=model: to score a group interrupts all others;",
+    ),
     (1, "SGLANG S.sync.timeout_s=600", "S.sync.timeout_s=600 must be below T.timeout_s=600: the other ranks wait"),
     (
         1,
         "SGLANG S.sync.interval=1",
-        "S.sync.interval=1 has no effect: it needs T.async_steps above 0, or nothing is",
+        "S.sync.interval=1 has no effect: it needs T.async_steps and servers with",
+    ),
+    (
+        1,
+        "SGLANG T.async_steps=1 A.correction=tis T.minibatch_size=32 S.sync.interval=1 S.placement=colocated",
+        "S.sync.interval=1 has no effect: it needs T.async_steps and servers with their own devices",
     ),
     (1, "T.async_steps=1 S.sync.interval=1", "S.sync.interval=1 has no effect: it needs SGLANG"),
     (
@@ -150,7 +164,7 @@ RULES = [
     (1, "SGLANG S.urls=ftp://a/f S.keys_file=k", "S.urls: 'ftp://a/f' is not a server's address; legal:"),
     (1, "SGLANG S.urls=f.txt", "S.keys_file is empty with S.urls: a server without keys takes weights from"),
     (1, "SGLANG S.urls=f.txt S.keys_file=k S.server.count=2", "S.server.count=2 has no effect: it needs"),
-    (1, "SGLANG S.urls=f.txt S.keys_file=k S.placement=colocated", "S.placement=colocated with S.urls or"),
+    (1, "SGLANG S.urls=f.txt S.keys_file=k S.placement=colocated", "S.placement=colocated with S.urls: joined"),
     (1, "SGLANG S.server.host=0.0.0.0", "S.server.host='0.0.0.0': a server listens on one interface, not on all;"),
     (1, "SGLANG S.server.host=::", "S.server.host='::': a server listens on one interface, not on all; legal:"),
     # data
@@ -158,6 +172,11 @@ RULES = [
     (1, "D.curriculum=success D.shuffle=false", "D.curriculum=success with D.shuffle=false: prompts come in one"),
     (1, "D.curriculum=success R.source=none", "D.curriculum=success needs rewards, which R.source=none does not"),
     (1, "D.stream.rows=8 T.async_steps=2", "D.stream.rows with T.async_steps=2: a checkpoint keeps one place"),
+    (
+        1,
+        "D.stream.rows=8 SGLANG T.async_steps=1 A.correction=tis S.placement=colocated",
+        "D.stream.rows with T.async_steps=1: a checkpoint keeps one place",
+    ),
     (1, "D.stream.timeout_s=5", "D.stream.timeout_s=5.0 has no effect: it needs D.stream.rows"),
     (1, "D.stream.rows=8 T.epochs=2", "D.stream.rows=8: the number of prompts is not known, so it cannot go with"),
     (1, "D.stream.rows=8 D.val_size=3 T.val_interval=5", "D.stream.rows=8: the number of prompts is not known, so"),
@@ -313,6 +332,7 @@ def test_most_mistakes_get_one_line() -> None:
         (1, "SGLANG T.async_steps=1 A.correction=tis T.minibatch_size=32 S.sync.interval=1"),
         (1, "T.async_steps=4"),
         (1, "SGLANG S.placement=colocated S.max_failed_share=0.5"),
+        (1, "SGLANG S.placement=colocated T.async_steps=2 S.arrival=free A.correction=tis"),
         (1, "SGLANG S.urls=[http://node1:30000,https://node2:30000] S.keys_file=keys.json"),
         (1, "SGLANG S.urls=shared/fleet.txt S.keys_file=keys.json"),
         (1, "SGLANG S.urls=https://registry/fleet S.keys_file=keys.json T.async_steps=1 A.correction=tis"),
