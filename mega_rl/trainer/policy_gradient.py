@@ -43,6 +43,8 @@ class PolicyGradientRules:
     recompute_old_logprobs: bool = True
     filter_truncated: bool = False  # responses that length cut off do not train
     last_turn: bool = False  # only the last turn of each trajectory trains
+    interval: int = 0  # the actor's updates between two calls of `publish` within a step; 0: none
+    publish: Callable[[], Metrics] = dict  # sends the actor's weights; collective
 
 
 @dataclass
@@ -61,8 +63,6 @@ class PolicyGradient:
     rules: PolicyGradientRules
     stage: Stages
     log: StepLog
-    interval: int = 0  # updates of the actor between two calls of `publish` within a step; 0: none
-    publish: Callable[[], Metrics] = dict  # sends the actor's weights; collective
 
     def evaluate(self, batch: Batch, step: int) -> Evaluated:
         """Return log-probs, values, advantages and mini-batches of a batch; raises RolloutMismatchError."""
@@ -95,12 +95,12 @@ class PolicyGradient:
                 self.log.add(mean_metrics(updates))
         # The first update compares the rollout's log-probs with its own forward if no forward came before.
         inspect = None if self.rules.recompute_old_logprobs else self.guard
-        updates, count = list[Metrics](), len(evaluated.minibatches)
-        for first in range(0, count, self.interval or max(count, 1)):
+        updates, size = list[Metrics](), self.rules.interval or max(len(evaluated.minibatches), 1)
+        for first in range(0, len(evaluated.minibatches), size):
             if first:
-                self.log.add(self.publish())
+                self.log.add(self.rules.publish())
             with self.stage("update_actor"):
-                for minibatch in evaluated.minibatches[first : first + (self.interval or count)]:
+                for minibatch in evaluated.minibatches[first : first + size]:
                     updates.append(self.actor.update(minibatch, step=step, inspect=inspect))
                     inspect = None
         with self.stage("update_actor"):

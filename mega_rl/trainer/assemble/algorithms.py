@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -214,8 +214,8 @@ def build_algorithm(
     )  # fmt: skip
     if stream is None or changes is None:
         return algorithm, []
-    algorithm.interval = rollout.sglang.sync.interval
-    algorithm.publish = partial(stream.publish_within, stage.publish)
+    publish = partial(stream.publish_within, stage.publish)
+    algorithm.rules = replace(algorithm.rules, interval=rollout.sglang.sync.interval, publish=publish)
     rescoring = Rescoring(
         run.roles.actor, guard, changes, stream.newest, rollout.verify_interval,
         algorithm.rules.recompute_old_logprobs, stage, step_log,

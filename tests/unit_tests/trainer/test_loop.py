@@ -88,7 +88,8 @@ def test_weights_are_published_within_steps(interval: int) -> None:
     usual.fit()
     trainer = run.build()
     algorithm: Any = trainer.algorithm
-    algorithm.interval, algorithm.publish = interval, lambda: run.events.append("within") or {"sync/own": 1.0}
+    send: Any = lambda: run.events.append("within") or {"sync/own": 1.0}  # noqa: E731
+    algorithm.rules = dataclasses.replace(algorithm.rules, interval=interval, publish=send)
     trainer.fit()
     updates = run.events.count("update_actor") // 3
     every = [["update_actor", *(["within"] if interval and n % interval == 0 else [])] for n in range(1, updates)]
