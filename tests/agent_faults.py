@@ -256,8 +256,8 @@ AGENTS: Table = {
         ),
         (
             "two threads ask a source at a time",
-            "        with self._turn:\n            begin",
-            "        if self._turn:\n            begin",
+            "self._thread = self._thread or Running(",
+            "self._thread = Running(",
         ),
         (
             "a pool that closes starts workers again",
