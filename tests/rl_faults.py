@@ -408,6 +408,13 @@ RL: Table = {
         ("silent addresses are skipped though no server is left", "now = inf  #", "pass  #"),
         ("silent addresses are asked in turns", "_MOST_THREADS = 128", "_MOST_THREADS = 1"),
     ],
+    ("changes", "plan/test_cost.py -k link_takes"): [
+        (
+            "the plan waits for the slower of all weights and changes",
+            "min(sync_seconds(setup, link).values())",
+            "max(sync_seconds(setup, link).values())",
+        )
+    ],
     ("changes", "rollout/sglang/test_delta.py -k store"): [
         (
             "servers load though a bucket is of another version",
