@@ -62,7 +62,7 @@ class ServerFlow:
         self.players: Players | None = None
         if self.rollouts is not None:
             limit = self.engine.sampling.max_new_tokens
-            self.players = Players(self.rollouts.runner, self.requests, self.worker.n, limit)
+            self.players = Players(self.rollouts.runner, self.rollouts.ended, self.requests, self.worker.n, limit)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
