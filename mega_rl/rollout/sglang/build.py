@@ -14,6 +14,7 @@ import torch
 from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import config_changes
+from mega_rl.converters.plan.parameters import num_elements
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
@@ -31,7 +32,7 @@ from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.choice import transport_for
-from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
+from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
 from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, control_of, server_of
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
@@ -157,7 +158,7 @@ def colocated_bytes(
 ) -> tuple[int, int]:
     """Return the device bytes of the policy and of a colocated server's weights per rank."""
     engine, itemsize = settings.engine, _dtype(rollout, settings).itemsize
-    count = weight_count(hf)
+    count = num_elements(hf)
     if engine.backend == "fsdp":
         policy = 4 * count // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
     else:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.export import ExportUnit, export_plan
-from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout
@@ -114,11 +113,6 @@ def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
 def changes_pay_off(link_rate: float) -> bool:
     """Return whether changes arrive sooner than all weights over a link of so many bytes per second."""
     return 1 / _WORK_RATE + TYPICAL_CHANGES / link_rate < 1 / link_rate
-
-
-def weight_count(hf: HFConfig) -> int:
-    """Return the elements of a model's weights."""
-    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
 
 
 def policy_bytes(sharding: Sharding, itemsize: int) -> int:
