@@ -291,8 +291,8 @@ AGENTS: Table = {
         ("turns do not ask for their experts", "return_routing=routed is not None", "return_routing=False"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
     ],
-    ("agents", "trainer/assemble/test_sources.py"): [
-        ("recorded rows pass for rows with experts", "elif rollout.sglang.return_routing:", "elif False:"),
+    ("agents", "test_preflight.py -k sources_that_generate"): [
+        ("recorded rows pass for rows with experts", "if rollout.sglang.return_routing:", "if False:"),
     ],
     ("agents", "agents/test_chat.py"): [
         (
@@ -362,6 +362,13 @@ AGENTS: Table = {
         ),
         ("a dead server is an answer", "if isinstance(error, RunError):  # the", "if isinstance(error, str):  # the"),
         ("what a server calls an error is an answer", 'return f"error: {text}" if given', "return text if given"),
+    ],
+    ("agents", "workers/test_worlds_ahead.py -k http"): [
+        (
+            "trajectories ahead are left at the end of the run",
+            "for task in self._tasks:",
+            "for task in ():",
+        ),
     ],
     ("agents", "agents/test_remote.py"): [
         (

@@ -187,6 +187,25 @@ RL: Table = {
             "        self._begin()",
         ),
     ],
+    ("experience", "workers/test_turnwise.py -k moved"): [
+        (
+            "a resumed run does not know the moves before it",
+            'run.rollouts.changes.of_versions.update(state.get("policy_changes", ()))',
+            "pass",
+        ),
+        (
+            "a checkpoint lacks the move of the last update",
+            "list(moves.items())[-run.trainer.async_steps - 1 :]",
+            "list(moves.items())[:-1]",
+        ),
+    ],
+    ("experience", "test_preflight.py -k sources_that_generate"): [
+        (
+            "sources that generate by themselves run ahead",
+            "problems += [] if problems else generates(config)",
+            "pass",
+        )
+    ],
     ("experience", "workers/test_stream.py"): [
         (
             "a group is as old as its newest token",
@@ -375,6 +394,9 @@ RL: Table = {
         ("a registry is followed elsewhere", 'raise ValueError(f"HTTP {response.status_code}")', "pass"),
         ("a server that left the registry stays", "if url not in self._urls:\n", "if False:\n"),
         ("the run waits for a vanished server", "(len(self._urls) if all_at_once else 1)", "len(self._urls)"),
+        ("silent addresses are asked at each update", "self._slow.get(url, (0, 0))[1] <= now", "True"),
+        ("silent addresses are skipped though no server is left", "now = inf  #", "pass  #"),
+        ("silent addresses are asked in turns", "_MOST_THREADS = 128", "_MOST_THREADS = 1"),
     ],
     ("changes", "rollout/sglang/test_delta.py -k store"): [
         (

@@ -245,7 +245,7 @@ EXACT = (UPDATES, REWARDS, SAMPLING)  # phases whose tolerance cannot be changed
 TOLERANCES: Mapping[str, float] = {
     UPDATES: 0.0,  # both trainers made the same updates
     REWARDS: 0.0,  # every sample, as float32: one function of the same text, rounded once
-    SAMPLING: 0.0,  # dynamic sampling: groups of the step that should not train
+    SAMPLING: 0.0,  # dynamic sampling or steps ahead: groups that should not train
     LOGPROBS: 1e-4,  # nats, for a critic values; the largest of any token
     SAMPLES: 4.5,  # deviations of the largest of four sums, which one right run in 37,000 exceeds
     "advantages": 1e-4,  # also returns; the largest of any token

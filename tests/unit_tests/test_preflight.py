@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.config.loader import load
+from mega_rl.config.rules.rollout import generates
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.preflight import check_together, checkpoints, host, launched_world_size, preflight
 from mega_rl.rollout.sglang.server.installation import Installation
@@ -56,6 +57,21 @@ def test_legal_run_can_start() -> None:
     config = preflight([None], [*BASE, *files, *roles, "data.chat.template=true", "trainer.val_interval=1"])[0]
     assert config.model.path == "m"
     assert not Path(config.trainer.run_dir).exists()  # looking makes nothing
+
+
+def test_settings_of_environments_are_refused_for_sources_that_generate() -> None:
+    """Before a server starts; a file that fails to import has its own line only."""
+    form = "class {}:\n    def __init__(self, context): ...\n    {}\n    def metrics(self): ...\n"
+    world, recorded = form.format("World", "async def run(self): ..."), form.format("Own", "def generate(self): ...")
+    ahead, name = ("trainer.async_steps=2", "algorithm.correction=tis", "reward.function=own.py:f"), "rollout.source="
+    Path("own.py").write_text(f"{world}{recorded}def f(text, answer): ...\n")
+    (line,) = problems(*ahead, f"{name}own.py:Own")
+    assert line.startswith("rollout.source='own.py:Own': trainer.async_steps=2 needs an environment or the built-in")
+    assert problems(*ahead, f"{name}own.py:World") == []
+    (line,) = generates(load(None, [*BASE, f"{name}own.py:Own", "rollout.sglang.return_routing=true"]))
+    assert line.startswith("rollout.source='own.py:Own': rollout.sglang.return_routing needs the built-in source or")
+    Path("own.py").write_text("import nothing_here\ndef f(text, answer): ...\n")
+    assert all("fails to import" in line for line in problems(*ahead, f"{name}own.py:Own"))
 
 
 def test_runs_on_one_base_have_its_settings() -> None:

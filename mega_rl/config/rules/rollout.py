@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from mega_rl.config.choices import corrects
+from mega_rl.config.choices import ROLLOUT, corrects
 from mega_rl.config.packaged import rows_of
 from mega_rl.config.schema import Config, SuccessCurriculum
 from mega_rl.config.schema.data import RESERVED
@@ -88,6 +88,24 @@ def _sglang(config: Config) -> Iterator[str]:
         yield (
             "rollout.sglang.placement=colocated with rollout.sglang.urls or trainer.async_steps: these servers cannot "
             "take turns on the trainer's devices; set separate"
+        )
+
+
+def generates(config: Config) -> Iterator[str]:
+    """List settings that a user's source which is no environment cannot have; its file runs."""
+    rollout, ahead = config.rollout, config.trainer.async_steps
+    if rollout.source.name in ROLLOUT.builtin or ROLLOUT.needs(config, "run"):
+        return
+    name = f"rollout.source={rollout.source.name!r}"
+    if ahead:
+        yield (
+            f"{name}: trainer.async_steps={ahead} needs an environment or the built-in source, whose samples continue "
+            "under later weights; define run instead of generate, or set trainer.async_steps=0"
+        )
+    if rollout.sglang.return_routing:
+        yield (
+            f"{name}: rollout.sglang.return_routing needs the built-in source or an environment, whose experts the "
+            "servers report; leave it out"
         )
 
 

@@ -12,7 +12,7 @@ from mega_rl.config.choices import OWN_CHOICES, is_sampled, kind_of_run
 from mega_rl.config.keys import flat, value_of, with_settings
 from mega_rl.config.loader import Overrides, load
 from mega_rl.config.rules import check
-from mega_rl.config.rules.rollout import files_of
+from mega_rl.config.rules.rollout import files_of, generates
 from mega_rl.config.schema import Config, DataConfig, RewardHttpConfig
 from mega_rl.config.schema.rollout import runs_code
 from mega_rl.config.user_files import missing_function
@@ -126,6 +126,7 @@ def check_run(
     problems = [*environment.version_problems(), *_of_models(config, checkpoints, world_size), *unread]
     problems += [*check_data(config, trains=trains), *check_weight_files(config, checkpoints)]
     problems += [problem for choice in OWN_CHOICES for problem in choice.own_problems(config)]
+    problems += [] if problems else generates(config)
     problems += [] if has_reward else [*check_rewards(config, checkpoints)]
     if not problems and not has_reward:
         problems += probe_rewards(config)

@@ -24,7 +24,7 @@ ADAPTER = "policy"  # name under which servers hold the policy's adapters
 _MAX_MESSAGE = 400  # characters of a server's words that an error repeats
 _MAX_ANSWER = 256 << 20  # bytes; checksums of all tensors of the largest models are far below
 _FLUSH_PAUSE_S = 0.02  # between two tries; the scheduler needs a few milliseconds to find itself idle
-_MOST_THREADS = 32
+_MOST_THREADS = 128
 
 Answer = TypeVar("Answer")
 

@@ -41,7 +41,7 @@ from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
 from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
 from mega_rl.trainer.loop import Event, Stages, StepLog
-from mega_rl.trainer.mismatch import MismatchGuard, PolicyChanges, Rescoring, StalenessGuard, usual_limits
+from mega_rl.trainer.mismatch import MismatchGuard, Rescoring, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
 from mega_rl.trainer.selection import AtOnce, Stock
@@ -204,8 +204,7 @@ def build_algorithm(
     run: LoadedRun, rollout: RolloutConfig, overlong: OverlongConfig, stage: Stages, step_log: StepLog
 ) -> tuple[PolicyGradient, list[Event]]:
     """Return the algorithm, and what generation ahead needs around its steps to compare log-probs."""
-    stream = run.rollouts.stream
-    changes = None if stream is None else PolicyChanges(lambda: stream.weight_version)
+    stream, changes = run.rollouts.stream, run.rollouts.changes
     limits, samples_all = usual_limits(rollout.mismatch, in_fp32=run.in_fp32), rollout.top_p == 1 and not rollout.top_k
     guard = MismatchGuard(limits, run.replicas, changes, samples_all)
     algorithm = build_policy_gradient(

@@ -27,6 +27,7 @@ from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.tokens import ids_of, with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
+from mega_rl.trainer.mismatch import PolicyChanges
 from mega_rl.trainer.selection import Stock
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
@@ -85,6 +86,7 @@ class Rollouts:
     pending: RankState | None = None  # state that a checkpoint keeps
     stream: RolloutStream | None = None  # source and sync of generation ahead
     stock: Stock | None = None  # its groups
+    changes: PolicyChanges | None = None  # between the versions of its tokens
 
 
 def build_rollouts(
@@ -134,7 +136,7 @@ def build_rollouts(
         resources.callback(stream.flow.close)
         redraws = rollout.dynamic_sampling.expired == "redraw"
         stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
-        return Rollouts(stream, stream, devices, stock, stream, stock)
+        return Rollouts(stream, stream, devices, stock, stream, stock, PolicyChanges(lambda: stream.weight_version))
     if inputs.rollouts is None:
         return Rollouts(worker, sync, devices)
     made, pending = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
@@ -170,16 +172,6 @@ def _make_source(
         runner = Runner(made, name, known)
         window = trainer.prompts_per_step * rollout.n if trainer.async_steps else 0
         made = EnvironmentRollouts(runner, context, inputs.world, scores, window)
-    elif trainer.async_steps:
-        raise UserError(
-            f"{name}: trainer.async_steps={trainer.async_steps} needs an environment or the built-in source, whose "
-            "samples continue under later weights; define run instead of generate, or set trainer.async_steps=0"
-        )
-    elif rollout.sglang.return_routing:
-        raise UserError(
-            f"{name}: rollout.sglang.return_routing needs the built-in source or an environment, whose experts the "
-            "servers report; leave it out"
-        )
     if not (hasattr(made, "generate") and hasattr(made, "metrics")):
         raise UserError(
             f"{name}: made {type(made).__name__}; an environment has the method run, a rollout source generate and "

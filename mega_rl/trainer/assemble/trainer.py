@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from mega_rl.checkpoint.identity import run_identity
@@ -142,6 +143,8 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) ->
     step, state = checkpoint.step, checkpoint.state
     roles.kl.restore(state["kl"])
     sync.resume_at(state["weight_version"])
+    if run.rollouts.changes is not None:
+        run.rollouts.changes.of_versions.update(state.get("policy_changes", ()))
     log.info("resumed after step %d", step)
     if step >= trainer.steps:
         log.info("step %d of %d is done: nothing is left to train; raise trainer.steps or epochs", step, trainer.steps)
@@ -153,12 +156,15 @@ def build_saves(
     stage: Stages, log: StepLog, *, done: int, stop: Callable[[], bool],
 ) -> SaveAndExport:  # fmt: skip
     """Return the event that saves and exports; done: steps when the run begins."""
-    roles, steps = run.roles, run.trainer.steps
+    roles, steps, changes = run.roles, run.trainer.steps, run.rollouts.changes
+    moves = {} if changes is None else changes.of_versions
 
     def state(done: int) -> JsonObject:
+        newest = list(moves.items())[-run.trainer.async_steps - 1 :]
         return {
             "kl": roles.kl.state(),
             "weight_version": run.rollouts.sync.weight_version,
+            "policy_changes": [[version, moved] for version, moved in newest if moved < inf],
             **batches.numbers(done),
         }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.base import distance
 from mega_rl.verify.layouts import LOGPROBS, REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
-from mega_rl.verify.rl.independent.formulas import groups_of, wrong_groups, wrong_prompts
+from mega_rl.verify.rl.independent.formulas import Group, groups_of, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.networks import PolicyNetwork, of_response
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
@@ -62,6 +62,7 @@ def follow(
     start, sampler = trainer.weights(), SamplerTest(settings.temperature)
     done: Counter[str] = Counter()
     policies = dict[int, PolicyNetwork]()  # policies by version, which counts steps from 1
+    waiting, chooses = list[Group](), settings.max_generations or settings.ahead
     for step in range(settings.steps):
         recorded = read_batch(folder, step)
         batch = rescored(recorded, rule)
@@ -71,15 +72,15 @@ def follow(
         policies.pop(step - settings.ahead, None)
         if settings.samples_all_tokens:
             logits, gaps = partial(version_logits, policies), [0.0]
-            for samples in batch.generations or [batch.samples]:  # dynamic sampling does not keep samples at random
+            for samples in batch.generations if chooses else [batch.samples]:  # it may not choose at random
                 sampler.add(samples, logits)
                 gaps += sampler_errors(samples, logits, settings.temperature) if settings.ahead else []
             of_step[LOGPROBS] = max(gaps)
             # Short responses are complete first: only all steps together have samples at random.
             if not settings.ahead or step == settings.steps - 1:
                 of_step[SAMPLES] = max(map(abs, sampler.deviations()))
-        if settings.max_generations and not settings.ahead:
-            of_step[SAMPLING] = float(wrong_groups(batch, settings))
+        if chooses:
+            of_step[SAMPLING] = float(wrong_groups(waiting, batch, step + 1, settings))
         for own in trainer.step(step, batch):
             real = read_figures(folder, own.role, done[own.role])
             done[own.role] += 1

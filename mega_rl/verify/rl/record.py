@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +23,13 @@ from mega_rl.trainer import Trainer
 from mega_rl.trainer.assemble import running
 from mega_rl.trainer.collect import Batch, Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
-from mega_rl.trainer.rows import gather_column
+from mega_rl.trainer.rows import Samples, gather_column
+from mega_rl.trainer.selection import Pool
 from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward_of
-from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, by_sample, drawn, shift, write_rows, write_update
+from mega_rl.verify.rl.trace import DRAWN, GREEDY, PART, ROWS, by_sample, shift, write_rows, write_update
 from mega_rl.workers.models import LearningWorker, PolicyLoss
 
 
@@ -54,7 +55,9 @@ def instrument(trainer: Trainer, folder: Path) -> None:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     recorder = Recorder(folder, batches, is_writer=is_first)
     batches.source, batches.watch = GreedyRollouts(batches.source, recorder), partial(shifted, batches.watch)
-    batches.rewards = RecordedScorer(batches.rewards, recorder, drops=batches.plan.waves > 0)
+    batches.rewards = RecordedScorer(batches.rewards, recorder)
+    if batches.stock is not None:
+        batches.stock.pool = RecordedPool(recorder=recorder)
     actor = algorithm.actor
     assert isinstance(actor, LearningWorker)
     names = ["advantages"] if actor.lessons is None else []  # a divergence from a teacher reads none
@@ -79,7 +82,7 @@ class Recorder:
     is_writer: bool
     greedy: Rollout | None = field(default=None, init=False)  # greedy responses, which no step trains on
     step: int = field(default=0, init=False)
-    generation: int = field(default=0, init=False)  # generations of the step's dynamic sampling so far
+    generation: int = field(default=0, init=False)  # times that groups came in the step so far
 
     @property
     def ranks(self) -> Ranks:
@@ -133,21 +136,30 @@ class GreedyRollouts:
         return self.source.metrics()
 
 
+@dataclass
+class RecordedPool(Pool):
+    """Pool that records the groups that come, numbered by their tickets."""
+
+    recorder: Recorder = field(kw_only=True)
+
+    def add(self, samples: Samples, oldest: Sequence[int], usable: Tensor, means: Tensor, *, count: int) -> None:
+        rows = replace(samples.rollout, prompt_index=samples.tickets[samples.rollout.prompt_index])
+        self.recorder.write(rows, samples.rewards, kind=f"{DRAWN}{self.recorder.generation}")
+        self.recorder.generation += 1
+        super().add(samples, oldest, usable, means, count=count)
+
+
 @dataclass(frozen=True)
 class RecordedScorer:
-    """Reward role that records greedy responses and the generations of dynamic sampling."""
+    """Reward role that records greedy responses."""
 
     scorer: Scorer
     recorder: Recorder
-    drops: bool
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rewards = self.scorer.score(rollout, prompts)
         if rollout is self.recorder.greedy:
             self.recorder.write(rollout, rewards, kind=GREEDY)
-        elif self.drops:
-            self.recorder.write(rollout, rewards, kind=drawn(self.recorder.generation))
-            self.recorder.generation += 1
         return rewards
 
     def metrics(self) -> Metrics:

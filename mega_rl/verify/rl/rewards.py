@@ -194,9 +194,7 @@ def in_float32(number: float) -> float:
 
 
 def _gap(real: ScoredSample, own: ScoredSample) -> float:
-    if set(real.parts) != set(own.parts):
-        return math.inf
-    if len(real.turn_scores) != len(own.turn_scores):
+    if set(real.parts) != set(own.parts) or len(real.turn_scores) != len(own.turn_scores):
         return math.inf
     gaps = [abs(a - b) for a, b in zip(real.turn_scores, own.turn_scores, strict=True)]
     gaps += [abs(real.reward - own.reward), *(abs(real.parts[name] - part) for name, part in own.parts.items())]

@@ -17,7 +17,7 @@ from torch import Tensor
 from mega_rl.verify.rl.independent.records import Figures, SampledRow, ScoredSample, StepBatch
 
 SHIFT = 0.3  # nats
-GREEDY = "greedy"  # kind of samples
+GREEDY, DRAWN = "greedy", "drawn"  # kinds of samples; after the latter its number in the step, from 0
 PART = "part/"  # before the name of a part of the rewards
 FACTS = ("role", "step", "update", "loss", "grad_norm")  # numbers of an update next to its tensors
 TENSORS = ("tokens", "gradients", "weights")  # fields of `Figures`, each tensors by name
@@ -28,7 +28,7 @@ ROWS = (
 
 
 def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = "") -> None:
-    """Write the samples that a step trains on, or those of a kind: `GREEDY`, `drawn`.
+    """Write the samples that a step trains on, or those of a kind: `GREEDY`, `DRAWN`.
 
     rows: the tensors of `ROWS`, in any order of samples, and perhaps, after `PART`, parts of the rewards.
     """
@@ -39,11 +39,6 @@ def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = 
 def shift(tokens: Tensor, sample_index: Tensor) -> Tensor:
     """Compute the recorder's shift of log-probs, nats [B, S]; sample_index: [B]."""
     return SHIFT * torch.sin(3.0 * torch.arange(tokens.size(1)) + tokens + sample_index[:, None])
-
-
-def drawn(generation: int) -> str:
-    """Return the kind of a dynamic sampling's generation, which counts from 0 in its step."""
-    return f"drawn{generation}"
 
 
 def write_update(folder: Path, number: int, figures: Figures, prompts: list[int]) -> None:
@@ -59,7 +54,7 @@ def read_batch(folder: Path, step: int) -> StepBatch:
     for facts in read_facts(folder):
         if facts["step"] == step:
             updates.setdefault(facts["role"], []).append(facts["prompts"])
-    paths = (_rows_path(folder, step, drawn(number)) for number in itertools.count())
+    paths = (_rows_path(folder, step, f"{DRAWN}{number}") for number in itertools.count())
     greedy = _rows_path(folder, step, GREEDY)
     return StepBatch(
         _samples(_rows_path(folder, step)),

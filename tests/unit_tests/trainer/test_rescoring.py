@@ -45,7 +45,7 @@ class Watched:
 
         def watched(step: int) -> Any:
             self.log.begin()
-            rescoring.before(step)
+            rescoring.after(step, None)
             batch = take(step)
             self.spoil(batch.rollout)
             known = self.evaluate(batch.rollout) if knows_all else TokenOutputs(logprobs=batch.rollout.rollout_logprobs)

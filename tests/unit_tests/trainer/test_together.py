@@ -103,8 +103,7 @@ def digests(run: Path) -> dict[str, str]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Return a run's metrics without times, rates and the memory of the process."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    # A resumed run does not know how far the policy moved before it.
-    measured = ("time", "perf/", "memory/", "checkpoint/", "rollout/ahead_wait_s", "rollout/policy_change")
+    measured = ("time", "perf/", "memory/", "checkpoint/", "rollout/ahead_wait_s")
     return [{key: value for key, value in one.items() if not key.startswith(measured)} for one in records]
 
 

@@ -32,6 +32,7 @@ def faults() -> dict[str, Any]:
     from mega_rl.workers.stream import ServerFlow
 
     built = policy_gradient.build_experience
+    Ages: Any = selection.Ages
     update, choose, teacher_logits = LearningWorker.update, selection.choose, TeacherHead.logits
     taken: Any = ServerFlow._taken
     score, settings = TextScorer.score, RewardComponents.__init__
@@ -58,6 +59,9 @@ def faults() -> dict[str, Any]:
         chosen = choose(-tickets, oldest, **more)
         return None if chosen is None else chosen.flip(0)
 
+    def newest_first(tickets: Any, oldest: Any, *, ages: Any, **more: Any) -> Any:
+        return choose(tickets, -oldest, ages=selection.Ages(0, 0), **more)
+
     def newest(self: Any, complete: Any) -> Any:
         arrived = taken(self, complete)
         versions = arrived.rollout.token_versions
@@ -66,9 +70,12 @@ def faults() -> dict[str, Any]:
 
     return {
         "newest version on all tokens": patch.object(ServerFlow, "_taken", newest),
+        "newest groups first": patch.object(selection, "choose", newest_first),
+        "groups dropped a step early": patch.object(selection, "Ages", lambda now, limit: Ages(now, limit - 1)),
         "rewards of the row before": patch.object(TextScorer, "score", rolled),
         "advantages one token early": patch.object(policy_gradient, "build_experience", early),
         "rate of the next step": patch.object(LearningWorker, "update", late),
+        "groups of equal rewards kept ahead": patch.object(rows, "has_spread", _all_spread),
         "groups of equal rewards kept": patch.object(rows, "has_spread", _all_spread),
         "last groups instead of the first": patch.object(selection, "choose", last),
         "weights of parts left out": patch.object(RewardComponents, "__init__", unweighted),

@@ -39,6 +39,19 @@ LAYOUTS = {layout.name: layout for layout in (REFERENCE, *map(parse, ("tp2", "pp
 GRPO, KL_LOSS, PPO, TIS = (ALGORITHMS[name] for name in ("grpo", "grpo_kl", "ppo", "tis"))
 ADAPTIVE = {"algorithm.kl.control": "adaptive", "algorithm.kl.target": 0.01, "algorithm.kl.horizon": 64}
 EQUAL = {"reward.weights": {"correct": 0.0, "format": 1.0}, "rollout.n": 2, "trainer.steps": 3}
+# Two tokens a round and few groups a step: up to five steps in flight, tokens of all ages.
+AHEAD = {
+    **TIS,
+    "optim.lr": 1e-3,
+    "rollout.max_new_tokens": 10,
+    "trainer.prompts_per_step": 4,
+    "trainer.minibatch_size": 2,
+}
+# Some groups have equal rewards, some become too old.
+DRAWN = {
+    **{"reward.weights": EQUAL["reward.weights"], "rollout.n": 3},
+    **{"rollout.dynamic_sampling.max_generations": 4, "rollout.dynamic_sampling.prompts": 8},
+}
 SETS = {"algorithm.advantage.k": 2, "algorithm.advantage.right_above": 0.1, "algorithm.advantage.std": "none"}
 VARIANTS: dict[str, dict[str, object]] = {
     "one update": {**GRPO, "trainer.minibatch_size": 8},
@@ -68,7 +81,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "copies of the reference": {**KL_LOSS, **ADAPTIVE, "algorithm.kl.reference_interval": 2, "trainer.steps": 3},
     "step filled with equal rewards": {**GRPO, **EQUAL, "rollout.dynamic_sampling.max_generations": 2},
     "mixture": PPO,
-    "four steps ahead": {**TIS, "trainer.async_steps": 4, "trainer.steps": 6, "optim.lr": 1e-3},
+    "four steps ahead": {**AHEAD, "trainer.async_steps": 4, "trainer.steps": 14},
+    "sampling ahead": {**AHEAD, **DRAWN, "trainer.async_steps": 1, "trainer.steps": 8},
     # A temperature that is 10 % off moves the first sum by 7 deviations; in shorter runs by 2 or 3.
     "many tokens": {**GRPO, "rollout.n": 32, "rollout.temperature": 0.3},
 }
@@ -80,10 +94,10 @@ ALL_RUNS = ALGORITHMS | VARIANTS
 # `make test` has these; the others are those of `make test-full`.
 FEW = (
     *((name, "1") for name in ("grpo", "ppo", "remax", "gdpo_sampling", "teacher_jensen_shannon")),
-    *(("grpo", "dp2"), ("many tokens", "1"), ("four steps ahead", "1")),
+    *(("grpo", "dp2"), ("many tokens", "1"), ("four steps ahead", "1"), ("sampling ahead", "1")),
 )
 ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS),
-       ("four steps ahead", "tp2"), ("four steps ahead", "dp2")]  # fmt: skip
+       *((name, one) for name in ("four steps ahead", "sampling ahead") for one in LAYOUTS if one != "1")]  # fmt: skip
 CASES = ALL if FULL else list(FEW)
 FEW_FAULTS = (
     *("population instead of sample deviation", "temperature 1", "no gradient clipping", "no value clip"),
@@ -98,6 +112,9 @@ REAL_FAULTS = FEW_REAL_FAULTS | {
     "last groups instead of the first": ("dapo_sampling", "sampling"),
     "weights of parts left out": ("gdpo", "rewards"),
     "newest version on all tokens": ("four steps ahead", "log-probs"),
+    "newest groups first": ("four steps ahead", "sampling"),
+    "groups of equal rewards kept ahead": ("sampling ahead", "sampling"),
+    "groups dropped a step early": ("sampling ahead", "sampling"),
     "divergence of one temperature": ("teacher_reverse_kl", "loss"),
 }
 
@@ -154,7 +171,9 @@ def test_tokens_of_versions_in_a_row_have_their_own_log_probs(runs: Runs, layout
             assert figures is not None
             policies[version]._model.load_state_dict(figures.weights)
     batches = [read_batch(trace, step).samples for step in range(steps)]
-    assert max(len(set(sample.versions)) for samples in batches for sample in samples) >= 2
+    assert max(len(set(sample.versions)) for samples in batches for sample in samples) == 4
+    ages = {step + 1 - age for step, samples in enumerate(batches) for sample in samples for age in sample.versions}
+    assert ages == {0, 1, 2, 3, 4}
     prompts = {tuple(one.rows[0].tokens[: one.rows[0].start]) for samples in batches for one in samples}
     assert len(prompts) == steps * config.trainer.prompts_per_step  # each once
     for samples in batches:
@@ -182,14 +201,18 @@ def test_real_trainer_fault_is_named_by_phase(runs: Runs, fault: str, tmp_path: 
 @pytest.mark.skipif(not FULL, reason="make test-full has this run")
 @pytest.mark.parametrize(
     ("name", "metric"),
-    [("dapo_sampling", "rollout/dropped_groups"), ("step filled with equal rewards", "rollout/filled_groups")],
+    [
+        ("dapo_sampling", "rollout/dropped_groups"),
+        ("step filled with equal rewards", "rollout/filled_groups"),
+        ("sampling ahead", "rollout/expired_groups"),
+    ],
 )
 def test_dynamic_sampling_runs_drop_groups(runs: Runs, name: str, metric: str) -> None:
     config, trace = runs[name, "1"]
     lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text("utf-8").splitlines()
     assert sum(json.loads(line).get(metric, 0.0) for line in lines) > 0
     drawn = [len(read_batch(trace, step).generations) for step in range(config.trainer.steps)]
-    assert drawn == [json.loads(line)["rollout/generations"] for line in lines]
+    assert config.trainer.async_steps or drawn == [json.loads(line)["rollout/generations"] for line in lines]
 
 
 def coverage(choice: Choice) -> tuple[list[str], list[str]]:

@@ -17,17 +17,13 @@ import pytest
 from mega_rl.agents import environment
 from mega_rl.agents.environment import Environment, Policy
 from mega_rl.agents.trajectory import Trajectory
-from mega_rl.config.schema import RolloutConfig, TrainerConfig
-from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.engine import RoutedLayers
-from mega_rl.trainer.assemble.rollouts import OwnRollouts, _make_source
 from mega_rl.types import Draw, Prompt
 from mega_rl.workers.flights import number_of
 from mega_rl.workers.rollout import RolloutContext
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fleet import SAMPLING, FakeFleet, Numbered, StreamRun, logits_of
-from tests.helpers.fleet import Policy as Numbers
+from tests.helpers.fleet import SAMPLING, Numbered, StreamRun, logits_of
 from tests.helpers.selection import FULL
 from tests.unit_tests.workers import stream_on_ranks as cases
 from tests.unit_tests.workers.test_stream import assert_once, erratic, trained
@@ -297,18 +293,6 @@ def test_ranks_train_what_one_rank_trains() -> None:
             assert all(one["tickets"] == step["tickets"] for one in own)
             assert own[0]["rows"] | own[1]["rows"] == step["rows"]
         assert all(bool((runs[name]["weights"] == expected["weights"]).all()) for runs in of_ranks)
-
-
-def test_a_source_that_generates_is_refused() -> None:
-    own = OwnRollouts(lambda context: SimpleNamespace(generate=None, metrics=None), "own.py:Own", 8, draws=False)
-    rewards = SimpleNamespace(settings=SimpleNamespace(source=SimpleNamespace(name="function")))
-    tokens = SimpleNamespace(tokenizer=None, stop_ids=(), template=None)
-    plan = SimpleNamespace(models={"actor": SimpleNamespace(hf=SimpleNamespace(vocab_size=8))})
-    inputs: Any = SimpleNamespace(rollouts=own, rewards=rewards, tokens=tokens, plan=plan, world=SingleRank())
-    roles: Any = SimpleNamespace(actor_engine=SimpleNamespace(data_parallel=SingleRank(), replica=SingleRank()))
-    engine: Any = FakeFleet(Numbers(), SingleRank())
-    with pytest.raises(UserError, match=r"rollout\.source='own\.py:Own': trainer\.async_steps=2 needs an environment"):
-        _make_source(inputs, RolloutConfig(), TrainerConfig(async_steps=2), roles, engine, Numbers(), None)
 
 
 def test_arrivals_without_experts_fit_to_those_with_some() -> None:

@@ -171,7 +171,7 @@ LAYOUTS = ("dp2", "tp2", "pp2", "fsdp 2")
 
 
 def train(rank: int, folder: str, runs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
-    """By name: tickets of each step, this replica's tokens and versions by (ticket, sample), and the weights."""
+    """By name: tickets of each step, this replica's tokens and versions by (ticket, sample), weights, known moves."""
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
@@ -194,10 +194,26 @@ def train(rank: int, folder: str, runs: list[tuple[str, str, dict[str, Any]]]) -
         with session(config, accelerator) as groups, ExitStack() as resources:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
             watch_batches(trainer, note)
+            moves = trainer.algorithm.guard.changes.of_versions  # type: ignore[attr-defined]
+            before = dict(moves)
             trainer.fit()
             weights = {key: tensor.clone() for key, tensor in engines_of(trainer)["actor"].export_weights()}
-        facts[name] = {"steps": steps, "rows": rows, "weights": weights}
+        facts[name] = {"steps": steps, "rows": rows, "weights": weights, "moves": (before, dict(moves))}
     return facts
+
+
+def test_resumed_run_knows_how_far_the_policy_moved_before(tmp_path: Path) -> None:
+    """The last update before the checkpoint, too: tokens that are in flight there have the limit that they had."""
+    write_inputs(tmp_path)
+    whole = {"trainer.steps": 5, "checkpoint.save_interval": 4}
+    resumed = {"checkpoint.resume": f"{tmp_path}/1/checkpoints/step_000004", "trainer.steps": 5}
+    runs = [("1", "1", whole), ("again", "1", resumed)]
+    facts = run_ranks(1, train, str(tmp_path), runs, timeout_s=200)[0]
+    before, moves = facts["1"]["moves"]
+    assert (before, [*moves]) == ({}, [2, 3, 4, 5, 6])
+    assert all(0 < moved < math.inf for moved in moves.values())
+    known = {version: moves[version] for version in (3, 4, 5)}
+    assert facts["again"]["moves"] == (known, known | {6: moves[6]})
 
 
 @pytest.mark.skipif(not FULL, reason="make test-full has these runs")

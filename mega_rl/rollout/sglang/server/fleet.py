@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
+from math import inf
 from pathlib import Path
 
 import httpx
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _ANSWER_S = 10.0
 _HEALTH_S = 5.0  # a healthy server answers /health faster
+_FAST_S = 1.0  # failures within it, as refused connections, do not hold an update up
+_MOST_SKIPPED = 63  # looks in a row at which a slow address is not asked
 _NO_NUMBER = -1  # stands for a server that has not joined
 _MAX_REGISTRY = 1 << 20  # bytes
 Fits = Callable[[Control], Sequence[str]]  # returns the reasons why a server cannot join
@@ -52,6 +55,8 @@ class JoinedServers:
         self._urls: list[str] = [] if self._registry else self._checked(urls)  # the list as last read
         self._name = self._registry or ", ".join(self._urls)
         self._said: dict[str, str] = {}  # URL of a server or the registry -> what is wrong with it, on rank 0
+        self._looks = 0
+        self._slow: dict[str, tuple[int, int]] = {}  # URL -> looks to skip, and the first look that asks again
         self.tp: list[int] = []
         self.hosts: list[tuple[int, ...]] = []
         self.endpoints: list[Endpoint] = []
@@ -92,10 +97,13 @@ class JoinedServers:
 
     def _look(self, lost: Collection[int], fits: Fits) -> tuple[list[tuple[int, str]], list[tuple[str, int]]]:
         """Return (number, reason) of servers that leave, and (URL, tensor-parallel ranks) of those that join."""
-        deadline, known = time.monotonic() + self._timeout_s, self.members
+        deadline, known, now = time.monotonic() + self._timeout_s, self.members, self._looks + 1.0
+        self._looks += 1
         while True:
             self._read()
-            tp, failed = self._ask([url for url in self._urls if known.get(url, -1) in (-1, *lost)], fits)
+            out = [url for url in self._urls if known.get(url, -1) in (-1, *lost)]
+            tp, failed = self._ask([url for url in out if self._slow.get(url, (0, 0))[1] <= now], fits)
+            now = inf  # too few have answered, so ask every address
             left = []
             for url, index in known.items():
                 if url not in self._urls:
@@ -116,26 +124,40 @@ class JoinedServers:
             time.sleep(_POLL_S)
 
     def _ask(self, urls: Sequence[str], fits: Fits) -> tuple[dict[str, int], dict[str, str]]:
-        """Return by URL the tensor-parallel ranks of servers that answer and fit, and why others do not."""
+        """Return by URL the tensor-parallel ranks of servers that answer and fit, and why others do not.
+
+        An address that fails slowly is skipped at the next look, then at 3, 7, ..., `_MOST_SKIPPED` in a row.
+        """
+        took: dict[int, float] = {}
 
         def ask(place: int) -> int:
-            endpoint = Endpoint(_NO_NUMBER, urls[place], self._keys)
-            with closing(Control(endpoint, timeout_s=_ANSWER_S)) as control:
-                if not control.answers("/health", timeout_s=_HEALTH_S):
-                    raise ServerError(endpoint, "/health", "it does not answer")
-                size = control.object("GET", "/server_info").get("tp_size")
-                if not isinstance(size, int) or size < 1:
-                    raise ServerError(endpoint, "/server_info", f"tp_size={size!r} is not a number of ranks")
-                if self._registry and (problems := fits(control)):
-                    what = "; ".join(problems).replace(f"SGLang server {_NO_NUMBER} at {endpoint.url}: ", "")
-                    raise ServerError(endpoint, "/model_info", what)
-            return size
+            begin = time.monotonic()
+            try:
+                return self._size(Endpoint(_NO_NUMBER, urls[place], self._keys), fits)
+            finally:
+                took[place] = time.monotonic() - begin
 
         sizes, failed = each(range(len(urls)), ask)
         reasons = {urls[i]: why.replace(f"SGLang server {_NO_NUMBER} at ", "") for i, why in failed.items()}
-        for url in urls:
+        for place, url in enumerate(urls):
             self._say(url, reasons.get(url, ""), is_news=url not in self.members)
+            skips = min(2 * self._slow.pop(url, (0, 0))[0] + 1, _MOST_SKIPPED)
+            if url in reasons and took[place] >= _FAST_S:
+                self._slow[url] = skips, self._looks + skips + 1
         return {urls[i]: size for i, size in sizes.items()}, reasons
+
+    def _size(self, endpoint: Endpoint, fits: Fits) -> int:
+        """Return a server's tensor-parallel ranks. Raises ServerError if it does not answer or fit."""
+        with closing(Control(endpoint, timeout_s=_ANSWER_S)) as control:
+            if not control.answers("/health", timeout_s=_HEALTH_S):
+                raise ServerError(endpoint, "/health", "it does not answer")
+            size = control.object("GET", "/server_info").get("tp_size")
+            if not isinstance(size, int) or size < 1:
+                raise ServerError(endpoint, "/server_info", f"tp_size={size!r} is not a number of ranks")
+            if self._registry and (problems := fits(control)):
+                what = "; ".join(problems).replace(f"SGLang server {_NO_NUMBER} at {endpoint.url}: ", "")
+                raise ServerError(endpoint, "/model_info", what)
+        return size
 
     def _read(self) -> None:
         """Read the registry; one that cannot be read leaves the servers as they were."""

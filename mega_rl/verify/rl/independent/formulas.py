@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -190,29 +191,29 @@ def groups_of(samples: Sequence[ScoredSample]) -> list[Group]:
     return [[sample for sample in samples if sample.prompt == prompt] for prompt in prompts]
 
 
-def kept_groups(generations: Sequence[Sequence[ScoredSample]], settings: LockstepSettings) -> tuple[list[Group], int]:
-    """Return the groups that a step trains on, and the number of generations they take.
+def wrong_groups(waiting: list[Group], batch: StepBatch, version: int, settings: LockstepSettings) -> int:
+    """Return how many groups of a step, and how many generations, are wrong; waiting: complete groups, which change.
 
-    A step draws until it has enough groups whose rewards differ; the first of them count. When generations run out, the
-    first groups of equal rewards fill it, as docs/algorithms.md has it.
+    With dynamic sampling only groups whose rewards differ train, until generations run out: the first others fill a
+    step, as docs/algorithms.md has it. Ahead, groups with the oldest tokens come first, and none that is too old.
     """
-    drawn, good, needed = list[Group](), list[int](), 0
-    while len(good) < settings.prompts_per_step and needed < settings.max_generations:
-        for group in groups_of(generations[needed]) if needed < len(generations) else []:
-            if differ([_compared(sample, settings) for sample in group]):
-                good.append(len(drawn))
-            drawn.append(group)
-        needed += 1
-    equal = [number for number in range(len(drawn)) if number not in good]
-    return [drawn[number] for number in sorted((good + equal)[: settings.prompts_per_step])], needed
 
+    def trains(group: Group) -> bool:
+        return not settings.max_generations or differ([_compared(sample, settings) for sample in group])
 
-def wrong_groups(batch: StepBatch, settings: LockstepSettings) -> int:
-    """Return how many groups of a step, and how many generations, are wrong."""
-    kept, needed = kept_groups(batch.generations, settings)
-    real = groups_of(batch.samples)
+    def place(group: Group) -> tuple[float, int]:
+        return min((one for sample in group for one in sample.versions), default=version), group[0].prompt
+
+    drawn, count = [groups_of(generation) for generation in batch.generations], settings.prompts_per_step
+    known = sorted((one for one in chain(waiting, *drawn) if place(one)[0] >= version - settings.ahead), key=place)
+    good, real = [one for one in known if trains(one)], groups_of(batch.samples)
+    equal = sorted((one for one in known if not trains(one)), key=lambda group: group[0].prompt)
+    kept = sorted((good + equal)[:count], key=lambda group: group[0].prompt)
+    waiting[:] = [one for one in good[count:] if place(one)[0] > version - settings.ahead]
     wrong = sum(_content(mine) != _content(its) for mine, its in zip(kept, real, strict=False))
-    return wrong + abs(len(kept) - len(real)) + abs(needed - len(batch.generations))
+    totals = accumulate(sum(map(trains, generation)) for generation in drawn)
+    needed = min(1 + sum(total < count for total in totals), settings.max_generations)
+    return wrong + abs(len(kept) - len(real)) + (0 if settings.ahead else abs(needed - len(drawn)))
 
 
 def wrong_prompts(batch: StepBatch, settings: LockstepSettings) -> int:

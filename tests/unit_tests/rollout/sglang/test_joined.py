@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -379,6 +380,49 @@ def test_registry_that_cannot_be_read_changes_nothing(tmp_path: Path, caplog: py
         assert "others may write it" in caplog.text
         world.registry.chmod(0o600)
         assert run.publish()["sglang/servers_ready"] == 3
+
+
+def test_silent_addresses_hold_few_updates_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is asked at the 1st, 3rd, 7th, ... update, all at once, and joins when it answers."""
+    monkeypatch.setattr(fleet, "_HEALTH_S", 0.4)
+    monkeypatch.setattr(fleet, "_FAST_S", 0.2)
+    monkeypatch.setattr(fleet, "_MOST_SKIPPED", 3)
+    with run_over(tmp_path, 1) as (world, run), ExitStack() as sockets:
+        run.publish()
+        silent = [sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64)) for _ in range(40)]
+        good = world.listed
+        world.write([*good, *(f"http://127.0.0.1:{one.getsockname()[1]}" for one in silent)])
+        slow = []
+        for update in range(16):
+            begin = time.monotonic()
+            assert run.sync._table.look(()) == {"sglang/servers_joined": 1, "sglang/servers_left": 0}
+            took = time.monotonic() - begin
+            assert took < 10.0  # 40 in turns take 16 s
+            slow += [update] * (took >= 0.4)
+        assert slow == [0, 2, 6, 10, 14]
+        port = silent[0].getsockname()[1]
+        sockets.close()
+        world.start(port=port)
+        joined = [run.publish()["sglang/servers_joined"] for _ in range(3)]
+        assert joined == [1, 1, 2]
+        check_rows(run.generate(0), 0, 4)
+
+
+def test_silent_addresses_are_asked_where_no_server_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_HEALTH_S", 0.4)
+    monkeypatch.setattr(fleet, "_FAST_S", 0.2)
+    with run_over(tmp_path, 1) as (world, run), ExitStack() as sockets:
+        run.publish()
+        (first,) = world.listed
+        silent = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = silent.getsockname()[1]
+        world.write([first, f"http://127.0.0.1:{port}"])
+        run.publish()
+        sockets.close()
+        world.start(port=port)
+        world.kill(first)
+        check_rows(run.generate(0), 0, 2)
+        assert run.router.states().keys() == {1}
 
 
 def test_registry_answers_over_http(tmp_path: Path) -> None:

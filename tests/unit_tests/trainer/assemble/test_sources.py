@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from transformers import AutoTokenizer
@@ -17,7 +16,6 @@ from mega_rl.data.build import PromptReader
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError
 from mega_rl.trainer.assemble.data import OwnRows, Tokens, load_data
-from mega_rl.trainer.assemble.rollouts import _make_source
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
 OWN = """
@@ -136,16 +134,6 @@ def test_mistakes_in_rows_are_one_message(
     with pytest.raises(UserError) as error:
         read(folder, name, *settings.split())
     assert any(line.startswith(message.format(folder / "own.py")) for line in str(error.value).splitlines())
-
-
-def test_recorded_rows_with_experts_of_servers_are_refused() -> None:
-    """An environment's turns have them; what another program sampled has none."""
-    inputs = MagicMock()
-    inputs.rollouts.name, inputs.rollouts.make = "own.py:Own", lambda _: MagicMock(spec=["generate", "metrics"])
-    inputs.plan.models = {"actor": MagicMock()}
-    config = load(None, ["rollout.sglang.return_routing=true"])
-    with pytest.raises(UserError, match=r"own.py:Own.*return_routing needs the built-in source or an environment"):
-        _make_source(inputs, config.rollout, config.trainer, MagicMock(), MagicMock(), MagicMock(), None)
 
 
 def test_a_program_registers_sources_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
