@@ -373,8 +373,8 @@ AGENTS: Table = {
     ("agents", "agents/test_remote.py"): [
         (
             "an endless answer is read to its end",
-            'if len(content) > limit:\n            break',
-            'if len(content) < 0:\n            break',
+            "if len(content) > limit:\n            break",
+            "if len(content) < 0:\n            break",
         ),
         (
             "a server's failure is an answer",
