@@ -15,7 +15,6 @@ from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConf
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import config_changes
 from mega_rl.converters.plan.parameters import num_elements
-from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.errors import UserError
@@ -162,8 +161,8 @@ def colocated_bytes(
     if engine.backend == "fsdp":
         policy = 4 * count // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
     else:
-        sharding = Sharding(hf, ParallelLayout.of_engine(engine, world_size=world_size))
-        policy = policy_bytes(sharding, DTYPES[settings.model.dtype].itemsize)
+        layout = ParallelLayout.of_engine(engine, world_size=world_size)
+        policy = policy_bytes(hf, layout, DTYPES[settings.model.dtype].itemsize)
     sending = sending_bytes(hf, bucket_bytes=rollout.bucket_mib << 20, itemsize=itemsize)
     return policy + sending, count * itemsize // rollout.sglang.server.tp
 

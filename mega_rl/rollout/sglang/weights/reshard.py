@@ -115,9 +115,9 @@ def changes_pay_off(link_rate: float) -> bool:
     return 1 / _WORK_RATE + TYPICAL_CHANGES / link_rate < 1 / link_rate
 
 
-def policy_bytes(sharding: Sharding, itemsize: int) -> int:
+def policy_bytes(hf: HFConfig, layout: ParallelLayout, itemsize: int) -> int:
     """Return the bytes of the parameters of the largest pipeline rank."""
-    layout = sharding.layout
+    sharding = Sharding(hf, layout)
     stages = (
         [build_plan(sharding, layout.coordinates(rank), vp_stage=vp_stage) for vp_stage in range(layout.vpp)]
         for rank in first_ranks(layout)
