@@ -102,7 +102,7 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
 
 
 async def read_body(response: Response, limit: int) -> bytes:
-    """Return the body of an HTTP answer; of one that is longer than `limit` bytes a little more than these."""
+    """Return the body of an HTTP answer; of a longer one a bit over `limit`."""
     content = bytearray()
     async for part in response.aiter_raw():
         content += part

@@ -141,14 +141,14 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint, of any layout and engine, as a Hugging Face checkpoint."""
     root = None if _is_checkpoint(run) else _root_of(run)
-    found = [run.absolute()] if root is None else folders.complete(root)
-    if not found:
+    candidates = [run.absolute()] if root is None else folders.complete(root)
+    if not candidates:
         raise UserError(f"{root}: holds no complete checkpoint")
-    complete = {folders.step_of(folder): folder for folder in found}
+    complete = {folders.step_of(folder): folder for folder in candidates}
     if step is not None and step not in complete:
         steps = ", ".join(map(str, complete))
         raise UserError(f"--step={step}: {run} has no complete checkpoint of this step; it has {steps}")
-    folder = found[-1] if step is None else complete[step]
+    folder = candidates[-1] if step is None else complete[step]
     manifest = folders.read_manifest(folder).config.get("model")
     model: dict[str, Any] = manifest if isinstance(manifest, dict) else {}
     source = reference or _origin(model, folder, role)

@@ -116,7 +116,7 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
 
 
 def in_threads(tasks: Sequence[Task], work: Callable[[Task], Made], *, threads: int | None = None) -> list[Made]:
-    """Return the results of `work` on every task; the first error is raised when all threads have stopped.
+    """Return `work` on every task; the first error is raised when all threads have stopped.
 
     `threads` None: this rank's share of the node's cores, at most 8.
     """

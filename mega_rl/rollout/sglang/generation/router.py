@@ -260,7 +260,7 @@ class ServerRouter:
         return partial(self._loop.call_soon_threadsafe, drop)
 
     def result(self, *, interrupt: bool = False) -> GenerationResult:
-        """End the generation, whose requests in flight get no answer. Raises RunError for one that does not end.
+        """End the generation; requests in flight get no answer. Raises RunError if it does not end.
 
         interrupt: stop sending, abort requests in flight and answer with their tokens; this returns within seconds.
         """
