@@ -91,9 +91,11 @@ QWEN3_NEXT = Family(
     "qwen3_next",
     EMBEDDING + NEXT_LAYERS + MLP + MOE + OUTPUT,
     title="Qwen3-Next",
-    differs="gated delta nets in three of four layers, with a gate on the output of attention in the others; norms that "
-    "multiply by 1 + weight, on q and k too; rotation of a quarter of a head; mixtures routed by a softmax, with a gated "
-    "shared expert",
+    differs=(
+        "gated delta nets in three of four layers, with a gate on the output of attention in the others; norms that "
+        "multiply by 1 + weight, on q and k too; rotation of a quarter of a head; mixtures routed by a softmax, with a "
+        "gated shared expert"
+    ),
     untied_in_sglang=True,
     needed_by_sglang=("full_attention_interval",),
     megatron="0.19",

@@ -93,7 +93,7 @@ class _Generation:
     group: asyncio.TaskGroup | None = None  # helpers' group, while samples are out
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     ended: int = 0  # jobs
-    phase: progress.Phase = field(default_factory=lambda: progress.begin("samples"))
+    phase: progress.Phase = field(default_factory=lambda: progress.phase("samples"))
     reported: float = 0.0  # loop time
 
 
