@@ -721,6 +721,14 @@ TABLE: Table = {
             "window_size=(-1 if window is None else window, 0)",
         )
     ],
+    ("gpu", "engines/models/test_norms.py"): [
+        (
+            "a norm that adds one to its weight runs the plain kernel",
+            "return torch.allclose(trial(hidden), _normalise(trial, hidden), rtol=1e-5, atol=1e-6)",
+            "return True",
+        ),
+        ("the fused norm's epsilon is torch's own", "weight, _epsilon(module))", "weight, None)"),
+    ],
     ("gpu", "engines/models/test_moe.py"): [
         (
             "fused permutation of tokens where bits must repeat",

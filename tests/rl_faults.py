@@ -183,7 +183,7 @@ RL: Table = {
         ),
         (
             "an engine in turns samples next to training",
-            "        if self.sample is None:\n            self._begin()",
+            "        if not self.in_turns:\n            self._begin()",
             "        self._begin()",
         ),
     ],
@@ -204,9 +204,19 @@ RL: Table = {
             "sources that generate by themselves run ahead",
             "problems += [] if problems else generates(config)",
             "pass",
-        )
+        ),
     ],
     ("experience", "workers/test_stream.py"): [
+        (
+            "a step in turns that has its groups makes a round",
+            "if wait or (self.in_turns and self.quantum):",
+            "if wait or self.in_turns:",
+        ),
+        (
+            "servers release memory while a round runs",
+            "            self.end_round()\n",
+            "",
+        ),
         (
             "a group is as old as its newest token",
             "known = [min(one.versions, default=current) for one",
@@ -269,8 +279,8 @@ RL: Table = {
         ),
         (
             "the policy's move is that of the step before",
-            "self.changes.of_versions[self.changes.current()] = total",
             "self.changes.of_versions[self.changes.current() + 1] = total",
+            "self.changes.of_versions[self.changes.current()] = total",
         ),
     ],
     ("experience", "trainer/test_staleness.py"): [
@@ -397,6 +407,13 @@ RL: Table = {
         ("silent addresses are asked at each update", "self._slow.get(url, (0, 0))[1] <= now", "True"),
         ("silent addresses are skipped though no server is left", "now = inf  #", "pass  #"),
         ("silent addresses are asked in turns", "_MOST_THREADS = 128", "_MOST_THREADS = 1"),
+    ],
+    ("changes", "plan/test_cost.py -k link_takes"): [
+        (
+            "the plan waits for the slower of all weights and changes",
+            "min(sync_seconds(setup, link).values())",
+            "max(sync_seconds(setup, link).values())",
+        )
     ],
     ("changes", "rollout/sglang/test_delta.py -k store"): [
         (

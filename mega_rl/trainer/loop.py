@@ -130,6 +130,9 @@ class Event:
     def evaluated(self, step: int, evaluated: Any) -> None:
         """Act on an evaluated batch, before any weight changes."""
 
+    def updated(self, step: int) -> None:
+        """Act on the updated models, before their weights are sent."""
+
     def after(self, done: int, evaluated: Any) -> bool:
         """Act when `done` steps are done; return True to end the run.
 
@@ -186,6 +189,8 @@ class Trainer:
         for event in self.events:
             event.evaluated(number, evaluated)
         self.algorithm.update(evaluated, number)
+        for event in self.events:
+            event.updated(number)
         self.log.add(self.stage.publish(self.sync))
         return evaluated
 

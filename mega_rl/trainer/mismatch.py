@@ -201,22 +201,19 @@ class Rescoring(Event):
     knows_all: bool  # the algorithm has scored every row with the actor, and the guard has seen it
     stage: Stages
     log: StepLog
-    _rows: Rollout | None = field(default=None, init=False)  # the step trains on them
-    _logprobs: Tensor | None = field(default=None, init=False)  # before its update
+    _rows: Rollout = field(init=False)  # the step trains on them
+    _logprobs: Tensor = field(init=False)  # before its update
     _is_due: bool = field(default=False, init=False)
 
-    def after(self, done: int, evaluated: Evaluated | None) -> bool:
-        if self._rows is None or self._logprobs is None:
-            return False
+    def updated(self, step: int) -> None:
         with self.stage("old_logprobs"):
             now = self.actor.evaluate(self._rows).logprobs
             assert now is not None
         change = (now - self._logprobs)[self._rows.loss_mask].double().abs()
         numbers = torch.tensor([change.sum(), len(change)], dtype=torch.float64)
         total, count = self.guard.ranks.sum(numbers).tolist()
-        moved = self.changes.of_versions[self.changes.current()] = total / max(count, 1.0)
+        moved = self.changes.of_versions[self.changes.current() + 1] = total / max(count, 1.0)
         self.log.add({"rollout/policy_change": moved})
-        return False
 
     def evaluated(self, step: int, evaluated: Evaluated) -> None:
         rollout, known = evaluated.batch.rollout, evaluated.outputs[0]

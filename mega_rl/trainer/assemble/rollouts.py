@@ -108,7 +108,7 @@ def build_rollouts(
         sync: WeightSync = _embedded_sync(plan, rollout, embedded, actor, world)
         worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
         rounds = EmbeddedRounds(embedded.turns, trainer.seed)
-        engine, sample = _engine_of_rounds(plan, rollout, world, rounds, sync), rounds.sample
+        engine, sample, in_turns = _engine_of_rounds(plan, rollout, world, rounds, sync), rounds.sample, True
     else:
         servers.wait_ready()
         hidden = plan.engine.hidden_tokens
@@ -122,7 +122,7 @@ def build_rollouts(
             hidden_tokens=hidden,
         )
         engine = build_sglang_engine(plan, rollout, world, connection, token_versions=trainer.async_steps > 0)
-        sample = None
+        sample, in_turns = None, servers.colocated
         sync, worker = connection.sync, RolloutWorker(engine, *own)
         shared = connection.memory if servers.colocated else None
         devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
@@ -132,7 +132,8 @@ def build_rollouts(
         own_source = None
         if inputs.rollouts is not None:
             own_source, _ = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
-        stream = _stream(rollout, trainer, world, worker, engine, sync, own_source, sample)
+        stream = _stream(rollout, trainer, world, worker, engine, sync, own_source, in_turns)
+        stream.flow.sample, devices.end_round = sample, stream.flow.pause
         resources.callback(stream.flow.close)
         redraws = rollout.dynamic_sampling.expired == "redraw"
         stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
@@ -282,7 +283,7 @@ def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
 def _stream(
     rollout: RolloutConfig, trainer: TrainerConfig, world: Ranks, worker: RolloutWorker,
     engine: SglangRolloutEngine, sync: WeightSync, own_source: CheckedRollouts | None,
-    sample: Callable[[Callable[[], bool]], None] | None,
+    in_turns: bool,
 ) -> RolloutStream:  # fmt: skip
     rows = math.ceil((trainer.async_steps + 1) * trainer.prompts_per_step / world.size) * rollout.n
     by_tokens = rollout.sglang.arrival == "lock"
@@ -295,10 +296,10 @@ def _stream(
         everyone=world,
         version=lambda: sync.weight_version,
         # A response that began k versions ago is complete. In turns its first round is in the step that begins it.
-        quantum=math.ceil(rollout.max_new_tokens / (trainer.async_steps + (sample is not None))) if by_tokens else 0,
+        quantum=math.ceil(rollout.max_new_tokens / (trainer.async_steps + in_turns)) if by_tokens else 0,
         timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s + own_s,
         rollouts=environments,
-        sample=sample,
+        in_turns=in_turns,
     )
     keeps = rollout.sglang.sync.in_flight == "keep"
     return RolloutStream(flow, sync, own_source or worker, keeps)

@@ -229,6 +229,9 @@ class Noting(Event):
     def evaluated(self, step: int, evaluated: Any) -> None:
         self.notes.append(f"evaluated {step}")
 
+    def updated(self, step: int) -> None:
+        self.notes.append(f"updated {step}")
+
     def after(self, done: int, evaluated: Any) -> bool:
         self.notes.append(f"after {done}" + " with nothing" * (evaluated is None))
         if self.log is not None and done < 2:
@@ -248,8 +251,8 @@ def test_an_event_ends_the_run_after_its_step() -> None:
     updates = ["update_critic"] * 2 + ["update_actor"] * 2
     expected = ["publish", *["after 0 with nothing"] * 2]
     for number in range(2):
-        expected += [*[f"before {number}"] * 2, *step, *[f"evaluated {number}"] * 2, *updates, "publish"]
-        expected += [f"after {number + 1}"] * 2
+        expected += [*[f"before {number}"] * 2, *step, *[f"evaluated {number}"] * 2, *updates]
+        expected += [*[f"updated {number}"] * 2, "publish", *[f"after {number + 1}"] * 2]
     assert run.events == [*expected, *["finish 2"] * 2]
     assert list(run.metrics.records) == [1, 2]
 

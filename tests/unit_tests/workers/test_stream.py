@@ -65,9 +65,10 @@ def test_a_request_over_an_update_is_as_old_as_its_start() -> None:
     assert run.flow.waiting == dict.fromkeys(range(4), 1) | dict.fromkeys(range(4, 8), 2)
 
 
+@pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_a_locked_run_trains_each_ticket_once_and_none_too_old(k: int) -> None:
-    run = StreamRun(k, SingleRank(), steps=12).run()
+def test_a_locked_run_trains_each_ticket_once_and_none_too_old(k: int, in_turns: bool) -> None:
+    run = StreamRun(k, SingleRank(), steps=12, in_turns=in_turns).run()
     assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(48))
     assert_exact(run)
     versions = {
@@ -79,9 +80,30 @@ def test_a_locked_run_trains_each_ticket_once_and_none_too_old(k: int) -> None:
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_free_run_trains_each_ticket_once_and_none_too_old(k: int, seed: int) -> None:
-    run = StreamRun(k, SingleRank(), free=True, steps=12, fleet=erratic(seed)).run()
+    run = StreamRun(k, SingleRank(), free=True, steps=12, in_turns=seed > 1, fleet=erratic(seed)).run()
     assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(48))
     assert_exact(run)
+
+
+def test_no_step_in_turns_waits_for_the_longest_response() -> None:
+    """Its servers' memory goes when four groups are complete; the fifth goes on under the next weights."""
+    pace = {"pace": lambda key, look: 1 if key == (0, 0) else LONGEST}
+    run = StreamRun(3, SingleRank(), free=True, in_turns=True, steps=4, fleet=pace).run(1)
+    assert trained(run) == [[1, 2, 3, 4]]
+    run.run(3)
+    assert_exact(run)
+    slow = [batch.samples.rollout for batch in run.taken if 0 in batch.samples.tickets]
+    assert len(slow) == 1
+    assert len(set(slow[0].token_versions[0][slow[0].loss_mask[0]].tolist())) > 1
+    assert run.flow.engine.tokens == sum(int(batch.samples.rollout.loss_mask.sum()) for batch in run.taken)
+
+
+def test_a_step_in_turns_that_has_its_groups_makes_no_round() -> None:
+    run = StreamRun(2, SingleRank(), free=True, in_turns=True).run(1)
+    looks = run.flow.engine.looks
+    assert len(run.stock.pool.oldest) >= run.per_step
+    run.run(1)
+    assert run.flow.engine.looks == looks
 
 
 def test_one_step_ahead_is_the_order_of_the_data() -> None:
@@ -93,16 +115,16 @@ def test_one_step_ahead_is_the_order_of_the_data() -> None:
 
 
 @pytest.mark.parametrize("waves", [0, 3])
-@pytest.mark.parametrize("k", [1, 2, 8])
-def test_a_resumed_run_is_the_undisturbed_one(k: int, waves: int) -> None:
+@pytest.mark.parametrize(("k", "in_turns"), [(1, False), (2, False), (8, False), (1, True), (3, True)])
+def test_a_resumed_run_is_the_undisturbed_one(k: int, in_turns: bool, waves: int) -> None:
     """From every step, bit for bit: weights, tickets, rows; with responses cut in the middle."""
-    whole = StreamRun(k, SingleRank(), waves=waves, steps=8)
+    whole = StreamRun(k, SingleRank(), waves=waves, steps=8, in_turns=in_turns)
     kept = []
     for _ in range(8):
         whole.run(1)
         kept.append(whole.saved())
     for saved in kept[:-1]:
-        again = StreamRun(k, SingleRank(), waves=waves, steps=8).resume(saved).run()
+        again = StreamRun(k, SingleRank(), waves=waves, steps=8, in_turns=in_turns).resume(saved).run()
         assert torch.equal(again.policy.weights, whole.policy.weights)
         assert trained(again) == trained(whole)[saved["done"] :]
         for mine, theirs in zip(again.taken, whole.taken[saved["done"] :], strict=True):
@@ -199,7 +221,7 @@ def test_free_runs_lose_and_double_nothing() -> None:
         draw, seed = random.Random(seed), seed + 1
         broken = draw.randrange(7)
         fleet = {**erratic(seed), "fails": lambda key, broken=broken: sum(key) % 7 == broken}
-        given = {"free": True, "waves": draw.choice([0, 4]), "steps": 10, "fleet": fleet}
+        given = {"free": True, "waves": draw.choice([0, 4]), "steps": 10, "fleet": fleet, "in_turns": seed % 2 == 0}
         k, parts = draw.choice([1, 2, 4, 8]), list[StreamRun]()
         while not parts or parts[-1].done < 10:
             run = StreamRun(k, SingleRank(), **given)

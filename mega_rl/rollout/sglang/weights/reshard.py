@@ -110,9 +110,15 @@ def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
     return 3 * max(bucket_bytes, largest) + 2 * max(bucket_bytes, together)
 
 
+def sending_seconds(nbytes: float, link_rate: float) -> tuple[float, float]:
+    """Return the seconds of (all weights, their changes) over a link of so many bytes per second."""
+    return nbytes / link_rate, nbytes * (1 / _WORK_RATE + TYPICAL_CHANGES / link_rate)
+
+
 def changes_pay_off(link_rate: float) -> bool:
     """Return whether changes arrive sooner than all weights over a link of so many bytes per second."""
-    return 1 / _WORK_RATE + TYPICAL_CHANGES / link_rate < 1 / link_rate
+    whole, changes = sending_seconds(1.0, link_rate)
+    return changes < whole
 
 
 def policy_bytes(hf: HFConfig, layout: ParallelLayout, itemsize: int) -> int:

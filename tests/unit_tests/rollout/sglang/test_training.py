@@ -124,10 +124,13 @@ def test_the_policy_learns_from_what_the_server_samples(run: tuple[Path, Path, s
 
 @needs_sglang
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("how", ["lock", "free", "lock agent", "free agent"])
+@pytest.mark.parametrize("how", ["lock", "free", "lock agent", "free agent", "lock in turns", "free agent in turns"])
 def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path, set[int]], how: str) -> None:
-    """Three steps ahead, killed in the middle: it goes on, and no ticket is lost, doubled or too old."""
-    folder, (arrival, *agent) = run[0].parent, how.split()
+    """Three steps ahead, killed in the middle: it goes on, and no ticket is lost, doubled or too old.
+
+    In turns its servers release and resume their memory around each step.
+    """
+    folder, (arrival, *_), agent, in_turns = run[0].parent, how.split(), "agent" in how, "in turns" in how
     own = folder / how.replace(" ", "_")
     command = [sys.executable, "-m", "mega_rl.cli", "train", "--nproc-per-node", "2", "--config", "quickstart_sglang"]
     command += [
@@ -136,8 +139,10 @@ def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path,
         "trainer.prompts_per_step=16", "trainer.minibatch_size=16", "trainer.val_interval=0", "optim.lr=1e-3",
         "optim.warmup_steps=0", "algorithm.correction=tis", "trainer.async_steps=3",
         f"rollout.sglang.arrival={arrival}", "checkpoint.save_interval=1", "checkpoint.keep=12",
-        "metrics.records.interval=1",
+        "checkpoint.resume=auto", "metrics.records.interval=1",
     ]  # fmt: skip
+    if in_turns:
+        command.append("rollout.sglang.placement=colocated")
     if agent:
         (folder / "agent.py").write_text(AGENT)
         command.append(f"rollout.source={folder / 'agent.py'}:Agent")
@@ -158,11 +163,13 @@ def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path,
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert "resumed after step" in written.read_text(errors="replace")
     steps = [record.metrics for record in read_metrics(own / "metrics.jsonl")]
     assert len(steps) == 10
     assert 1 <= max(one["rollout/staleness_max"] for one in steps) <= 3
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2
     assert not agent or max(one.get("agent/turns_mean", 0.0) for one in steps) > 1.5
+    assert in_turns == all("memory/generating_bytes" in one for one in steps)
 
 
 @needs_sglang
