@@ -136,7 +136,7 @@ def _describe(
     run: LoadedRun, config: JsonObject, step: int, evaluated: Evaluated, weights: tuple[str, ...]
 ) -> RecordDescription:
     roles, samples = run.roles, evaluated.batch.samples
-    engine, parts = roles.actor_engine, samples.rewards.parts
+    engine, parts, stock = roles.actor_engine, samples.rewards.parts, run.rollouts.stock
     models = roles.engines if run.world.rank == 0 else ()
     return RecordDescription(
         step=step + 1,
@@ -152,6 +152,7 @@ def _describe(
         device=engine.device.type,
         dtype=str(config["model"]["dtype"]),
         weight_version=run.rollouts.sync.weight_version,
+        begun=(run.rollouts.sync.weight_version,) if stock is None else tuple(stock.versions.begun),
         tickets=tuple(samples.tickets.tolist()),
         data_rows=tuple(prompt.index for prompt in samples.prompts),
         dropped=tuple(

@@ -93,7 +93,7 @@ class SglangRolloutEngine:
         weight_version: of the weights last published.
         bring_back: restarts these servers if they are dead, and with `refit` sends them the weights; collective.
         """
-        self.router, self._world, self._settings = router, everyone, settings
+        self.router, self.everyone, self._settings = router, everyone, settings
         self.sampling, self.routed = settings.sampling, settings.routed
         self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
@@ -147,7 +147,7 @@ class SglangRolloutEngine:
             finally:
                 self.end()
 
-        run_on_all(ask, self._world)
+        run_on_all(ask, self.everyone)
         self.settle(lambda: len(unserved()), lambda: ask() if unserved() else None)
         return self.rows(requests, samples, failures, trains=trains)
 
@@ -223,7 +223,7 @@ class SglangRolloutEngine:
         trains: bool,
     ) -> Rollout:
         """Return one row per request; collective. Raises RunError on all ranks if too many failed."""
-        any_failed = _settle_failures(failures, len(requests), self._world, self._settings.max_failed_share)
+        any_failed = _settle_failures(failures, len(requests), self.everyone, self._settings.max_failed_share)
         return rollout_of(
             requests,
             samples,
@@ -243,9 +243,9 @@ class SglangRolloutEngine:
         for times in range(self._settings.restarts + 1):
             states = self.router.states()
             out = torch.tensor([int(state is not State.READY) for state, _ in states.values()])
-            some = self._world.max(out).tolist() if states else ()  # on some rank
+            some = self.everyone.max(out).tolist() if states else ()  # on some rank
             dead = [i for i, is_out in zip(states, some, strict=True) if is_out]
-            unserved = int(self._world.sum(torch.tensor(lost())))
+            unserved = int(self.everyone.sum(torch.tensor(lost())))
             if not unserved and not (dead and times == 0):
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (state, why) in states.items() if state is not State.READY)
@@ -259,7 +259,7 @@ class SglangRolloutEngine:
                 self._bring_back(dead, refit=holds)
             if not holds:
                 break
-            run_on_all(again, self._world)
+            run_on_all(again, self.everyone)
         result, self._since = self._since, GenerationResult()
         own = {
             "sglang/requests": result.requests,
@@ -267,8 +267,8 @@ class SglangRolloutEngine:
             "sglang/failed_tries": result.failed_tries.total(),
             "sglang/tokens": result.tokens,
         }
-        sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
-        seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
+        sums = self.everyone.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+        seconds = float(self.everyone.max(torch.tensor(result.seconds, dtype=torch.float64)))
         numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
         for name, value in numbers.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value
