@@ -72,6 +72,8 @@ class RequestRouter(Protocol):
 
     def result(self, *, interrupt: bool = False) -> GenerationResult: ...
 
+    def taken(self) -> GenerationResult: ...
+
     def states(self) -> dict[int, tuple[State, str]]: ...
 
 
@@ -226,20 +228,22 @@ class SglangRolloutEngine:
             routed=self._settings.routed if trains else None,
         )
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True, times: int = 0) -> int:
         """Bring lost servers back and call `again` on all ranks while requests are `lost`; count all; collective.
 
         holds: the trainer has the weights last published; else servers get the next, and what is lost waits for them.
+        times: that servers were brought back in this step; returned with those of this call.
 
         Raises RunError when the restarts are used up.
         """
-        for times in range(self._settings.restarts + 1):
+        before = times
+        while True:
             states = self.router.states()
             out = torch.tensor([int(state is not State.READY) for state, _ in states.values()])
             some = self._world.max(out).tolist() if states else ()  # on some rank
             dead = [i for i, is_out in zip(states, some, strict=True) if is_out]
             unserved = int(self._world.sum(torch.tensor(lost())))
-            if not unserved and not (dead and times == 0):
+            if not unserved and not (dead and times == before):
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (state, why) in states.items() if state is not State.READY)
             if times == self._settings.restarts:
@@ -250,9 +254,16 @@ class SglangRolloutEngine:
             if dead or not states:
                 log.warning("servers %s are out of rotation: %s", dead or "all", reasons)
                 self._bring_back(dead, refit=holds)
+            times += 1
             if not holds:
                 break
             run_on_all(again, self._world)
+        self.count()
+        return times
+
+    def count(self) -> None:
+        """Count what generations have done since the last call; collective."""
+        self._since.add(self.router.taken())
         result, self._since = self._since, GenerationResult()
         own = {
             "sglang/requests": result.requests,
