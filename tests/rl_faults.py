@@ -377,7 +377,7 @@ RL: Table = {
     ("fleet", "rollout/sglang/test_engine.py -k restarts_count"): [
         ("restarts count anew in each round", "holds=holds, times=self.restarts)", "holds=holds)"),
     ],
-    ("fleet", "rollout/sglang/test_joined.py -k stay]"): [
+    ("fleet", "rollout/sglang/test_joined.py -k servers_that_stay"): [
         ("an update that keeps requests reports none", "self.flow.engine.count()", "pass"),
         ("what is reported counts again", "result.requests = result.retries = result.tokens = 0", "pass"),
     ],
