@@ -195,9 +195,9 @@ AGENTS: Table = {
     ],
     ("agents", "rewards/test_early_scores.py"): [
         (
-            "the score of an earlier run of a trajectory is taken",
-            "for row in came if known[keys[row]] == texts[row]}",
-            "for row in came}",
+            "the score of a row of other data is taken",
+            "for row in came if known.get(keys[row]) == texts[row]}",
+            "for row in came if keys[row] in known}",
         ),
         (
             "an early score stands for another sample",
@@ -216,13 +216,23 @@ AGENTS: Table = {
         ),
         (
             "responses that wait are scored by the thread, too",
-            "            self._waiting.clear()\n            return self._begun",
-            "            return self._begun",
+            "            for key in own.keys() & self._waiting.keys():\n",
+            "            for key in ():\n",
         ),
         (
             "an error of the thread is lost",
-            "        if thread is not None and thread.error is not None:",
-            "        if thread is not None and thread.error is True:",
+            "                    raise self._thread.error\n",
+            "                    break\n",
+        ),
+        (
+            "groups ahead are scored when they are complete",
+            "        played = self.ended(played)\n",
+            "",
+        ),
+        (
+            "a group waits for all that is scored",
+            "while not self._outcomes.keys() >= set(keys):",
+            "while not self._outcomes.keys() >= self._asked.keys():",
         ),
         (
             "scores of a generation that raised are kept",
@@ -246,8 +256,8 @@ AGENTS: Table = {
         ),
         (
             "two threads ask a source at a time",
-            "        with self._turn:\n            begin",
-            "        if self._turn:\n            begin",
+            "self._thread = self._thread or Running(",
+            "self._thread = Running(",
         ),
         (
             "a pool that closes starts workers again",
@@ -373,8 +383,8 @@ AGENTS: Table = {
     ("agents", "agents/test_remote.py"): [
         (
             "an endless answer is read to its end",
-            'if size > most:\n            raise RunError(f"{url}',
-            'if size < 0:\n            raise RunError(f"{url}',
+            "if len(content) > limit:\n            break",
+            "if len(content) < 0:\n            break",
         ),
         (
             "a server's failure is an answer",

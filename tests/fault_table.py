@@ -259,7 +259,7 @@ TABLE: Table = {
         ("probes not compared", "if mean > self.limits[0] or largest > self.limits[1]:", "if False:")
     ],
     ("trainer", "trainer/test_staleness.py"): [
-        ("stale samples accepted", "oldest if oldest > self.limit else", "oldest if oldest > self.limit + 1 else")
+        ("stale samples accepted", "oldest if oldest > limit else", "oldest if oldest > limit + 1 else")
     ],
     ("trainer", "trainer/test_step_metrics.py"): [
         (

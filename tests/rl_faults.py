@@ -254,11 +254,27 @@ RL: Table = {
         ),
         (
             "an expired group trains",
-            "return oldest < self.current - self.limit\n",
-            "return oldest < 0\n",
+            "over = self.pool.oldest < self.versions.first()\n",
+            "over = self.pool.oldest < 0\n",
         ),
         ("groups that are too old are never sampled again", "self._again.append(one.ticket)", "pass"),
-        ("more steps are in flight than training needs", "max(self.depth - spare, 2)", "limit + 1"),
+        ("more steps are in flight than training needs", "max(self.depth - spare, 2)", "self.versions.limit + 1"),
+        (
+            "the age of a group counts publishes",
+            "return [*self.begun, self.begun[-1] + 1][later]",
+            "return self.begun[-1] - self.limit + later",
+        ),
+        (
+            "a step waits too late for groups that will be too old",
+            "first = versions.first(later + 1)\n",
+            "first = versions.first(later)\n",
+        ),
+        ("a resumed run forgets with what its steps began", 'self.versions.restore(numbers.get("begun", []))', "pass"),
+        (
+            "generation rests after an update within a step",
+            "metrics = send(self)\n        self.flow.go_on()",
+            "metrics = send(self)",
+        ),
         ("a resumed run forgets how many steps were in flight", 'int(numbers.get("depth", self.depth))', "2"),
     ],
     ("experience", "trainer/test_rescoring.py"): [
@@ -279,11 +295,21 @@ RL: Table = {
         ),
         (
             "the policy's move is that of the step before",
-            "self.changes.of_versions[self.changes.current() + 1] = total",
-            "self.changes.of_versions[self.changes.current()] = total",
+            "self.changes.of_versions[self.changes.versions.current() + 1] = total",
+            "self.changes.of_versions[self.changes.versions.current()] = total",
         ),
     ],
     ("experience", "trainer/test_staleness.py"): [
+        (
+            "the age of a token counts publishes",
+            "ages = len(begun) - torch.bucketize(versions.contiguous(), begun, right=True)",
+            "ages = begun[-1] - versions",
+        ),
+        (
+            "weights from within a step are as young as those after it",
+            "len(begun) - torch.bucketize(versions.contiguous(), begun, right=True)",
+            "len(begun) - 1 - torch.bucketize(versions.contiguous(), begun)",
+        ),
         ("tokens kept over an update have limits", "ages[kept], moved[kept] = KEPT, inf", "pass"),
         (
             "of the policy's moves one counts, not all since",
@@ -407,6 +433,13 @@ RL: Table = {
         ("silent addresses are asked at each update", "self._slow.get(url, (0, 0))[1] <= now", "True"),
         ("silent addresses are skipped though no server is left", "now = inf  #", "pass  #"),
         ("silent addresses are asked in turns", "_MOST_THREADS = 128", "_MOST_THREADS = 1"),
+    ],
+    ("changes", "plan/test_cost.py -k link_takes"): [
+        (
+            "the plan waits for the slower of all weights and changes",
+            "min(sync_seconds(setup, link).values())",
+            "max(sync_seconds(setup, link).values())",
+        )
     ],
     ("changes", "rollout/sglang/test_delta.py -k store"): [
         (

@@ -40,12 +40,13 @@ from mega_rl.plan.state import (
     transformers_parameters,
     weight_bytes,
 )
-from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES
+from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES, sending_seconds
 from mega_rl.tracking.metrics.flops import PEAK_TFLOPS, ModelWork
 
 # Work that recomputation adds to an update.
 AGAIN = {"none": 0.0, "selective": 0.03, "full": 1 / 3}
 BUBBLE, COMPUTING = "waiting for other stages", "computing"
+_CHANGES = "or, over a slow link, changes"
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,8 @@ def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> di
     rate = (hardware.network if away else hardware.nvlink) * hardware.link_share
     parts = {"gathering weights": sizes["gathered by each rank"] / rate}
     if "sent to the servers" in sizes:
-        parts["weights to the servers"] = sizes["sent to the servers"] / (hardware.network * hardware.link_share)
+        link = machine.server_link or hardware.network * hardware.link_share
+        parts["weights to the servers"] = min(sync_seconds(setup, link).values())
     if setup.colocated or setup.takes_turns:
         times = {role: 1 + model.trainable for role, model in setup.models.items()}
         moved = max(sum(times[role] * (s.weights + s.optimizer) for role, s in each.states.items()) for each in memory)
@@ -415,8 +417,15 @@ def sync_traffic(setup: RunSetup) -> dict[str, int]:
     if config.rollout.backend == "sglang" and not setup.colocated:
         sizes["sent to the servers"] = model  # each stage's weights once, by one rank
         if config.rollout.sglang.urls and config.rollout.sglang.sync.delta != "off":
-            sizes["or, over a slow link, changes"] = round(model * TYPICAL_CHANGES)
+            sizes[_CHANGES] = round(model * TYPICAL_CHANGES)
     return sizes
+
+
+def sync_seconds(setup: RunSetup, link_rate: float) -> dict[str, float]:
+    """Return the seconds in which servers get all weights, and changes if they may; link_rate: bytes per second."""
+    sizes = sync_traffic(setup)
+    times = dict(zip(("all weights", "changes"), sending_seconds(sizes["sent to the servers"], link_rate), strict=True))
+    return times if _CHANGES in sizes else {"all weights": times["all weights"]}
 
 
 def num_servers(setup: RunSetup) -> int:

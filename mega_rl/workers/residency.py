@@ -152,7 +152,7 @@ class Residency:
     servers: ServersMemory | None = None  # those that share the devices
     # Parts of a policy that takes turns which stay: servers elsewhere are sent parameters when they start anew.
     while_generating: frozenset[str] = NOTHING
-    end_round: Callable[[], None] = lambda: None  # of generation that goes on between stages; collective
+    end_round: Callable[[], None] = lambda: None  # ends a generation between two stages; collective
     layout: MemoryLayout = field(default=START, init=False)
     _bytes: Metrics = field(default_factory=dict, init=False)
 

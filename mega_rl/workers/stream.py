@@ -62,7 +62,7 @@ class ServerFlow:
         self.players: Players | None = None
         if self.rollouts is not None:
             limit = self.engine.sampling.max_new_tokens
-            self.players = Players(self.rollouts.runner, self.requests, self.worker.n, limit)
+            self.players = Players(self.rollouts.runner, self.rollouts.ended, self.requests, self.worker.n, limit)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -270,6 +270,12 @@ class RolloutStream:
             self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()
+
+    def publish_within(self, send: Callable[[WeightSync], Metrics]) -> Metrics:
+        """Publish by `send` while a step trains; generation goes on."""
+        metrics = send(self)
+        self.flow.go_on()
+        return metrics
 
     def has_all(self) -> bool:
         """Return whether all ranks have all servers; collective."""

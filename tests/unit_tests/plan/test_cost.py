@@ -11,6 +11,7 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.cost import BUBBLE, HARDWARE, RATES, StepTime, step_time, sync_traffic
 from mega_rl.plan.report import MemoryPlan, as_json, as_text
 from mega_rl.plan.search import changed
+from mega_rl.rollout.sglang.weights.reshard import changes_pay_off
 from mega_rl.tracking.metrics.flops import ModelWork
 from tests import scale_pages
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
@@ -103,6 +104,25 @@ def test_joined_servers_may_get_changes() -> None:
     assert sizes["or, over a slow link, changes"] == round(0.06 * sizes["sent to the servers"])
     assert "or, over a slow link, changes" not in sync_traffic(changed(joined, {"rollout.sglang.sync.delta": "off"}))
     assert "or, over a slow link, changes" not in sync_traffic(run("8b"))
+
+
+@pytest.mark.parametrize(("gbit", "faster"), [(0.1, "changes"), (1, "changes"), (10, "all weights")])
+def test_plan_says_what_a_link_takes(gbit: float, faster: str) -> None:
+    """As the run chooses by the link that it measures; the step's time has the faster of both."""
+    joined = next(scale.setup for scale in scale_pages.RUNS.values() if scale.servers)
+    rate = gbit * 1e9 / 8
+    linked = replace(joined, machine=replace(joined.machine, server_link=rate))
+    plan, size = MemoryPlan(linked, hardware=H100), sync_traffic(joined)["model"]
+    whole, changes = size / rate, size / 160e6 + 0.06 * size / rate
+    assert as_json(plan)["weight_sync_seconds"] == {"all weights": whole, "changes": pytest.approx(changes)}
+    assert (changes < whole) == changes_pay_off(rate) == (faster == "changes")
+    assert plan.time is not None
+    assert plan.time.phases["sending weights"]["weights to the servers"] == pytest.approx(min(whole, changes))
+    (line,) = (line for line in as_text(plan) if "are faster" in line)
+    assert line == f"  {faster} are faster, if changes are 6% of the bytes"
+    off = MemoryPlan(changed(linked, {"rollout.sglang.sync.delta": "off"}))
+    assert as_json(off)["weight_sync_seconds"] == {"all weights": whole}
+    assert as_json(MemoryPlan(joined))["weight_sync_seconds"] is None
 
 
 def test_page_equals_the_plans() -> None:
