@@ -268,9 +268,7 @@ class RolloutStream:
     def publish(self) -> Metrics:
         """Send the weights between two rounds, or within one if it keeps responses and no server is lost."""
         begin = time.perf_counter()
-        if self.keeps and self.has_all():
-            self.flow.engine.count()
-        else:
+        if not (self.keeps and self.has_all()):
             self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()

@@ -151,8 +151,6 @@ class FakeFleet:
             again()
         return times
 
-    def count(self) -> None: ...
-
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
         has_failed = bool(self.everyone.max(torch.tensor(len(failures))))
         version = self.policy.weight_version

@@ -98,8 +98,7 @@ class SglangRolloutEngine:
         self.router, self.everyone, self._settings = router, everyone, settings
         self.sampling, self.routed = settings.sampling, settings.routed
         self._version, self._bring_back = weight_version, bring_back
-        self._metrics: Metrics = {}
-        self._since = GenerationResult()  # counts since the last `settle`
+        self._since = GenerationResult()  # counts since the last `metrics`
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -236,7 +235,7 @@ class SglangRolloutEngine:
         )
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True, times: int = 0) -> int:
-        """Bring lost servers back and call `again` on all ranks while requests are `lost`; count all; collective.
+        """Bring lost servers back and call `again` on all ranks while requests are `lost`; collective.
 
         holds: the trainer has the weights last published; else servers get the next, and what is lost waits for them.
         times: that servers were brought back in this step; returned with those of this call.
@@ -265,11 +264,14 @@ class SglangRolloutEngine:
             if not holds:
                 break
             run_on_all(again, self.everyone)
-        self.count()
         return times
 
-    def count(self) -> None:
-        """Count what generations have done since the last call; collective."""
+    def deadline_s(self, count: int) -> float:
+        """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
+        return self._settings.timeout_s * max(1, math.ceil(count / self._settings.concurrency))
+
+    def metrics(self) -> Metrics:
+        """Return the metrics of generations since the last call, also of one that runs; collective."""
         self._since.add(self.router.taken())
         result, self._since = self._since, GenerationResult()
         own = {
@@ -281,19 +283,7 @@ class SglangRolloutEngine:
         sums = self.everyone.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
         seconds = float(self.everyone.max(torch.tensor(result.seconds, dtype=torch.float64)))
         numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
-        for name, value in numbers.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + value
-        if self._metrics["sglang/seconds"] > 0:
-            self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
-
-    def deadline_s(self, count: int) -> float:
-        """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
-        return self._settings.timeout_s * max(1, math.ceil(count / self._settings.concurrency))
-
-    def metrics(self) -> Metrics:
-        """Return and reset the metrics of generations since the last call, over all ranks."""
-        taken, self._metrics = self._metrics, {}
-        return taken
+        return numbers | ({"sglang/tokens_per_second": numbers["sglang/tokens"] / seconds} if seconds else {})
 
 
 def answer_turn(
