@@ -368,6 +368,8 @@ class EmbeddedRounds:
         """Return nothing: all answers came by `ask`."""
         return GenerationResult()
 
+    taken = result
+
     def states(self) -> dict[int, tuple[State, str]]:
         """Return nothing: there are no servers."""
         return {}

@@ -70,6 +70,8 @@ class RequestRouter(Protocol):
 
     def result(self, *, interrupt: bool = False) -> GenerationResult: ...
 
+    def taken(self) -> GenerationResult: ...
+
     def states(self) -> dict[int, tuple[State, str]]: ...
 
 
@@ -96,8 +98,7 @@ class SglangRolloutEngine:
         self.router, self.everyone, self._settings = router, everyone, settings
         self.sampling, self.routed = settings.sampling, settings.routed
         self._version, self._bring_back = weight_version, bring_back
-        self._metrics: Metrics = {}
-        self._since = GenerationResult()  # counts since the last `settle`
+        self._since = GenerationResult()  # counts since the last `metrics`
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -233,20 +234,22 @@ class SglangRolloutEngine:
             routed=self._settings.routed if trains else None,
         )
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
-        """Bring lost servers back and call `again` on all ranks while requests are `lost`; count all; collective.
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True, times: int = 0) -> int:
+        """Bring lost servers back and call `again` on all ranks while requests are `lost`; collective.
 
         holds: the trainer has the weights last published; else servers get the next, and what is lost waits for them.
+        times: that servers were brought back in this step; returned with those of this call.
 
         Raises RunError when the restarts are used up.
         """
-        for times in range(self._settings.restarts + 1):
+        before = times
+        while True:
             states = self.router.states()
             out = torch.tensor([int(state is not State.READY) for state, _ in states.values()])
             some = self.everyone.max(out).tolist() if states else ()  # on some rank
             dead = [i for i, is_out in zip(states, some, strict=True) if is_out]
             unserved = int(self.everyone.sum(torch.tensor(lost())))
-            if not unserved and not (dead and times == 0):
+            if not unserved and not (dead and times == before):
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (state, why) in states.items() if state is not State.READY)
             if times == self._settings.restarts:
@@ -257,9 +260,19 @@ class SglangRolloutEngine:
             if dead or not states:
                 log.warning("servers %s are out of rotation: %s", dead or "all", reasons)
                 self._bring_back(dead, refit=holds)
+            times += 1
             if not holds:
                 break
             run_on_all(again, self.everyone)
+        return times
+
+    def deadline_s(self, count: int) -> float:
+        """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
+        return self._settings.timeout_s * max(1, math.ceil(count / self._settings.concurrency))
+
+    def metrics(self) -> Metrics:
+        """Return the metrics of generations since the last call, also of one that runs; collective."""
+        self._since.add(self.router.taken())
         result, self._since = self._since, GenerationResult()
         own = {
             "sglang/requests": result.requests,
@@ -270,19 +283,7 @@ class SglangRolloutEngine:
         sums = self.everyone.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
         seconds = float(self.everyone.max(torch.tensor(result.seconds, dtype=torch.float64)))
         numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
-        for name, value in numbers.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + value
-        if self._metrics["sglang/seconds"] > 0:
-            self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
-
-    def deadline_s(self, count: int) -> float:
-        """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
-        return self._settings.timeout_s * max(1, math.ceil(count / self._settings.concurrency))
-
-    def metrics(self) -> Metrics:
-        """Return and reset the metrics of generations since the last call, over all ranks."""
-        taken, self._metrics = self._metrics, {}
-        return taken
+        return numbers | ({"sglang/tokens_per_second": numbers["sglang/tokens"] / seconds} if seconds else {})
 
 
 def answer_turn(

@@ -11,10 +11,11 @@ import concurrent.futures
 import math
 import threading
 import uuid
-from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from mega_rl.errors import RunError
@@ -91,6 +92,7 @@ class _Generation:
     homes: dict[int, Replica] = field(default_factory=dict)  # prompt -> server that last got it
     helpers: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes, checks, and the abort of all requests
     group: asyncio.TaskGroup | None = None  # helpers' group, while samples are out
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of requests
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     ended: int = 0  # jobs
     phase: progress.Phase = field(default_factory=lambda: progress.phase("samples"))
@@ -277,6 +279,21 @@ class ServerRouter:
             self._future.cancel()
             raise RunError(f"a generation continued {SLACK_S:g} s after its end") from None
 
+    def taken(self) -> GenerationResult:
+        """Return the counts of the generation that runs, which begin again; zero without one."""
+
+        def take() -> GenerationResult:
+            if (generation := self._generation) is None:
+                return GenerationResult()
+            result, now = generation.result, self._loop.time()
+            spent, generation.began = now - generation.began if generation.jobs else 0.0, now
+            taken = replace(result, seconds=result.seconds + spent)
+            result.requests = result.retries = result.tokens = 0
+            result.seconds, result.failed_tries = 0.0, Counter()
+            return taken
+
+        return _on_loop(self._loop, take)
+
     async def _run(self, generation: _Generation) -> GenerationResult:
         """Run until no more will come and each sample has ended or is unserved."""
 
@@ -349,7 +366,7 @@ class ServerRouter:
         result.retries += job.tries > 0
         job.tries += 1
         job.evicted, job.asked = None, replica
-        job.rid = f"{generation.nonce}-{job.request.key[0]}-{job.request.key[1]}-{result.requests}"
+        job.rid = f"{generation.nonce}-{job.request.key[0]}-{job.request.key[1]}-{next(generation.numbers)}"
         job.last = f"{replica.client.name} had not answered try {job.tries}"
         remaining = job.expires - now
         # A server that lost the request must not use up its time: the first try gets half, the next half of the rest.

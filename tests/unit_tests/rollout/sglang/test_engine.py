@@ -37,7 +37,9 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.types import Prompt
+from mega_rl.types import Draw, Prompt
+from mega_rl.workers.rollout import RolloutWorker
+from mega_rl.workers.stream import ServerFlow
 from tests.helpers.fake_sglang import KEYS, Answers, Exchange, FakeServer, generated, right, right_tokens
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
@@ -85,6 +87,9 @@ class ScriptedFleet:
 
     def result(self, *, interrupt: bool = False) -> GenerationResult:
         return self.answer
+
+    def taken(self) -> GenerationResult:
+        return GenerationResult()
 
 
 def engine_over(fleet: Any, *, share: float = 0.0, restarts: int = 2, **given: Any) -> Any:
@@ -427,3 +432,36 @@ def router_over(server: FakeServer) -> ServerRouter:
     router = ServerRouter([server.endpoint], vocab_size=50, max_concurrency=4, retries=1, request_timeout_s=20.0)
     router.mark(0, State.READY, version=1)
     return router
+
+
+class DyingFleet(ScriptedFleet):
+    """A server that dies with each request, when the round has begun."""
+
+    def open(self, *_: Any, **__: Any) -> None: ...
+
+    def ask(self, request: SampleRequest, answer: Any, so_far: Sample) -> Callable[[], object]:
+        def die() -> None:
+            self.servers[0] = (State.DOWN, "it is killed")
+            answer(so_far)
+
+        threading.Timer(0.01, die).start()
+        return lambda: None
+
+    def result(self, *, interrupt: bool = False) -> GenerationResult:
+        return GenerationResult()
+
+
+def test_restarts_count_over_interrupted_rounds() -> None:
+    """Rounds that an update may interrupt: the limit is that of a step, not begun again with each round."""
+    fleet = DyingFleet(lambda *_: GenerationResult())
+    engine, brought_back = engine_over(fleet, restarts=3, token_versions=True)
+    worker = RolloutWorker(engine, SingleRank(), SingleRank(), 1, seed=0)
+    flow = ServerFlow(worker, engine, SingleRank(), lambda: 1, 0, timeout_s=20.0)
+    flow.add(Draw(0, 1, 0), {0: PROMPTS[0]})
+    for times in (1, 2):
+        with pytest.raises(RunError, match=r"brought back 3 times \(rollout\.sglang\.restarts=3\)"):
+            flow.arrived(wait=True)
+        assert brought_back == [[0]] * 3 * times
+        fleet.servers[0] = (State.READY, "")
+        flow.pause()
+        flow.go_on()  # the next step's

@@ -41,7 +41,7 @@ EXPERTS, LAYERS, TOP_K = 4, 4, 2
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Endpoint, Path]]:
     folder = tmp_path_factory.mktemp("real_generation")
-    write_tiny_checkpoint(folder / "model", family="qwen3_moe", tied=False)
+    write_tiny_checkpoint(folder / "model", family="qwen3_moe", tied=False, max_position_embeddings=8192)
     with running_server(folder / "model", folder, return_routing=True) as (process, endpoint):
         request(endpoint, "/update_weight_version", {"new_version": str(VERSION)}, key="admin")
         yield process.pid, endpoint, folder / "model"
@@ -147,6 +147,37 @@ def test_interrupted_sample_continues_with_the_same_tokens(fleet: ServerRouter) 
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert first.tokens + second.tokens == whole.tokens, "no token was generated twice"
     assert all(second.samples[one.key].routing for one in rest), "the last answer has the experts of all tokens"
+
+
+def running(server: tuple[int, Endpoint, Path]) -> int:
+    """Return the requests that the server decodes or keeps waiting, by its own account."""
+    _, answer = request(server[1], "/v1/loads?include=core", key="admin")
+    return sum(one["num_running_reqs"] + one["num_waiting_reqs"] for one in answer["loads"])
+
+
+def test_a_dropped_request_leaves_nothing_on_the_server(
+    fleet: ServerRouter, server: tuple[int, Endpoint, Path]
+) -> None:
+    """An environment that cancels its turn: the server stops decoding it, and the others get their tokens."""
+    endless = replace(SAMPLED, max_new_tokens=5000, stop_token_ids=())
+    asked, answers = requests(4), dict[int, Any]()
+    fleet.start([], endless, version=VERSION, deadline_s=lambda count: 200.0)
+    begin = time.monotonic()
+    drops = [fleet.ask(replace(one, limit=5000), partial(answers.__setitem__, i)) for i, one in enumerate(asked[:3])]
+    fleet.ask(replace(asked[3], limit=40), partial(answers.__setitem__, 3))
+    while 3 not in answers:
+        assert time.monotonic() < begin + 100
+        time.sleep(0.01)
+    while running(server) != 3:  # it counts once a round
+        assert time.monotonic() < begin + 100
+    for drop in drops:
+        drop()
+    dropped = time.monotonic()
+    while running(server):
+        assert time.monotonic() < dropped + 5.0, "the server decodes what nobody waits for"
+    fleet.result()
+    assert [answers[i].finish for i in range(3)] == ["partial"] * 3
+    assert len(answers[3].token_ids) == 40
 
 
 class Agent(Environment):
