@@ -413,6 +413,13 @@ RL: Table = {
         ),
         ("requests in flight are cut when a server leaves", "while self.in_flight:", "while False:"),
     ],
+    ("fleet", "rollout/sglang/test_engine.py -k restarts_count"): [
+        ("restarts count anew in each round", "holds=holds, times=self.restarts)", "holds=holds)"),
+    ],
+    ("fleet", "rollout/sglang/test_joined.py -k servers_that_stay"): [
+        ("a step that keeps requests reports none", "self._since.add(self.router.taken())", "pass"),
+        ("what is reported counts again", "result.requests = result.retries = result.tokens = 0", "pass"),
+    ],
     ("fleet", "rollout/sglang/test_joined.py"): [
         (
             "a kept request's tokens all have its newest version",

@@ -145,10 +145,11 @@ class FakeFleet:
         for job in jobs:
             job.answer(job.sample)
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True, times: int = 0) -> int:
         while lost():
             assert self.loses((0, 0), -1) is not None, "no server has died"
             again()
+        return times
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
         has_failed = bool(self.everyone.max(torch.tensor(len(failures))))
