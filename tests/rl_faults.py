@@ -299,6 +299,19 @@ RL: Table = {
             "self.changes.of_versions[self.changes.versions.current()] = total",
         ),
     ],
+    ("experience", "verify/test_audit.py"): [
+        (
+            "the audit counts ages in publishes",
+            "begun.get(step.description.step - ahead, 0)",
+            "step.description.weight_version - ahead",
+        ),
+        (
+            "the audit believes what a record says of other steps",
+            "return begun | {step.description.step: step.description.weight_version for step in steps}",
+            "return begun",
+        ),
+        ("the audit reads no versions of other steps", "if version != begun[number]:", "if False:"),
+    ],
     ("experience", "trainer/test_staleness.py"): [
         (
             "the age of a token counts publishes",

@@ -105,7 +105,7 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
         itemsize = reader.tensors[_name(piece[1][0])].dtype.itemsize
         return itemsize * sum(copy.rows * copy.cols for copy in piece[1])
 
-    advance = progress.counter(sum(map(nbytes, pieces)), unit="B")
+    advance = progress.counter(sum(map(nbytes, pieces)))
 
     def read(piece: FillStep) -> None:
         written.append(_read(piece, reader, buffers))

@@ -126,12 +126,12 @@ def _files(run_dir: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def sparkline(values: Sequence[float], *, width: int = SPARKLINE_WIDTH) -> str:
-    """Return finite values as bars between their lowest and highest, averaged down to `width` characters."""
+def sparkline(values: Sequence[float]) -> str:
+    """Return finite values as bars between their lowest and highest, averaged down to SPARKLINE_WIDTH characters."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    count = min(width, len(finite))
+    count = min(SPARKLINE_WIDTH, len(finite))
     edges = [len(finite) * i // count for i in range(count + 1)]
     means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, span = min(means), max(means) - min(means)

@@ -179,12 +179,12 @@ def report(done: float, total: float | None = None, *, unit: str = "", note: str
         innermost.report(done, total, unit=unit, note=note)
 
 
-def counter(total: float, *, unit: str = "") -> Callable[[float], None]:
-    """Return a function that adds to this thread's innermost phase, from any thread."""
+def counter(total: float) -> Callable[[float], None]:
+    """Return a function that adds bytes to this thread's innermost phase, from any thread."""
     innermost = _innermost()
     if innermost is None:
         return lambda amount: None
-    innermost.report(0.0, total, unit=unit)
+    innermost.report(0.0, total, unit="B")
     return innermost.advance
 
 

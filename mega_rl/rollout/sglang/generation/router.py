@@ -507,8 +507,6 @@ def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | 
     if isinstance(outcome, Sample):
         stopped = outcome.token_ids[-1] in generation.sampling.stop_token_ids
         outcome = replace(outcome, finish="stop" if stopped else "length")
-    elif outcome is not None:
-        outcome.tries = job.tries
     job.answer(outcome or replace(job.partial, finish="partial", routing=b""))
     if now - generation.reported >= _PROGRESS_S:
         generation.reported = now

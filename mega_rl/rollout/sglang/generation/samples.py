@@ -118,7 +118,6 @@ class RequestFailure(Exception):
         self.kind, self.message = kind, message
         self.charge = KINDS[kind]
         self.partial = partial  # tokens that came nevertheless and are good
-        self.tries = 0  # number, if this was the last one
 
 
 def backoff_s(request: SampleRequest, failed: int) -> float:

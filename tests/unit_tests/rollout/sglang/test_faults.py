@@ -158,7 +158,7 @@ def test_a_bad_answer_is_tried_again_then_reported(name: str) -> None:
 
     result, _ = generate([script], requests(3), within_s=5.0)
     failure = result.failures.pop((BAD, 0))
-    assert (failure.kind, failure.tries) == (kind, 2)
+    assert failure.kind == kind
     assert "server 0" in failure.message
     assert "(0, 0)" in failure.message
     assert set(result.samples) == {(1, 0), (2, 0)}
