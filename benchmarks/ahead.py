@@ -28,7 +28,7 @@ from mega_rl.rollout.sglang.generation.samples import Sampling, State
 from mega_rl.tracking.metrics.steps import PhaseTimer
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.selection import Stock
+from mega_rl.trainer.selection import StepVersions, Stock
 from mega_rl.types import Metrics, Prompt
 from mega_rl.workers.rollout import RolloutWorker
 from mega_rl.workers.stream import RolloutStream, ServerFlow
@@ -139,7 +139,7 @@ class Run:
         if self.k:
             quantum = 0 if self.free else math.ceil(sizes.limit / self.k)
             flow = ServerFlow(source, engine, ranks, version, quantum, timeout_s=WAIT_S)
-            source, stock = RolloutStream(flow, self.sync), Stock(flow, version, flow)
+            source, stock = RolloutStream(flow, self.sync, source), Stock(flow, StepVersions(self.k, version), flow)
             self.stack.callback(flow.close)
             self.publish = source.publish
         plan = SamplingPlan(sizes.samples, 0, sizes.prompts, sizes.prompts, ahead=self.k)

@@ -195,9 +195,9 @@ AGENTS: Table = {
     ],
     ("agents", "rewards/test_early_scores.py"): [
         (
-            "the score of an earlier run of a trajectory is taken",
-            "for row in came if known[keys[row]] == texts[row]}",
-            "for row in came}",
+            "the score of a row of other data is taken",
+            "for row in came if known.get(keys[row]) == texts[row]}",
+            "for row in came if keys[row] in known}",
         ),
         (
             "an early score stands for another sample",
@@ -216,13 +216,23 @@ AGENTS: Table = {
         ),
         (
             "responses that wait are scored by the thread, too",
-            "            self._waiting.clear()\n            return self._begun",
-            "            return self._begun",
+            "            for key in own.keys() & self._waiting.keys():\n",
+            "            for key in ():\n",
         ),
         (
             "an error of the thread is lost",
-            "        if thread is not None and thread.error is not None:",
-            "        if thread is not None and thread.error is True:",
+            "                    raise self._thread.error\n",
+            "                    break\n",
+        ),
+        (
+            "groups ahead are scored when they are complete",
+            "        played = self.ended(played)\n",
+            "",
+        ),
+        (
+            "a group waits for all that is scored",
+            "while not self._outcomes.keys() >= set(keys):",
+            "while not self._outcomes.keys() >= self._asked.keys():",
         ),
         (
             "scores of a generation that raised are kept",
@@ -246,8 +256,8 @@ AGENTS: Table = {
         ),
         (
             "two threads ask a source at a time",
-            "        with self._turn:\n            begin",
-            "        if self._turn:\n            begin",
+            "self._thread = self._thread or Running(",
+            "self._thread = Running(",
         ),
         (
             "a pool that closes starts workers again",
@@ -291,8 +301,8 @@ AGENTS: Table = {
         ("turns do not ask for their experts", "return_routing=routed is not None", "return_routing=False"),
         ("a server's room is not free after a turn", "given.in_flight -= 1", "given.in_flight -= 0"),
     ],
-    ("agents", "trainer/assemble/test_sources.py"): [
-        ("recorded rows pass for rows with experts", "elif rollout.sglang.return_routing:", "elif False:"),
+    ("agents", "test_preflight.py -k sources_that_generate"): [
+        ("recorded rows pass for rows with experts", "if rollout.sglang.return_routing:", "if False:"),
     ],
     ("agents", "agents/test_chat.py"): [
         (
@@ -363,11 +373,18 @@ AGENTS: Table = {
         ("a dead server is an answer", "if isinstance(error, RunError):  # the", "if isinstance(error, str):  # the"),
         ("what a server calls an error is an answer", 'return f"error: {text}" if given', "return text if given"),
     ],
+    ("agents", "workers/test_worlds_ahead.py -k http"): [
+        (
+            "trajectories ahead are left at the end of the run",
+            "for task in self._tasks:",
+            "for task in ():",
+        ),
+    ],
     ("agents", "agents/test_remote.py"): [
         (
             "an endless answer is read to its end",
-            'if size > most:\n            raise RunError(f"{url}',
-            'if size < 0:\n            raise RunError(f"{url}',
+            "if len(content) > limit:\n            break",
+            "if len(content) < 0:\n            break",
         ),
         (
             "a server's failure is an answer",

@@ -46,7 +46,12 @@ TABLE: Table = {
             "KL coefficient adapted while the policy stands still",
             "        if moved:\n            sequences",
             "        if True:\n            sequences",
-        )
+        ),
+        (
+            "weights within a step are sent before its first update",
+            "            if first:\n",
+            "            if True:\n",
+        ),
     ],
     ("algorithms", "algorithms/test_advantages.py"): [
         ("GAE off by one token", "discount[:, :-1] * values[:, 1:]", "discount[:, :-1] * values[:, :-1]"),
@@ -259,7 +264,7 @@ TABLE: Table = {
         ("probes not compared", "if mean > self.limits[0] or largest > self.limits[1]:", "if False:")
     ],
     ("trainer", "trainer/test_staleness.py"): [
-        ("stale samples accepted", "oldest if oldest > self.limit else", "oldest if oldest > self.limit + 1 else")
+        ("stale samples accepted", "oldest if oldest > limit else", "oldest if oldest > limit + 1 else")
     ],
     ("trainer", "trainer/test_step_metrics.py"): [
         (
@@ -720,6 +725,14 @@ TABLE: Table = {
             "window_size=(-1 if window is None else window - 1, 0)",
             "window_size=(-1 if window is None else window, 0)",
         )
+    ],
+    ("gpu", "engines/models/test_norms.py"): [
+        (
+            "a norm that adds one to its weight runs the plain kernel",
+            "return torch.allclose(trial(hidden), _normalise(trial, hidden), rtol=1e-5, atol=1e-6)",
+            "return True",
+        ),
+        ("the fused norm's epsilon is torch's own", "weight, _epsilon(module))", "weight, None)"),
     ],
     ("gpu", "engines/models/test_moe.py"): [
         (

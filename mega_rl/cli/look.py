@@ -141,6 +141,9 @@ def plan(
         str, typer.Option("--gpu", metavar="KIND", help="Expected time of a step on a100, h100, h200 or b200, too.")
     ] = "",
     server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
+    server_link: Annotated[
+        float, typer.Option("--server-link", min=0, metavar="GBIT", help="Gbit per second to a server that is joined.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Say from recipe and config.json whether a run fits its GPUs: memory by phase, and advice.
@@ -148,6 +151,8 @@ def plan(
     With --gpu the expected time of a step, too. Nothing is started and no weight is read. Weights, gradients and
     optimizer state are exact; activations and caches are those of the longest sequences.
     """
-    machine = planned.read_machine(gpus, gpus_per_node, gpu=gpu, gpu_memory=gpu_memory, layers=layers)
+    machine = planned.read_machine(
+        gpus, gpus_per_node, gpu=gpu, gpu_memory=gpu_memory, layers=layers, server_link=server_link
+    )
     made = planned.plan_recipe(recipe, overrides or [], machine, searched=search, gpu=gpu, server_ranks=server_gpus)
     show(planned.as_json(made) if as_json else {}, planned.as_text(made), as_json=as_json)

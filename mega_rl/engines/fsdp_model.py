@@ -40,6 +40,7 @@ from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shar
 from mega_rl.engines.models.adapters import LinearAdapter
 from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
 from mega_rl.engines.models.attention_kernels import KERNELS
+from mega_rl.engines.models.norms import fuse_norms
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.accelerator.base import send
 from mega_rl.parallel.vocab import fp32_linear
@@ -155,6 +156,7 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
     """
     config = model_config(path)
     causal = build_empty(config, attention=attention_name(attention))
+    fuse_norms(causal)
     model: PreTrainedModel = causal if head == "lm" else cast(PreTrainedModel, causal.base_model)
     with no_init_weights(), torch.device("meta"):
         whole = TokenClassifier(model, config.hidden_size) if head == "value" else model

@@ -40,12 +40,13 @@ from mega_rl.plan.state import (
     transformers_parameters,
     weight_bytes,
 )
-from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES
+from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES, sending_seconds
 from mega_rl.tracking.metrics.flops import PEAK_TFLOPS, ModelWork
 
 # Work that recomputation adds to an update.
 AGAIN = {"none": 0.0, "selective": 0.03, "full": 1 / 3}
 BUBBLE, COMPUTING = "waiting for other stages", "computing"
+_CHANGES = "or, over a slow link, changes"
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def step_time(
     setup: RunSetup, hardware: Hardware, *, server_ranks: int = 0, memory: Sequence[RankMemory] | None = None
 ) -> StepTime:
     """Return the expected time of a step; server_ranks: GPUs of each joined server."""
-    clock = _Clock(setup, hardware)
+    clock, config = _Clock(setup, hardware), setup.config
     memory = memory_of_stages(setup) if memory is None else memory
     its = [(setup.for_model(model), model) for model in setup.models.values()]
     forward: dict[str, float] = {}
@@ -124,13 +125,13 @@ def step_time(
             parts = clock.passes(model, 0, passes_of(setup, model)[1]) | clock.updates(model, memory)
             phases[f"training the {role}"] = parts
             one_epoch = ModelWork(model.hf, head=model.head).update([setup.longest] * _rows(setup))
-            useful += setup.config.algorithm.epochs * one_epoch
+            useful += config.algorithm.epochs * one_epoch
     return StepTime(
         {phase: {name: seconds for name, seconds in parts.items() if seconds} for phase, parts in phases.items()},
         tokens=_rows(setup) * setup.longest,
         useful=useful,
         peak=setup.machine.world_size * hardware.peak,
-        ahead=setup.config.trainer.async_steps > 0 and setup.config.rollout.backend == "sglang",
+        ahead=config.trainer.async_steps > 0 and config.rollout.backend == "sglang" and not setup.colocated,
     )
 
 
@@ -200,13 +201,16 @@ class _Clock:
 
 
 def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> dict[str, float]:
-    """Return the seconds of a weight sync, and of turns: models to the host and back."""
+    """Return the seconds of a step's weight syncs, and of turns: models to the host and back."""
     hardware, machine, sizes = clock.hardware, setup.machine, sync_traffic(setup)
     away = machine.world_size > machine.gpus_per_node
     rate = (hardware.network if away else hardware.nvlink) * hardware.link_share
-    parts = {"gathering weights": sizes["gathered by each rank"] / rate}
+    interval = setup.config.rollout.sglang.sync.interval
+    syncs = ceil(updates_of_a_batch(setup.config) / interval) if interval else 1
+    parts = {"gathering weights": syncs * sizes["gathered by each rank"] / rate}
     if "sent to the servers" in sizes:
-        parts["weights to the servers"] = sizes["sent to the servers"] / (hardware.network * hardware.link_share)
+        link = machine.server_link or hardware.network * hardware.link_share
+        parts["weights to the servers"] = syncs * min(sync_seconds(setup, link).values())
     if setup.colocated or setup.takes_turns:
         times = {role: 1 + model.trainable for role, model in setup.models.items()}
         moved = max(sum(times[role] * (s.weights + s.optimizer) for role, s in each.states.items()) for each in memory)
@@ -415,8 +419,15 @@ def sync_traffic(setup: RunSetup) -> dict[str, int]:
     if config.rollout.backend == "sglang" and not setup.colocated:
         sizes["sent to the servers"] = model  # each stage's weights once, by one rank
         if config.rollout.sglang.urls and config.rollout.sglang.sync.delta != "off":
-            sizes["or, over a slow link, changes"] = round(model * TYPICAL_CHANGES)
+            sizes[_CHANGES] = round(model * TYPICAL_CHANGES)
     return sizes
+
+
+def sync_seconds(setup: RunSetup, link_rate: float) -> dict[str, float]:
+    """Return the seconds in which servers get all weights, and changes if they may; link_rate: bytes per second."""
+    sizes = sync_traffic(setup)
+    times = dict(zip(("all weights", "changes"), sending_seconds(sizes["sent to the servers"], link_rate), strict=True))
+    return times if _CHANGES in sizes else {"all weights": times["all weights"]}
 
 
 def num_servers(setup: RunSetup) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.activations import num_microbatches, tokens_of_a_pass
-from mega_rl.plan.cost import HARDWARE, Hardware, StepTime, Traffic, step_time, step_traffic, sync_traffic
+from mega_rl.plan.cost import HARDWARE, Hardware, StepTime, Traffic, step_time, step_traffic, sync_seconds, sync_traffic
 from mega_rl.plan.memory import (
     CONTEXT,
     FRAGMENTATION,
@@ -28,6 +28,8 @@ from mega_rl.plan.preflight.host import is_missing, smallest_gpu
 from mega_rl.plan.search import Candidate, Proposal, advice, cheapest, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup
 from mega_rl.plan.state import weight_bytes
+from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES
+from mega_rl.tracking.metrics.tables import aligned
 
 _LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
 
@@ -72,8 +74,10 @@ class MemoryPlan:
         return step_time(self.setup, self.hardware, server_ranks=self.server_ranks, memory=self.memory)
 
 
-def read_machine(gpus: int, gpus_per_node: int, *, gpu: str, gpu_memory: str, layers: str) -> Machine:
-    """Return the machine of the command's options; by default with the memory of GPUs here."""
+def read_machine(
+    gpus: int, gpus_per_node: int, *, gpu: str, gpu_memory: str, layers: str, server_link: float
+) -> Machine:
+    """Return the machine of the command's options, by default with the memory of GPUs here; server_link: Gbit/s."""
     if layers not in ("auto", "te", "local"):
         raise UserError(f"--layers={layers!r}: legal: auto (Transformer Engine's where it is installed), te, local")
     if gpu and gpu not in HARDWARE:
@@ -83,7 +87,7 @@ def read_machine(gpus: int, gpus_per_node: int, *, gpu: str, gpu_memory: str, la
         memory: int | None = parse_bytes(gpu_memory, option="--gpu-memory")
     else:
         memory = round(HARDWARE[gpu].memory) if gpu else smallest_gpu()
-    return Machine(gpus, gpus_per_node, memory, has_te)
+    return Machine(gpus, gpus_per_node, memory, has_te, server_link * 1e9 / 8)
 
 
 def plan_recipe(
@@ -97,6 +101,8 @@ def plan_recipe(
         raise UserError("--search: engine.backend=fsdp has no layouts, every rank holds a share of everything")
     if server_ranks and not (gpu and setup.config.rollout.sglang.urls):
         raise UserError("--server-gpus: is of servers that are joined (rollout.sglang.urls), and needs --gpu")
+    if machine.server_link and not setup.config.rollout.sglang.urls:
+        raise UserError("--server-link: is of servers that are joined (rollout.sglang.urls), and there are none")
     return MemoryPlan(setup, search(setup) if searched else None, HARDWARE.get(gpu), server_ranks)
 
 
@@ -137,6 +143,11 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
     rows = [[each.use, each.collective, f"{each.ranks}", gb(each.nbytes)] for each in plan.traffic]
     yield from table(["use", "collective", "ranks", "GB"], rows)
     yield f"Each weight sync: {', '.join(f'{name} {in_gb(size)}' for name, size in sync_traffic(setup).items())}"
+    if setup.machine.server_link:
+        times = sync_seconds(setup, setup.machine.server_link)
+        yield f"Over the link to a server: {', '.join(f'{name} {seconds(needed)}' for name, needed in times.items())}"
+        if "changes" in times:
+            yield f"  {min(times, key=times.__getitem__)} are faster, if changes are {TYPICAL_CHANGES:.0%} of the bytes"
     if plan.time is not None:
         yield ""
         yield from _time_lines(setup, plan.time)
@@ -165,19 +176,13 @@ def as_json(plan: MemoryPlan) -> dict[str, object]:
         ],
         "traffic": [asdict(each) for each in plan.traffic],
         "weight_sync": sync_traffic(setup),
+        "weight_sync_seconds": sync_seconds(setup, link) if (link := setup.machine.server_link) else None,
         "time": time and {"seconds": time.total, "training_mfu": time.mfu, "phases": time.phases},
     }
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table: the first column to the left, numbers to the right."""
-    padded = []
-    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
-        width = max(map(len, [title, *cells]))
-        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
-        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
-    for row in zip(*padded, strict=True):
-        yield "  " + "  ".join(row).rstrip()
+    yield from (f"  {line}" for line in aligned(head, rows))
 
 
 def gb(nbytes: float) -> str:

@@ -45,6 +45,7 @@ class Machine:
     gpus_per_node: int = 8
     gpu_memory: int | None = None  # bytes of one device; None: not known, so there is no verdict
     has_te: bool = False  # Transformer Engine is installed
+    server_link: float = 0.0  # bytes per second to a joined server; 0: as between hosts
 
     @property
     def num_nodes(self) -> int:

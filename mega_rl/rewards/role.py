@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from mega_rl.rewards.pool import FunctionRewards
 from mega_rl.rewards.score import (
     Item,
     Outcome,
+    Response,
     ResponseReader,
     RewardError,
     RewardFailure,
@@ -124,52 +125,69 @@ def of_all_rows(columns: Tensor, rollout: Rollout) -> Tensor:
     return columns[torch.arange(len(columns), device=columns.device) - rollout.branch]
 
 
-Key = tuple[int, int]  # place of the prompt in the step's list, number of the sample
+Place = tuple[int, int]  # row of the prompt in its data, number of the sample
+Key = tuple[int, int, Response]
 
 
-def _keys(rollout: Rollout) -> list[Key]:
-    return list(zip(rollout.prompt_index.tolist(), rollout.sample_index.tolist(), strict=True))
+def _places(rollout: Rollout, prompts: Sequence[Prompt]) -> list[Place]:
+    rows = [prompts[place].index for place in rollout.prompt_index.tolist()]
+    return list(zip(rows, rollout.sample_index.tolist(), strict=True))
 
 
 class EarlyScores:
-    """Scores that a thread makes of one generation's responses as they come."""
+    """Scores that a thread makes of responses as they come."""
 
     def __init__(self, score: Callable[[Sequence[Item]], list[Outcome]]) -> None:
-        self._score, self._lock = score, threading.Lock()
-        self._waiting: dict[Key, Item] = {}
-        self._begun: dict[Key, Item] = {}
+        self._score, self._changed = score, threading.Condition()
+        self._asked: dict[Key, Item] = {}  # nobody has their outcomes yet
+        self._waiting: dict[Key, Item] = {}  # those of them that the thread has not begun
         self._outcomes: dict[Key, Outcome] = {}
         self._thread: Running[None] | None = None  # None: nothing waits
 
     def add(self, items: Mapping[Key, Item]) -> None:
         """Let the thread score responses, with all others that wait when it is free."""
-        with self._lock:
+        with self._changed:
+            self._asked.update(items)
             self._waiting.update(items)
-            self._thread = self._thread or Running(self._work, name="early scores")
+            self._outcomes = {key: one for key, one in self._outcomes.items() if key not in items}
+            if items:
+                self._thread = self._thread or Running(self._work, name="early scores")
 
-    def close(self) -> Mapping[Key, Item]:
-        """Drop the responses that wait; return the others, which are or will be scored."""
-        with self._lock:
-            self._waiting.clear()
-            return self._begun
+    def begun(self, places: Collection[Place]) -> Mapping[Key, Item]:
+        """Drop those responses of these samples that wait; return the others, which are or will be scored."""
+        with self._changed:
+            own = {key: item for key, item in self._asked.items() if key[:2] in places}
+            for key in own.keys() & self._waiting.keys():
+                del self._waiting[key], self._asked[key], own[key]
+            return own
 
-    def outcomes(self) -> Mapping[Key, Outcome]:
-        """Wait for the thread; return what it has scored. Raises its error."""
-        thread = self._thread
-        while thread is not None and thread.wait(BEAT_S):
-            pass  # here a signal's handler may raise
-        if thread is not None and thread.error is not None:
-            raise thread.error
-        return self._outcomes
+    def outcomes(self, keys: Collection[Key]) -> Mapping[Key, Outcome]:
+        """Wait for the outcomes of these responses and return them once. Raises the thread's error."""
+        with self._changed:
+            while not self._outcomes.keys() >= set(keys):
+                if self._thread is not None and self._thread.error is not None:
+                    raise self._thread.error
+                self._changed.wait(BEAT_S)  # here a signal's handler may raise
+            for key in set(keys):
+                del self._asked[key]
+            return {key: self._outcomes.pop(key) for key in set(keys)}
+
+    def forget(self) -> None:
+        """Drop all responses."""
+        with self._changed:
+            self._asked, self._waiting, self._outcomes = {}, {}, {}
 
     def _work(self) -> None:
         while items := self._next():
-            self._outcomes.update(zip(items, self._score([*items.values()]), strict=True))
+            outcomes = self._score([*items.values()])
+            with self._changed:
+                scored = zip(items.items(), outcomes, strict=True)
+                self._outcomes |= {key: one for (key, item), one in scored if self._asked.get(key) is item}
+                self._changed.notify_all()
 
     def _next(self) -> Mapping[Key, Item]:
-        with self._lock:
+        with self._changed:
             items, self._waiting = self._waiting, {}
-            self._begun.update(items)
             self._thread = self._thread if items else None
             return items
 
@@ -184,7 +202,7 @@ class TextScorer:
     """Reward role of one replica over a source of scores.
 
     Each rank of the replica scores every size-th row and all get the sum: a source sees each response once. A rank that
-    was given rows by `begin` has scored them before, for all.
+    was given rows by `begin` has scored them before, for all; its thread then makes all calls of the source.
     """
 
     source: FunctionRewards
@@ -197,21 +215,19 @@ class TextScorer:
     max_failed_share: float = 0.0  # share of a step's responses; more failures end the run
     _metrics: Metrics = field(default_factory=dict, init=False)
     _early: EarlyScores | None = field(default=None, init=False)
-    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)  # the source takes one call at a time
     _spent: tuple[int, float] = field(default=(0, 0.0), init=False)  # responses and seconds of calls
     _heard: tuple[float, str] = field(default=(0.0, ""), init=False)  # when, and what the source waits for since
 
     def begin(self, rollout: Rollout, prompts: Sequence[Prompt]) -> None:
         """Let a thread score rows that `score` will get too; each trajectory comes whole."""
-        rows, keys = answered(rollout), _keys(rollout)
+        rows, places = answered(rollout), _places(rollout, prompts)
         self._early = self._early or EarlyScores(self._call)
         items = self.reader.texts(rollout, rows, prompts)
-        self._early.add(dict(zip([keys[row] for row in rows], items, strict=True)))
+        self._early.add({(*places[row], item[1]): item for row, item in zip(rows, items, strict=True)})
 
     def forget(self) -> None:
         if self._early is not None:
-            self._early.close()
-        self._early = None
+            self._early.forget()
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the reward of each row, on the device of the rollout; collective over all ranks.
@@ -223,16 +239,21 @@ class TextScorer:
         Raises on every rank RewardError, and UserError for settings that do not go with the reward's components.
         """
         rank, size, early = self.replica.rank, self.replica.size, self._early
-        self._early, known = None, {} if early is None else early.close()
-        every, keys = answered(rollout), _keys(rollout)
+        every, places = answered(rollout), _places(rollout, prompts)
+        known = {} if early is None else early.begun({places[row] for row in every})
+        here = {key[:2] for key in known}
         # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
-        rows, came = every[rank::size], [row for row in every if keys[row] in known]
+        rows, came = every[rank::size], [row for row in every if places[row] in here]
         read = sorted({*rows, *came})
         texts = dict(zip(read, self.reader.texts(rollout, read, prompts), strict=True))
-        # A trajectory that ran again may have another response.
-        begun = {row: keys[row] for row in came if known[keys[row]] == texts[row]}
+        keys = {row: (*places[row], texts[row][1]) for row in read}
+        # A trajectory that ran again may have another response, and a row of other data the same number.
+        begun = {row: keys[row] for row in came if known.get(keys[row]) == texts[row]}
         taken = self.replica.max(torch.tensor([row in begun for row in every]).long()).tolist()
         left = {row: texts[row] for row, is_taken in zip(rows, taken[rank::size], strict=True) if not is_taken}
+        if early is not None:
+            early.add({keys[row]: item for row, item in left.items()})
+            left, begun = {}, begun | {row: keys[row] for row in left}
         scored = self._outcomes(left, begun, early)
         if any(taken):
             parts = self.replica.gather_json([*scored.items()])
@@ -257,7 +278,7 @@ class TextScorer:
 
         def work() -> tuple[dict[int, Outcome], RewardError | None]:
             try:
-                made = {} if early is None else early.outcomes()
+                made = {} if early is None else early.outcomes(begun.values())
                 outcomes = {row: made[key] for row, key in begun.items()}
                 return outcomes | dict(zip(left, self._call([*left.values()]) if left else [], strict=True)), None
             except RewardError as error:
@@ -274,11 +295,10 @@ class TextScorer:
 
     def _call(self, items: Sequence[Item]) -> list[Outcome]:
         """Return the source's outcomes; measures their time."""
-        with self._turn:
-            begin = time.perf_counter()
-            outcomes = self.source.score(items, self._report)
-            self._spent = (self._spent[0] + len(items), self._spent[1] + time.perf_counter() - begin)
-            return outcomes
+        begin = time.perf_counter()
+        outcomes = self.source.score(items, self._report)
+        self._spent = (self._spent[0] + len(items), self._spent[1] + time.perf_counter() - begin)
+        return outcomes
 
     def _report(self, what: str) -> None:
         self._heard = (time.monotonic(), what)

@@ -27,6 +27,7 @@ from mega_rl.converters.hf.untabled import UNLIMITED_POSITIONS
 from mega_rl.converters.live.load import model_config, weights_on_disk
 from mega_rl.converters.plan.adapters import WEIGHT, A, B
 from mega_rl.engines.models.adapters import LinearAdapter
+from mega_rl.engines.models.norms import fuse_norms
 from mega_rl.errors import RunError
 from mega_rl.rollout.continuous import KeptCaches, RunningBatch, answer_turns
 from mega_rl.rollout.decoding import (
@@ -113,6 +114,7 @@ class HFRolloutEngine:
                     config, dtype=dtype, attn_implementation=way.attention, trust_remote_code=False
                 )
             model.tie_weights()
+            fuse_norms(model)
         self.model: PreTrainedModel = model.eval().requires_grad_(False)
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
@@ -335,7 +337,7 @@ class EmbeddedRounds:
     _version: int = field(default=0, init=False)
     _asked: TurnQueue = field(default_factory=TurnQueue, init=False)
 
-    def start(self, *_: object, version: int, **__: object) -> None:
+    def open(self, *_: object, version: int, **__: object) -> None:
         """Begin a round with the weights of `version`."""
         self._version = version
 
@@ -365,6 +367,8 @@ class EmbeddedRounds:
     def result(self, *, interrupt: bool = False) -> GenerationResult:
         """Return nothing: all answers came by `ask`."""
         return GenerationResult()
+
+    taken = result
 
     def states(self) -> dict[int, tuple[State, str]]:
         """Return nothing: there are no servers."""

@@ -25,6 +25,7 @@ import torch
 from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import MetricsSink, Ranks, WeightSync
 from mega_rl.tracking import progress
+from mega_rl.tracking.health.guard import SIGNALS
 from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter
 from mega_rl.types import Metrics
 
@@ -129,6 +130,9 @@ class Event:
     def evaluated(self, step: int, evaluated: Any) -> None:
         """Act on an evaluated batch, before any weight changes."""
 
+    def updated(self, step: int) -> None:
+        """Act on the updated models, before their weights are sent."""
+
     def after(self, done: int, evaluated: Any) -> bool:
         """Act when `done` steps are done; return True to end the run.
 
@@ -185,6 +189,8 @@ class Trainer:
         for event in self.events:
             event.evaluated(number, evaluated)
         self.algorithm.update(evaluated, number)
+        for event in self.events:
+            event.updated(number)
         self.log.add(self.stage.publish(self.sync))
         return evaluated
 
@@ -208,9 +214,6 @@ def fit_together(trainers: Sequence[Trainer]) -> list[int]:
                 raise
     return done
 
-
-# SIGUSR1 is what Slurm sends ahead of time, `--signal=B:USR1@120`.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 INTERRUPTED = b"\r\x1b[2Kinterrupted: ended at once, without a checkpoint of the step in progress\n"
 

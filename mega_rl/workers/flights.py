@@ -255,6 +255,7 @@ class Players(Turns):
     """This rank's trajectories, which play as long as the run."""
 
     runner: Runner
+    ended: Callable[[Played], Played]  # called with each outcome as it comes; returns the one that counts
     requests: OpenRequests
     samples: int  # number for each prompt
     limit: int  # tokens, as of `Trajectory`
@@ -314,6 +315,7 @@ class Players(Turns):
             self._play.begin(trajectory)
 
     def _ended(self, played: Played) -> Played:
+        played = self.ended(played)
         with self.requests.changed:
             group, number = self.requests.groups.get(played.trajectory.prompt_index), played.trajectory.sample_index
             if group is not None:

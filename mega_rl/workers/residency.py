@@ -15,7 +15,7 @@ difference moves: the side that releases memory goes first, and all ranks have r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -152,6 +152,7 @@ class Residency:
     servers: ServersMemory | None = None  # those that share the devices
     # Parts of a policy that takes turns which stay: servers elsewhere are sent parameters when they start anew.
     while_generating: frozenset[str] = NOTHING
+    end_round: Callable[[], None] = lambda: None  # ends a generation between two stages; collective
     layout: MemoryLayout = field(default=START, init=False)
     _bytes: Metrics = field(default_factory=dict, init=False)
 
@@ -212,6 +213,7 @@ class Residency:
             self._bytes["memory/training_bytes"] = float(models.take_largest())
         assert self.servers is not None
         if released := [tag for tag in reversed(TAGS) if tag in set(now.servers) - set(layout.servers)]:
+            self.end_round()
             self.everyone.sum(torch.zeros(1))  # once every rank has come this far
             self.servers.release(released)
         offloaded = models.hold(self._residents(layout))

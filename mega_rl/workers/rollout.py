@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -143,14 +143,14 @@ class EnvironmentRollouts:
         seed, first = (context.seed, step, *evaluation_stream(draws)), 0 if draws is None else draws.first
         trajectories = context.start(prompts, greedy=greedy, draws=draws)
         ended: dict[int, Played] = {}
-        how, note = TurnSampling(seed, greedy, draws), partial(self._ended, prompts)
+        how = TurnSampling(seed, greedy, draws)
 
         def lost() -> list[int]:
             return [place for place, one in ended.items() if one.failure == "lost"]
 
         def play(places: Sequence[int]) -> None:
             own, sample = [trajectories[i] for i in places], partial(engine.turns, how=how)
-            ended.update(zip(places, self.runner.run(own, sample, first=first, ended=note), strict=True))
+            ended.update(zip(places, self.runner.run(own, sample, first=first, ended=self.ended), strict=True))
 
         with ExitStack() as failed:
             if self.scores is not None:
@@ -174,11 +174,12 @@ class EnvironmentRollouts:
         count = max(numbers.pop("count", 0.0), 1.0)
         return {n: v if "failed" in n else v / count for n, v in numbers.items()}
 
-    def _ended(self, prompts: Sequence[Prompt], played: Played) -> Played:
-        """Begin to score a trajectory; return it as `_checked`."""
+    def ended(self, played: Played) -> Played:
+        """Begin to score a trajectory; return it as a failed one if its own scores are wrong."""
         played = self._checked(played)
         if self.scores is not None and played.trajectory.ended() != "error":
-            self.scores.begin(rows_of([played.trajectory], version=0, with_branches=True), prompts)
+            one = replace(played.trajectory, prompt_index=0)
+            self.scores.begin(rows_of([one], version=0, with_branches=True), [one.prompt])
         return played
 
     def _checked(self, played: Played) -> Played:

@@ -37,7 +37,8 @@ class ServerFlow:
     of the seed. With 0 an update interrupts the round, and arrival goes by the clock. An interrupted response
     continues under the new weights, its prefix computed again, so that each token has the log-prob of one version.
 
-    With `sample` the engine takes turns with training: a round runs at the begin of each step, and more while it waits.
+    With `in_turns` the engine takes turns with training. Rounds run while a step waits for groups, with `quantum` one
+    at its begin in any case. With 0 a round ends when the step has its groups and the devices' state changes.
     """
 
     worker: RolloutWorker
@@ -49,11 +50,12 @@ class ServerFlow:
     beat_s: float = 5.0  # the ranks meet this often while a round ends, within the deadline of a collective
     look_s: float = 0.05  # and this often while a step waits for groups
     rollouts: EnvironmentRollouts | None = None  # samples are trajectories of its environment
-    sample: Callable[[Callable[[], bool]], None] | None = (
-        None  # answers requests until the round is over; None: servers
-    )
+    # Answers requests until the round is over; None: servers.
+    sample: Callable[[Callable[[], bool]], None] | None = None
+    in_turns: bool = False
     waiting: dict[int, int] = field(default_factory=dict, init=False)
     waited_s: float = field(default=0.0, init=False)  # time that training has waited
+    restarts: int = field(default=0, init=False)  # of servers, in this step
     flights: dict[int, InFlight] = field(default_factory=dict, init=False)  # by ticket, in progress or not yet returned
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class ServerFlow:
         self.players: Players | None = None
         if self.rollouts is not None:
             limit = self.engine.sampling.max_new_tokens
-            self.players = Players(self.rollouts.runner, self.requests, self.worker.n, limit)
+            self.players = Players(self.rollouts.runner, self.rollouts.ended, self.requests, self.worker.n, limit)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -91,7 +93,7 @@ class ServerFlow:
     def arrived(self, *, wait: bool) -> Arrived | None:
         begin = time.monotonic()
         while True:
-            if wait or self.sample is not None:
+            if wait or (self.in_turns and self.quantum):
                 self._begin()
             if self.quantum:
                 self._finish()
@@ -108,7 +110,8 @@ class ServerFlow:
         return self._taken(complete) if complete else None
 
     def go_on(self) -> None:
-        if self.sample is None:
+        self.restarts = 0
+        if not self.in_turns:
             self._begin()
 
     def pause(self, *, holds: bool = True) -> None:
@@ -192,7 +195,7 @@ class ServerFlow:
         except (RunError, UserError) as error:
             failure = error
         raise_together(failure, self.everyone, error=StreamError)
-        self.engine.settle(lambda: len(lost), again, holds=holds)
+        self.restarts = self.engine.settle(lambda: len(lost), again, holds=holds, times=self.restarts)
 
     def _meet(self, late: bool) -> tuple[dict[int, int], bool, bool]:
         """Return (complete groups by ticket, a rank's servers are lost, some rank is late); collective.
@@ -269,6 +272,12 @@ class RolloutStream:
             self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()
+
+    def publish_within(self, send: Callable[[WeightSync], Metrics]) -> Metrics:
+        """Publish by `send` while a step trains; generation continues."""
+        metrics = send(self)
+        self.flow.go_on()
+        return metrics
 
     def has_all(self) -> bool:
         """Return whether all ranks have all servers; collective."""

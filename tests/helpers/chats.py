@@ -17,10 +17,13 @@ _ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>
 _MERGES = [("Ċ", "Ċ"), (">", "Ċ"), (".", "Ċ"), ("Ċ", "Ġ"), ("Ġ", "Ġ"), ("h", "e"), ("l", "l"), ("<", "|"), ("|", ">")]
 
 
-def byte_tokenizer(template: str, *, eos: str, more: Sequence[str] = ()) -> Any:
-    """Return a tokenizer of bytes, some merges over line ends, and every special token of a template."""
+def byte_tokenizer(template: str, *, eos: str, more: Sequence[str] = (), first: Sequence[str] = ()) -> Any:
+    """Return a tokenizer of bytes, some merges over line ends, and every special token of a template.
+
+    first: words with the first ids, which no text is encoded to unless they are special.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*letters, *("".join(pair) for pair in _MERGES)]
+    words = [*first, *letters, *("".join(pair) for pair in _MERGES)]
     model = models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=_MERGES)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

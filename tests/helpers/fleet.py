@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ from mega_rl.rollout.sglang.generation.samples import (
 )
 from mega_rl.trainer.collect import Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.selection import Stock
+from mega_rl.trainer.selection import StepVersions, Stock
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
+from mega_rl.workers.residency import TAGS, Residency, ResidentModels
 from mega_rl.workers.rollout import EnvironmentRollouts, RolloutContext, RolloutWorker
 from mega_rl.workers.stream import RolloutStream, ServerFlow
 from tests.helpers.fakes import FakeSink, FakeTimer
@@ -80,7 +82,7 @@ class _Job:
 
 @dataclass
 class FakeFleet:
-    """One rank's engine; `pace(key, look)` counts the looks of the whole run. Keys: ticket and sample."""
+    """One rank's engine and servers' memory; `pace(key, look)` counts looks of the run. Keys: ticket and sample."""
 
     policy: Policy
     everyone: Ranks
@@ -94,6 +96,7 @@ class FakeFleet:
     by_context: bool = False  # tokens are those of `logits_of`
     looks: int = 0
     tokens: int = 0  # sampled
+    held: set[str] = field(default_factory=lambda: set(TAGS))  # memory of the servers
     _jobs: list[_Job] = field(default_factory=list)
 
     def requests(self, prompts: Sequence[Prompt], places: Sequence[int], *, n: int, seed: Any) -> list[SampleRequest]:
@@ -122,9 +125,18 @@ class FakeFleet:
     def ask(
         self, request: SampleRequest, answer: Callable[[Sample | RequestFailure], None], so_far: Sample
     ) -> Callable[[], object]:
+        assert self.held == set(TAGS), "servers have not resumed their memory"
         job = _Job(request, answer, so_far)
         self._jobs.append(job)
         return lambda: setattr(job, "dropped", True)
+
+    def release(self, tags: Sequence[str]) -> None:
+        assert not self._jobs, "SGLang's scheduler would die of it"
+        assert self.held >= set(tags)
+        self.held -= set(tags)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        self.held |= set(tags)
 
     def end(self, *, interrupt: bool = False) -> None:
         self.look()
@@ -133,10 +145,11 @@ class FakeFleet:
         for job in jobs:
             job.answer(job.sample)
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True, times: int = 0) -> int:
         while lost():
             assert self.loses((0, 0), -1) is not None, "no server has died"
             again()
+        return times
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
         has_failed = bool(self.everyone.max(torch.tensor(len(failures))))
@@ -224,9 +237,11 @@ class StreamRun:
     per_step: int = 4
     waves: int = 0
     quantum: int = 0
+    publishes: int = 1  # of a step, each after a part of its updates
     redraws: bool = False
     drawn: int = 0  # prompts of a draw; 0: as many as train in a step
     together: bool = False  # the ranks are one replica, not one each
+    in_turns: bool = False  # servers share the trainer's devices
     fleet: dict[str, Any] = field(default_factory=dict)
     environment: Environment | None = None  # samples are its trajectories
 
@@ -235,7 +250,8 @@ class StreamRun:
         engine = FakeFleet(self.policy, self.ranks, by_context=self.environment is not None, **self.fleet)
         self.replicas, replica = (SingleRank(), self.ranks) if self.together else (self.ranks, SingleRank())
         worker = RolloutWorker(engine, self.replicas, replica, N, seed=7)  # type: ignore[arg-type]
-        quantum = 0 if self.free else self.quantum or -(-LONGEST // self.k)
+        rounds = self.k * self.publishes + self.in_turns
+        quantum = 0 if self.free else self.quantum or -(-LONGEST // rounds)
         version, rollouts = lambda: self.policy.weight_version, None
         if self.environment is not None:
             tokenizer: Any = None
@@ -252,11 +268,12 @@ class StreamRun:
             beat_s=0.01,
             look_s=0.0,  # type: ignore[arg-type]
             rollouts=rollouts,
+            in_turns=self.in_turns,
         )
         self.flow.requests.changed = Looks(engine)
         self.stream, self.stock = (
             RolloutStream(self.flow, self.policy, rollouts or worker),
-            Stock(self.flow, version, self.flow, self.redraws),
+            Stock(self.flow, StepVersions(self.k, version), self.flow, self.redraws),
         )
         plan = SamplingPlan(
             N,
@@ -266,20 +283,30 @@ class StreamRun:
             ahead=self.k,
             steps=0 if self.waves else self.steps,
         )
-        stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
+        self.stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
+        if self.in_turns:
+            accelerator: Any = SimpleNamespace(memory_allocated=lambda: 0, empty_cache=lambda: None)
+            engine.held.clear()  # at their start
+            self.stage.devices = Residency(ResidentModels(accelerator), self.ranks, engine)  # type: ignore[arg-type]
+            self.stage.devices.end_round = self.flow.pause
         self.collector = Collector(
             Numbered(),
             self.stream,
             Lengths(),
             plan,
             self.replicas,
-            stage,
+            self.stage,
             log,
             stock=self.stock,  # type: ignore[arg-type]
         )
         self.done = 0
         self.taken: list[Any] = []  # batch of each step
         self.versions: list[int] = []  # of the trainer at each
+        self.began: dict[int, int] = {}  # the same by step, of the runs before, too
+
+    def oldest(self, place: int) -> int:
+        """Return the oldest version that the batch at a place of `taken` may have: what k steps before began with."""
+        return self.began.get(self.done - len(self.taken) + place - self.k, 1)
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank."""
@@ -290,12 +317,13 @@ class StreamRun:
             "weights": self.policy.weights.clone(),
             "tensors": tensors,
             "published": {**self.policy.published},
+            "began": {**self.began},
         }
 
     def resume(self, saved: Mapping[str, Any], *, same_layout: bool = True) -> StreamRun:
         self.done, self.policy.weights = saved["done"], saved["weights"].clone()
         self.policy.resume_at(saved["version"])
-        self.policy.published = {**saved["published"]}
+        self.policy.published, self.began = {**saved["published"]}, {**saved["began"]}
         self.stock.restore(saved["tensors"] if same_layout else None)
         self.collector.resume(saved)
         return self
@@ -308,15 +336,22 @@ class StreamRun:
     def run(self, steps: int | None = None) -> StreamRun:
         """Make steps, by default to the run's end."""
         if not self.versions:
-            self.stream.publish()
+            self.stage.publish(self.stream)
         for _ in range(self.steps - self.done if steps is None else steps):
             self.versions.append(self.policy.weight_version)
+            self.began[self.done] = self.policy.weight_version
             batch = self.collector.take(self.done)
             self.taken.append(batch)
+            with self.stage("update_actor"):
+                assert not self.in_turns or not self.flow.engine.held, "a round runs"  # type: ignore[attr-defined]
             rows = batch.samples.rollout
-            counts = torch.bincount(rows.tokens[rows.loss_mask], minlength=VOCABULARY)
-            moves = self.replicas.sum(counts).double() * torch.arange(VOCABULARY).sub(3).sign() * 2.0**-6
-            self.policy.weights = self.policy.weights + moves
+            for update in range(self.publishes):
+                if update:
+                    self.stream.publish_within(lambda sync: sync.publish())
+                mask = rows.loss_mask & (rows.prompt_index % self.publishes == update)[:, None]
+                counts = torch.bincount(rows.tokens[mask], minlength=VOCABULARY)
+                moves = self.replicas.sum(counts).double() * torch.arange(VOCABULARY).sub(3).sign() * 2.0**-6
+                self.policy.weights = self.policy.weights + moves
             self.done += 1
-            self.stream.publish()
+            self.stage.publish(self.stream)
         return self

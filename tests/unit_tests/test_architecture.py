@@ -19,7 +19,7 @@ MANY_PARAMETERS: dict[str, int] = {
     "cli/checkpoint.py: export": 9,
     "cli/convert.py: export": 10,
     "cli/convert.py: import_": 9,
-    "cli/look.py: plan": 10,
+    "cli/look.py: plan": 11,
     "engines/fsdp_model.py: _attention": 10,  # upstream: AttentionInterface of transformers
     "engines/models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
     "parallel/vocab_kernels.py: _differentiate_rows": 15,  # upstream: a kernel of Triton takes pointers and numbers

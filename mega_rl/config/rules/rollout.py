@@ -84,11 +84,15 @@ def _sglang(config: Config) -> Iterator[str]:
             f"rollout.sglang.sync.in_flight=keep with model.adapter.rank={config.model.adapter.rank}: a server "
             "replaces adapters without requests in flight; set sync.adapter=merged or in_flight=recompute"
         )
-    if sglang.placement == "colocated" and (sglang.urls or trainer.async_steps):
-        yield (
-            "rollout.sglang.placement=colocated with rollout.sglang.urls or trainer.async_steps: these servers cannot "
-            "take turns on the trainer's devices; set separate"
-        )
+    refused = {
+        "rollout.sglang.urls: joined servers have their own devices; set placement=separate": bool(sglang.urls),
+        "rollout.sglang.sync.in_flight=keep: servers release their KV cache while the trainer trains; set "
+        "in_flight=recompute": sglang.sync.in_flight == "keep",
+        "rollout.sglang.arrival=free and reward.source=model: to score a group interrupts all others; set "
+        "arrival=lock": sglang.arrival == "free" and config.reward.source.name == "model",
+    }
+    if sglang.placement == "colocated":
+        yield from (f"rollout.sglang.placement=colocated with {what}" for what, holds in refused.items() if holds)
 
 
 def generates(config: Config) -> Iterator[str]:
@@ -187,13 +191,14 @@ def data(config: Config) -> Iterator[str]:
     if isinstance(own, SuccessCurriculum) and config.reward.source.name == "none":
         yield "data.curriculum=success needs rewards, which reward.source=none does not give"
     rollout = config.rollout
-    by_round = rollout.backend == "sglang" and rollout.sglang.arrival == "lock"  # whole responses with async_steps=1
+    own_devices = rollout.backend == "sglang" and rollout.sglang.placement != "colocated"
+    by_round = own_devices and rollout.sglang.arrival == "lock"  # whole responses with async_steps=1
     in_order = by_round and not rollout.dynamic_sampling.max_generations
     if config.data.stream.rows and (trainer.async_steps > 1 or (trainer.async_steps and not in_order)):
         yield (
             f"data.stream.rows with trainer.async_steps={trainer.async_steps}: a checkpoint keeps one place in the "
             "stream, and prompts of several steps are in flight; set data.stream.rows=0, or trainer.async_steps=1 with "
-            "rollout.backend=sglang, rollout.sglang.arrival=lock and without dynamic sampling"
+            "separate SGLang servers, rollout.sglang.arrival=lock and without dynamic sampling"
         )
     if mixture.sources and config.data.source.name != "files":
         yield f"{_SOURCES} has no effect: data.source={config.data.source} yields the rows; set one of the two"

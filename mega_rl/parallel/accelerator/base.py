@@ -217,6 +217,9 @@ class HostMemory:
 
     def _pin(self, purpose: str) -> None:
         address = self.bytes.data_ptr()
+        torch.empty(0, dtype=torch.uint8).set_(
+            self.bytes
+        ).zero_()  # all threads map pages; the lock alone is one thread
         code = int(torch.cuda.cudart().cudaHostRegister(address, self.bytes.nbytes(), 0))
         if code == 0:
             self._unlock = weakref.finalize(self, _unlock, address, self.bytes)

@@ -11,6 +11,7 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.cost import BUBBLE, HARDWARE, RATES, StepTime, step_time, sync_traffic
 from mega_rl.plan.report import MemoryPlan, as_json, as_text
 from mega_rl.plan.search import changed
+from mega_rl.rollout.sglang.weights.reshard import changes_pay_off
 from mega_rl.tracking.metrics.flops import ModelWork
 from tests import scale_pages
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
@@ -80,6 +81,10 @@ def test_generation_ahead_hides_the_shorter_half() -> None:
     training = sum(value for name, value in seconds.items() if name not in ("generating", "sending weights"))
     assert time.total == pytest.approx(seconds["sending weights"] + max(seconds["generating"], training))
     assert phase(step_time(scale.setup, HARDWARE["h200"]), "generating") == {}
+    in_turns = changed(
+        run("8b"), {"rollout.backend": "sglang", "trainer.async_steps": 2, "rollout.sglang.placement": "colocated"}
+    )
+    assert not step_time(in_turns, HARDWARE["h200"]).ahead
 
 
 def test_plan_tells_the_time_for_a_gpu() -> None:
@@ -99,6 +104,37 @@ def test_joined_servers_may_get_changes() -> None:
     assert sizes["or, over a slow link, changes"] == round(0.06 * sizes["sent to the servers"])
     assert "or, over a slow link, changes" not in sync_traffic(changed(joined, {"rollout.sglang.sync.delta": "off"}))
     assert "or, over a slow link, changes" not in sync_traffic(run("8b"))
+
+
+@pytest.mark.parametrize(("gbit", "faster"), [(0.1, "changes"), (1, "changes"), (10, "all weights")])
+def test_plan_says_what_a_link_takes(gbit: float, faster: str) -> None:
+    """As the run chooses by the link that it measures; the step's time has the faster of both."""
+    joined = next(scale.setup for scale in scale_pages.RUNS.values() if scale.servers)
+    rate = gbit * 1e9 / 8
+    linked = replace(joined, machine=replace(joined.machine, server_link=rate))
+    plan, size = MemoryPlan(linked, hardware=H100), sync_traffic(joined)["model"]
+    whole, changes = size / rate, size / 160e6 + 0.06 * size / rate
+    assert as_json(plan)["weight_sync_seconds"] == {"all weights": whole, "changes": pytest.approx(changes)}
+    assert (changes < whole) == changes_pay_off(rate) == (faster == "changes")
+    assert plan.time is not None
+    assert plan.time.phases["sending weights"]["weights to the servers"] == pytest.approx(min(whole, changes))
+    (line,) = (line for line in as_text(plan) if "are faster" in line)
+    assert line == f"  {faster} are faster, if changes are 6% of the bytes"
+    off = MemoryPlan(changed(linked, {"rollout.sglang.sync.delta": "off"}))
+    assert as_json(off)["weight_sync_seconds"] == {"all weights": whole}
+    assert as_json(MemoryPlan(joined))["weight_sync_seconds"] is None
+
+
+def test_weights_within_a_step_are_sent_more_often() -> None:
+    """Four optimizer steps, after every three and after the step: twice the seconds of one."""
+    joined = next(scale.setup for scale in scale_pages.RUNS.values() if scale.servers)
+    four = changed(joined, {"trainer.minibatch_size": joined.config.trainer.prompts_per_step // 4})
+    twice = changed(four, {"rollout.sglang.sync.interval": 3})
+    once, more = (MemoryPlan(one, hardware=H100).time for one in (four, twice))
+    assert once is not None
+    assert more is not None
+    sending = once.phases["sending weights"]
+    assert more.phases["sending weights"] == {name: pytest.approx(2 * seconds) for name, seconds in sending.items()}
 
 
 def test_page_equals_the_plans() -> None:

@@ -136,6 +136,7 @@ class TestCommand:
             (["--layers", "apex"], "--layers='apex': legal: auto"),
             (["--gpu", "abacus"], "--gpu='abacus': legal: a100, h100, h200, b200"),
             (["--server-gpus", "8"], "--server-gpus: is of servers that are joined"),
+            (["--server-link", "1"], "--server-link: is of servers that are joined"),
             (["--search"], "--search: engine.backend=fsdp has no layouts"),
             (["trainer.minibatch_size=7"], "trainer.minibatch_size=7 does not divide"),
             (["model.path=/nowhere"], "model.path: "),

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,13 @@ import torch
 from mega_rl.agents.environment import Environment, Policy
 from mega_rl.agents.trajectory import Trajectory
 from mega_rl.errors import HungError, RunError
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.rewards.call import plan
 from mega_rl.rewards.pool import FunctionRewards, WorkerPool
 from mega_rl.rewards.role import TextScorer
 from mega_rl.rewards.score import Item, Outcome, Report, ResponseReader, RewardError, ignore
 from mega_rl.types import Prompt, Rollout, ends_of
+from tests.helpers.fleet import StreamRun
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.rewards.reward_cases import PROMPTS, called, pooled
 from tests.unit_tests.rewards.reward_cases import own as in_process
@@ -45,6 +47,7 @@ class Watched:
     """A source that notes each response with the thread that asks, and waits at a gate."""
 
     source: Any
+    holds: str = ""  # the response that waits there; empty: each
     gate: threading.Event = field(default_factory=threading.Event)
     calls: list[tuple[str, str]] = field(default_factory=list)
     scored: int = 0
@@ -55,7 +58,7 @@ class Watched:
         self.calls += [(threading.current_thread().name, response.text) for _, response in items]
         self.inside += 1
         self.most = max(self.most, self.inside)
-        assert self.gate.wait(WAIT_S)
+        assert self.holds not in ("", *(response.text for _, response in items)) or self.gate.wait(WAIT_S)
         outcomes: list[Outcome] = self.source.score(items, report)
         self.inside -= 1
         self.scored += len(outcomes)
@@ -118,10 +121,11 @@ def score_on(size: int, replicas: int, how: str, rows: Callable[[], Rollout] = o
         count = sum(not of_eight()[one].failed.any() for one in share)  # type: ignore[union-attr]
         if how == "all":
             until(lambda: len(source.calls) == count)
+        before = len(source.calls)
+        assert before == {"all": count, "some": min(count, 1), "late": 0}[how]
         threading.Timer(0.2, source.gate.set).start()
         rewards = scorer.score(rows(), PROMPTS)
         metrics = {name: value for name, value in scorer.metrics().items() if not name.startswith("time/")}
-        assert {"all": len(source.early) == count, "some": len(source.early) == 1, "late": not source.early}[how]
         return rewards, metrics, [text for _, text in source.calls]
 
     results = ThreadGroup(size * replicas).run(work)
@@ -167,6 +171,43 @@ def test_response_of_another_run_is_scored_anew(size: int) -> None:
     assert Counter(text for *_, calls in early for text in calls) == Counter([*TEXTS, "57", "53"])
 
 
+def test_responses_that_wait_are_shared_by_the_ranks() -> None:
+    """One rank began all of them and is at the first when they are due."""
+    sources = [Watched(called(odd)) for _ in range(2)]
+
+    def work(ranks: Any) -> Any:
+        scorer = scorer_of(sources[ranks.rank], ranks, failure_score=-1.0, max_failed_share=1.0)
+        for one in TRAJECTORIES if ranks.rank == 0 else ():
+            scorer.begin(of_eight()[one], PROMPTS)
+            until(lambda: bool(sources[0].calls))
+        threading.Timer(0.2, sources[ranks.rank].gate.set).start()
+        return scorer.score(of_eight(), PROMPTS)
+
+    assert not [one for one in ThreadGroup(2).run(work) if isinstance(one, Exception)]
+    assert [len(source.calls) for source in sources] == [4, 3]
+
+
+def test_groups_wait_for_their_own_scores_only() -> None:
+    """A response that is slow holds up no other group, and one of other data with the same number stands for none."""
+
+    async def graded(response: str, answer: str) -> float:
+        return float(response) + float(answer) / 8
+
+    source = Watched(called(graded), holds="60")
+    scorer, others = scorer_of(source), [replace(one, answer="4") for one in PROMPTS]
+    scorer.begin(of_eight()[:1], PROMPTS)
+    until(lambda: source.scored == 1)
+    scorer.begin(of_eight()[5:6], PROMPTS)
+    until(lambda: len(source.calls) == 2)
+    assert scorer.score(of_eight()[:1], PROMPTS).totals.tolist() == [50.25]
+    source.gate.set()
+    scorer.begin(of_eight()[:1], PROMPTS)
+    until(lambda: source.scored == 3)
+    assert scorer.score(of_eight()[:1], others).totals.tolist() == [50.5]
+    assert scorer.score(of_eight()[5:6], PROMPTS).totals.tolist() == [60.625]
+    assert [text for _, text in source.calls] == ["50", "60", "50", "50"]
+
+
 def test_error_of_the_thread_reaches_every_rank() -> None:
     def fails(response: str) -> float:
         raise RewardError(f"no service for {response}")
@@ -198,7 +239,7 @@ def test_forgotten_responses_are_neither_scored_nor_counted() -> None:
     assert same((rewards, 0), (score_on(1, 1, "late")[0][0], 0))
     assert Counter(text for _, text in source.calls) == Counter([*TEXTS, "50"])
     assert source.most == 1
-    assert "early scores" not in {thread.name for thread in threading.enumerate()}
+    until(lambda: "early scores" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_thread_that_hangs_ends_the_run() -> None:
@@ -282,6 +323,45 @@ def test_trajectories_are_scored_while_another_one_runs(kind: str, engine: Calla
         assert scorer.score(rows, own.PROMPTS).totals.tolist() == [9.0] * 4
         assert len(source.calls) == 4
         assert scorer.metrics()["time/reward_latency_s"] > 0
+
+
+WHOLE = ResponseReader(READER.decode)
+
+
+@dataclass
+class Second(Environment):
+    """A turn of each sample; the second sample of a prompt ends when the first has been scored."""
+
+    source: Any = None
+    timeout_s: float = WAIT_S
+    max_failed_share: float = 0.0
+    first: dict[int, str] = field(default_factory=dict)  # response by ticket
+
+    async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
+        turn = await policy.turn(limit=3)
+        if trajectory.sample_index == 0:
+            self.first[trajectory.prompt_index] = WHOLE.decode(turn.token_ids)
+        while trajectory.sample_index and self.first.get(trajectory.prompt_index) not in self.source.early:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_trajectories_ahead_are_scored_while_their_group_plays(free: bool) -> None:
+    """Groups come while others are in progress, and each sample trains with its own reward."""
+    source = Watched(called(length_of))
+    source.gate.set()
+    run = StreamRun(2, SingleRank(), free=free, environment=Second(source=source), steps=4)
+    run.flow.rollouts.scores = run.collector.rewards = scorer_of(source, reader=WHOLE)  # type: ignore[union-attr, assignment]
+    run.run()
+    trained = 0
+    for batch in run.taken:
+        rows = batch.samples.rollout
+        texts = [text.text for _, text in WHOLE.texts(rows, range(len(rows.tokens)), batch.samples.prompts)]
+        assert batch.samples.rewards.totals.tolist() == [float(len(text)) for text in texts]
+        trained += len(texts)
+    assert trained == 4 * 4 * 2
+    assert len(source.early) == len(source.calls) >= trained
+    run.kill()
 
 
 def test_failed_trajectories_are_not_scored() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mega_rl.parallel.comm import GroupRanks, SingleRank
 from mega_rl.protocols import Ranks
-from mega_rl.trainer.loop import Stages, StepLog
+from mega_rl.trainer.loop import StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, PolicyChanges, Rescoring, RolloutMismatchError
 from mega_rl.types import Metrics, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
@@ -27,10 +28,9 @@ class Watched:
     def __init__(self, run: StreamRun, *, interval: int = 2, knows_all: bool = True) -> None:
         self.run, self.metrics, self.seen = run, list[Metrics](), list[tuple[int, Rollout]]()
         self.spoil: Callable[[Rollout], Rollout] = lambda rollout: rollout
-        self.changes = PolicyChanges(lambda: run.policy.weight_version)
+        self.changes = PolicyChanges(run.stock.versions)
         guard = MismatchGuard(MismatchLimits(1e-3, share=0.01, max=1.0), run.replicas, self.changes)
         self.log = StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
-        stage: Any = Stages(FakeTimer())  # type: ignore[arg-type]
         rescoring = Rescoring(
             self,
             guard,
@@ -38,14 +38,13 @@ class Watched:
             self.newest,
             interval,
             knows_all,
-            stage,
+            run.stage,
             self.log,  # type: ignore[arg-type]
         )
-        take = run.collector.take
+        take, publish = run.collector.take, run.stage.publish
 
         def watched(step: int) -> Any:
             self.log.begin()
-            rescoring.after(step, None)
             batch = take(step)
             self.spoil(batch.rollout)
             known = self.evaluate(batch.rollout) if knows_all else TokenOutputs(logprobs=batch.rollout.rollout_logprobs)
@@ -54,7 +53,13 @@ class Watched:
             self.metrics.append(self.log.metrics)
             return batch
 
+        def published(sync: Any) -> Metrics:
+            if run.versions:
+                rescoring.updated(run.done)
+            return publish(sync)
+
         run.collector.take = watched  # type: ignore[method-assign]
+        run.stage.publish = published  # type: ignore[method-assign]
 
     def evaluate(self, rollout: Rollout) -> TokenOutputs:
         logprobs: Tensor = self.run.policy.weights.log_softmax(0)[rollout.tokens % 8]
@@ -67,21 +72,27 @@ class Watched:
         return rows
 
 
-def watched(k: int, ranks: Ranks, *, free: bool = False, steps: int = 10, **how: Any) -> Watched:
+def watched(k: int, ranks: Ranks, *, free: bool = False, steps: int = 10, publishes: int = 1, **how: Any) -> Watched:
     pace = {"pace": lambda key, number: 1 + sum(key) % 3} if free else {}
-    return Watched(StreamRun(k, ranks, free=free, steps=steps, fleet=pace), **how)
+    in_turns = how.pop("in_turns", False)
+    given: Any = {"steps": steps, "publishes": publishes, "fleet": pace, "in_turns": in_turns}
+    return Watched(StreamRun(k, ranks, free=free, **given), **how)
 
 
-@pytest.mark.parametrize("knows_all", [False, True])
+@pytest.mark.parametrize(("knows_all", "in_turns"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("free", [False, True])
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_right_run_is_rescored_and_goes_on(k: int, free: bool, knows_all: bool) -> None:
+@pytest.mark.parametrize(("k", "publishes"), [(1, 1), (3, 1), (1, 2), (3, 3)])
+def test_a_right_run_is_rescored_and_goes_on(
+    k: int, publishes: int, free: bool, knows_all: bool, in_turns: bool
+) -> None:
     """What is rescored are tokens of the weights of the moment; the policy's moves are those of its weights."""
-    one = watched(k, SingleRank(), free=free, knows_all=knows_all)
+    publishes = 1 if in_turns else publishes
+    one = watched(k, SingleRank(), free=free, knows_all=knows_all, publishes=publishes, in_turns=in_turns)
     one.run.run()
     assert len(one.seen) >= 4
     if not free:
-        assert torch.equal(one.run.policy.weights, StreamRun(k, SingleRank(), steps=10).run().policy.weights)
+        unwatched = StreamRun(k, SingleRank(), steps=10, publishes=publishes, in_turns=in_turns).run()
+        assert torch.equal(one.run.policy.weights, unwatched.policy.weights)
     for version, rows in one.seen:
         assert rows.token_versions is not None
         assert rows.loss_mask.any()
@@ -90,9 +101,10 @@ def test_a_right_run_is_rescored_and_goes_on(k: int, free: bool, knows_all: bool
         assert torch.allclose(rows.rollout_logprobs[rows.loss_mask].double(), expected, atol=1e-6)
     ages = {name for metrics in one.metrics for name in metrics if "diff_age_" in name}
     assert ages >= {f"rollout/logprob_diff_age_{age}" for age in ((1,) if k == 1 else (1, 2))}
-    for before, batch, metrics in zip(one.run.versions, one.run.taken, one.metrics[1:], strict=False):
-        assert metrics["rollout/policy_change"] == one.changes.of_versions[before + 1]
-        old, new = (one.run.policy.published[before + later].log_softmax(0) for later in (0, 1))
+    versions = [*one.run.versions, one.run.policy.weight_version]
+    for own, batch, metrics in zip(pairwise(versions), one.run.taken, one.metrics, strict=True):
+        assert metrics["rollout/policy_change"] == one.changes.of_versions[own[1]]
+        old, new = (one.run.policy.published[version].log_softmax(0) for version in own)
         chosen = torch.tensor([0, 2, 4, 7])
         tokens = batch.rollout.tokens[chosen][batch.rollout.loss_mask[chosen]]
         assert metrics["rollout/policy_change"] == pytest.approx(float((new - old)[tokens].abs().mean()), rel=1e-4)
@@ -128,7 +140,7 @@ def test_older_tokens_with_other_logprobs_are_found(knows_all: bool) -> None:
         return rows
 
     one.spoil = spoil
-    with pytest.raises(RolloutMismatchError, match="1 or more versions old differ by a mean of"):
+    with pytest.raises(RolloutMismatchError, match="1 or more steps old differ by a mean of"):
         one.run.run()
 
 
@@ -161,5 +173,5 @@ def test_ranks_rescore_together() -> None:
     """Two replicas, and one of two ranks: every rank has the same numbers."""
     first, second = run_ranks(2, on_ranks, timeout_s=120)
     assert first == second
-    assert sum("rollout/policy_change" in metrics for metrics in first) == 10
+    assert sum("rollout/policy_change" in metrics for metrics in first) == 12
     assert sum("rollout/logprob_diff_mean" in metrics for metrics in first) >= 4

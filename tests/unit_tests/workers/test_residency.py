@@ -202,6 +202,22 @@ def test_other_models_leave_before_weights_and_rewards() -> None:
     ]  # fmt: skip
 
 
+def test_a_round_ends_before_servers_release_memory() -> None:
+    """Once for each time: for training, for a reward model, for a checkpoint."""
+    device = Device(roles=("actor", "reward"))
+    device.residency.end_round = lambda: device.note("round ends")
+    device.publish()
+    assert "round ends" not in device.events
+    for stage in ("old_logprobs", "reward", "save"):
+        device.events.clear()
+        device.run("generate")
+        device.run(stage)
+        assert device.events[:2] == ["generate", "round ends"]
+        assert device.events[2].startswith("release ")
+        assert device.events.count("round ends") == 1
+        device.publish()
+
+
 def test_a_proof_has_parameters_and_cache() -> None:
     """The sync asks for it in the middle of a publish; at another time nothing moves."""
     device = Device()

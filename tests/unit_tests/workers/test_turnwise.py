@@ -70,7 +70,9 @@ class Versions:
             tokenizer: Any = None
             context = RolloutContext(tokenizer, self.engine, sampling, N, 7, ranks, ranks, version)
             rollouts = EnvironmentRollouts(Runner(environment, "own", VOCAB_SIZE), context, ranks)
-        self.flow = ServerFlow(worker, own, ranks, version, QUANTUM, math.inf, rollouts=rollouts, sample=rounds.sample)
+        self.flow = ServerFlow(
+            worker, own, ranks, version, QUANTUM, math.inf, rollouts=rollouts, sample=rounds.sample, in_turns=True
+        )
 
     def run(self, draws: int, prompts: int) -> list[tuple[int, Arrived]]:
         """Begin a draw and make a round under each version; return what arrives with the version of its step."""
