@@ -36,7 +36,7 @@ from mega_rl.rollout.sglang.weights.checks import LIMITS, Probe
 from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, server_of
 from mega_rl.trainer.collect import Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.selection import Stock
+from mega_rl.trainer.selection import StepVersions, Stock
 from mega_rl.types import Draw, Prompt, Rollout
 from mega_rl.workers.rollout import RolloutWorker
 from mega_rl.workers.stream import RolloutStream, ServerFlow
@@ -542,7 +542,7 @@ def digest_of_run(folder: Path, kills: int) -> str:
         worker = RolloutWorker(run.engine, ranks, ranks, fleet_numbers.N, seed=0)
         version = lambda: run.sync.weight_version  # noqa: E731
         flow = ServerFlow(worker, run.engine, ranks, version, 1, timeout_s=20.0)
-        stream, stock = RolloutStream(flow, run.sync, worker), Stock(flow, version, flow)
+        stream, stock = RolloutStream(flow, run.sync, worker), Stock(flow, StepVersions(8, version), flow)
         plan = SamplingPlan(fleet_numbers.N, 0, 4, 4, ahead=8, steps=KILLS)
         stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())
         order: Any = SimpleNamespace(
