@@ -558,25 +558,25 @@ def digest_of_run(folder: Path, kills: int) -> str:
             while len(killed) < kills and not over.is_set():
                 time.sleep(world.random.uniform(0.0, 0.02))
                 with suppress(KeyError, RuntimeError):  # the pool changes at an update
-                    if all(map(serve, world.listed)):
+                    if len(killed) <= done and all(map(serve, world.listed)):  # a step has three restarts
                         killed.append(world.random.choice(world.listed))
                         world.write([one if one != killed[-1] else world.start().url for one in world.listed])
                         busy.append(world.alive[killed[-1]].in_flight > 0)
                         world.kill(killed[-1])
 
-        killer = threading.Thread(target=kill)
+        killer, done = threading.Thread(target=kill), 0
         stream.publish()
         killer.start()
         try:
-            for step in range(KILLS):
-                batch = collector.take(step)
+            for done in range(KILLS):
+                batch = collector.take(done)
                 rows = batch.samples.rollout
                 for server in world.alive.copy().values():
                     server.seconds_per_token = 0.02
                 assert rows.token_versions is not None
                 columns = (rows.tokens, rows.token_versions, rows.rollout_logprobs, batch.samples.tickets)
                 total.update(b"".join(column.numpy().tobytes() for column in columns))
-                while len(killed) < min(kills, step) and killer.is_alive():
+                while len(killed) < min(kills, done) and killer.is_alive():
                     time.sleep(0.001)  # training
                 run.trainer.step(run.sync.weight_version + 1)
                 stream.publish()
