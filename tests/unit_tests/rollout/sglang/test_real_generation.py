@@ -161,7 +161,7 @@ def test_a_dropped_request_leaves_nothing_on_the_server(
     """An environment that cancels its turn: the server stops decoding it, and the others get their tokens."""
     endless = replace(SAMPLED, max_new_tokens=5000, stop_token_ids=())
     asked, answers = requests(4), dict[int, Any]()
-    fleet.start([], endless, version=VERSION, deadline_s=lambda count: 200.0)
+    fleet.open(endless, version=VERSION, deadline_s=lambda count: 200.0)
     begin = time.monotonic()
     drops = [fleet.ask(replace(one, limit=5000), partial(answers.__setitem__, i)) for i, one in enumerate(asked[:3])]
     fleet.ask(replace(asked[3], limit=40), partial(answers.__setitem__, 3))
