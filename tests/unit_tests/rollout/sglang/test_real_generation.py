@@ -74,6 +74,7 @@ def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = 
     while not generation.answers.samples:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return generation
 
 
 def logprobs_of(model: Any, asked: SampleRequest, sample: Sample, temperature: float) -> list[float]:
