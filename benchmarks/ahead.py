@@ -139,7 +139,7 @@ class Run:
         if self.k:
             quantum = 0 if self.free else math.ceil(sizes.limit / self.k)
             flow = ServerFlow(source, engine, ranks, version, quantum, timeout_s=WAIT_S)
-            source, stock = RolloutStream(flow, self.sync), Stock(flow, StepVersions(self.k, version), flow)
+            source, stock = RolloutStream(flow, self.sync, source), Stock(flow, StepVersions(self.k, version), flow)
             self.stack.callback(flow.close)
             self.publish = source.publish
         plan = SamplingPlan(sizes.samples, 0, sizes.prompts, sizes.prompts, ahead=self.k)

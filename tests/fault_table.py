@@ -46,7 +46,12 @@ TABLE: Table = {
             "KL coefficient adapted while the policy stands still",
             "        if moved:\n            sequences",
             "        if True:\n            sequences",
-        )
+        ),
+        (
+            "weights within a step are sent before its first update",
+            "            if first:\n",
+            "            if True:\n",
+        ),
     ],
     ("algorithms", "algorithms/test_advantages.py"): [
         ("GAE off by one token", "discount[:, :-1] * values[:, 1:]", "discount[:, :-1] * values[:, :-1]"),

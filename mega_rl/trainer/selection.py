@@ -65,7 +65,7 @@ class StepVersions:
         self.begun = [*([0] * self.limit), *begun][-self.limit - 1 :]
 
     def first(self, later: int = 0) -> int:
-        """Return the oldest version that may train `later` steps, at most limit + 1, after the step that has begun."""
+        """Return the oldest version that a step may train, `later` steps after the present one."""
         return [*self.begun, self.begun[-1] + 1][later]
 
     def ages(self, versions: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Stock:
         return samples, self._forget(dropped)
 
     def adapt(self, count: int, *, lacked: bool) -> None:
-        """Adapt `depth`, so that tokens are no older than they must, after a step took `count` groups.
+        """Adapt `depth` after a step took `count` groups, so that tokens are no older than needed.
 
         lacked: the step waited for complete groups. The depth falls where two steps' groups are left, so that one is.
         """
@@ -255,7 +255,7 @@ class Stock:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def numbers(self) -> JsonObject:
-        """Return the prompts drawn, ticket, row of the data and draw of those not trained, depth and versions."""
+        """Return a checkpoint's numbers; `in_flight`: ticket, row of the data and draw of each group."""
         in_flight = [[ticket, prompt.index, *draw] for ticket, (draw, prompt) in self.begun.items()]
         return {"prompts_drawn": self.drawn, "in_flight": in_flight, "depth": self.depth, "begun": self.versions.begun}
 

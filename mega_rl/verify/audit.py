@@ -213,7 +213,7 @@ def trained_again(step: Record) -> Iterator[Breach]:
 
 
 def listed_versions(step: Record) -> Iterator[tuple[int, int]]:
-    """Yield a step and earlier ones with the version that each began with, as the step's record has them."""
+    """Yield steps, from the record's own backwards, and the version that it says they began with."""
     known = step.description
     for before, version in enumerate(reversed(known.begun or range(known.weight_version + 1))):
         if version:
@@ -221,7 +221,7 @@ def listed_versions(step: Record) -> Iterator[tuple[int, int]]:
 
 
 def begun_versions(steps: Sequence[Record]) -> dict[int, int]:
-    """Return the version that each step began with, by its own record or else by a later one."""
+    """Return the version that each step began with, by its own record or a later one's."""
     begun = {number: version for step in steps for number, version in listed_versions(step)}
     return begun | {step.description.step: step.description.weight_version for step in steps}
 

@@ -274,7 +274,7 @@ class RolloutStream:
         return self.sync.publish()
 
     def publish_within(self, send: Callable[[WeightSync], Metrics]) -> Metrics:
-        """Publish by `send` while a step trains; generation goes on."""
+        """Publish by `send` while a step trains; generation continues."""
         metrics = send(self)
         self.flow.go_on()
         return metrics

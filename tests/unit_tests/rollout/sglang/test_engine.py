@@ -199,7 +199,7 @@ def test_rows_are_ordered_and_have_own_seeds() -> None:
         "sglang/seconds": 0.5,
         "sglang/tokens_per_second": 24.0,
     }
-    assert engine.metrics() == {}
+    assert not any(engine.metrics().values())
 
 
 @pytest.mark.parametrize("greedy", [False, True])
