@@ -299,6 +299,19 @@ RL: Table = {
             "self.changes.of_versions[self.changes.versions.current()] = total",
         ),
     ],
+    ("experience", "verify/test_audit.py -k kept"): [
+        (
+            "the audit believes the mark of a run that kept no request",
+            'load(None, one.description.config).rollout.sglang.sync.in_flight == "keep"',
+            "bool(one.description.config)",
+        ),
+        (
+            "tokens of a row with a kept one are exempt",
+            "~(kept_tokens(step) & keeps)",
+            "~(kept_tokens(step).any() & keeps)",
+        ),
+        ("the audit checks tokens that no weights give", "~(kept_tokens(step) & keeps)", "~(False & keeps)"),
+    ],
     ("experience", "verify/test_audit.py"): [
         (
             "the audit counts ages in publishes",

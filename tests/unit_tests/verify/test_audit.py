@@ -237,6 +237,17 @@ def wrong_logprob(run: Path) -> None:
     edit(run, 2, rollout_logprobs=lambda own: own["rollout_logprobs"] - 0.01 * (np.arange(16) == 9)[:, None])
 
 
+def marked_kept(run: Path) -> None:
+    """A wrong log-prob in a row that is called kept, by a run that interrupts all requests."""
+    wrong_logprob(run)
+    mark_kept(run, 9)
+
+
+def mark_kept(run: Path, row: int) -> None:
+    edit(run, 2, kept=lambda own: own["loss_mask"] & (np.arange(16) == row)[:, None])
+    edit(run, 2, of={"tensors": described(run, 2)["tensors"] | {"kept": "BOOL"}})
+
+
 # fault -> rule that names it, step, place of the ticket in its step; all of the plain run's records.
 FAULTS = {
     loader_restored_ahead: ("skipped", 3, 8),
@@ -257,6 +268,7 @@ FAULTS = {
     older_than_steps: ("stale", 4, 13),
     version_of_other_step: ("versions", 4, 12),
     wrong_logprob: ("logprobs", 2, 6),
+    marked_kept: ("logprobs", 2, 6),
 }
 
 
@@ -289,6 +301,24 @@ def test_ages_are_those_of_steps(folder: Path, tmp_path: Path, recorded: bool) -
     for version, rule in ((4, "is of version 4, and step 3 began with 5"), (8, "and the trainer had 7")):
         edit(run, 4, weight_version=of_row(4, version))
         assert [one.what.endswith(rule) for one in audit_records(read_steps(run)).breaches] == [True]
+
+
+@pytest.mark.parametrize("row", [9, 8])
+def test_only_kept_tokens_are_exempt(folder: Path, tmp_path: Path, row: int) -> None:
+    """Of a run that keeps requests; row 9 has other log-probs than its version's weights give."""
+    run = tmp_path / "run"
+    shutil.copytree(folder / "plain", run)
+    marked_kept(run)
+    mark_kept(run, row)
+    config = described(run, 1)["config"]
+    config["rollout"]["sglang"]["sync"]["in_flight"] = "keep"
+    edit(run, 2, of={"config": config})
+    audit = audit_run(run, tmp_path / "work", versions=9)
+    assert [(one.rule, one.step, one.ticket) for one in audit.breaches] == [("logprobs", 2, 6)] * (row != 9)
+    (unchecked,) = audit.unchecked
+    mask = load_file(next((run / "records/step_000002").glob("*.safetensors")))["loss_mask"]
+    assert unchecked.startswith(f"logprobs: {int(mask[row].sum())} tokens sampled on KV cache that rollout.sglang.sync")
+    assert audit.checked["logprobs"] == audit.checked["stale"] - int(mask[row].sum())
 
 
 def test_a_split_group_lacks_samples(folder: Path, tmp_path: Path) -> None:
