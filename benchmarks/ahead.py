@@ -28,7 +28,7 @@ from mega_rl.rollout.sglang.generation.samples import Sampling, State
 from mega_rl.tracking.metrics.steps import PhaseTimer
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.selection import Stock
+from mega_rl.trainer.selection import StepVersions, Stock
 from mega_rl.types import Metrics, Prompt
 from mega_rl.workers.rollout import RolloutWorker
 from mega_rl.workers.stream import RolloutStream, ServerFlow
@@ -144,7 +144,7 @@ class Run:
         if self.k:
             quantum = 0 if self.free else math.ceil(sizes.limit / (self.k + self.in_turns))
             flow = ServerFlow(source, engine, ranks, version, quantum, timeout_s=WAIT_S, in_turns=self.in_turns)
-            source, stock = RolloutStream(flow, self.sync, source), Stock(flow, version, flow)
+            source, stock = RolloutStream(flow, self.sync, source), Stock(flow, StepVersions(self.k, version), flow)
             self.stack.callback(flow.close)
             self.publish = source.publish
             if self.in_turns:

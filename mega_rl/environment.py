@@ -41,6 +41,12 @@ def of_other_programs() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _set_by_run and name not in _ALLOCATOR}
 
 
+def interface_of(address: str) -> str:
+    """Return the network interface of this machine that has an address; empty without one."""
+    named = psutil.net_if_addrs().items()
+    return next((name for name, own in named if any(one.address.partition("%")[0] == address for one in own)), "")
+
+
 CGROUP = Path("/sys/fs/cgroup")
 SYSFS = Path("/sys")
 _before: set[int] = set()  # the processors of this process before it was bound to some of them

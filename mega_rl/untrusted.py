@@ -12,9 +12,12 @@ from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeAlias, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from mega_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from httpx import Response
 
 JsonFields: TypeAlias = dict[str, Any]  # a parsed object; its reader checks the types
 Record = TypeVar("Record")
@@ -96,6 +99,16 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     return b"".join(parts)
+
+
+async def read_body(response: Response, limit: int) -> bytes:
+    """Return the body of an HTTP answer; of a longer one a bit over `limit`."""
+    content = bytearray()
+    async for part in response.aiter_raw():
+        content += part
+        if len(content) > limit:
+            break
+    return bytes(content)
 
 
 def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:

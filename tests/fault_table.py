@@ -46,7 +46,12 @@ TABLE: Table = {
             "KL coefficient adapted while the policy stands still",
             "        if moved:\n            sequences",
             "        if True:\n            sequences",
-        )
+        ),
+        (
+            "weights within a step are sent before its first update",
+            "            if first:\n",
+            "            if True:\n",
+        ),
     ],
     ("algorithms", "algorithms/test_advantages.py"): [
         ("GAE off by one token", "discount[:, :-1] * values[:, 1:]", "discount[:, :-1] * values[:, :-1]"),
@@ -259,7 +264,7 @@ TABLE: Table = {
         ("probes not compared", "if mean > self.limits[0] or largest > self.limits[1]:", "if False:")
     ],
     ("trainer", "trainer/test_staleness.py"): [
-        ("stale samples accepted", "oldest if oldest > self.limit else", "oldest if oldest > self.limit + 1 else")
+        ("stale samples accepted", "oldest if oldest > limit else", "oldest if oldest > limit + 1 else")
     ],
     ("trainer", "trainer/test_step_metrics.py"): [
         (

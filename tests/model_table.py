@@ -33,7 +33,7 @@ PAGE, CONSTRAINTS = ROOT / "docs/workers/fsdp_workers.md", ROOT / "constraints.t
 BEGIN, END = "<!-- models: python -m tests.model_table -->", "<!-- end of models -->"
 NEWER, NEWER_END = "<!-- models: the same with another transformers -->", "<!-- end of other models -->"
 LISTS = re.compile(r"^- (.+): (.+)\.$", re.MULTILINE)
-THE_OTHERS = ("FSDP, refused", "embedded rollouts, batches", "Megatron-Core, none")  # stand in no list
+THE_OTHERS = ("embedded rollouts, batches", "Megatron-Core, none", "Megatron-Core, table")  # stand in no list
 
 
 def of_training(types: list[str]) -> dict[str, str]:
@@ -98,17 +98,13 @@ def main() -> None:
     logging.disable(logging.WARNING)
     named = sys.argv[1:]
     groups: dict[str, list[str]] = defaultdict(list)
-    reasons: dict[str, list[str]] = defaultdict(list)
     for model_type, verdict in of_training(named or decoders()).items():
         if "a token sees later ones" in verdict:  # an encoder
             continue
         print(model_type, verdict, flush=True)
-        group, _, why = verdict.partition(": ")
-        groups[f"FSDP, {group}"].append(model_type)
+        groups[f"FSDP, {verdict.partition(': ')[0]}"].append(model_type)
         groups[f"embedded rollouts, {of_decoding(model_type)}"].append(model_type)
         groups[f"Megatron-Core, {of_table(model_type)}"].append(model_type)
-        if why:
-            reasons[why].append(model_type)
     page = PAGE.read_text()
     pinned = page[page.index(BEGIN) : page.index(END)]
     newer = f"transformers=={transformers.__version__}\n" not in CONSTRAINTS.read_text()
@@ -120,14 +116,11 @@ def main() -> None:
         f"transformers {transformers.__version__}, defaults of each class, shrunk: {counts}.{' New:' * newer}",
         "",
     ]
-    for title, lists in (("", groups), ("Reasons", reasons)):
-        lines += [f"{title}:", ""] if title else []
-        for name, types in sorted(lists.items()):
-            fresh = sorted(set(types) - set(known.get(name, "").split(", ")))
-            if fresh and name not in THE_OTHERS:
-                lines.append(f"- {name}: {', '.join(fresh)}.")
-        lines.append("")
-    text = "\n".join([*lines[:-1], end])
+    for name, types in sorted(groups.items()):
+        fresh = sorted(set(types) - set(known.get(name, "").split(", ")))
+        if fresh and name not in THE_OTHERS:
+            lines.append(f"- {name}: {', '.join(fresh)}.")
+    text = "\n".join([*lines, end])
     if named:
         print(text)
         return

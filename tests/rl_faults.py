@@ -254,11 +254,27 @@ RL: Table = {
         ),
         (
             "an expired group trains",
-            "return oldest < self.current - self.limit\n",
-            "return oldest < 0\n",
+            "over = self.pool.oldest < self.versions.first()\n",
+            "over = self.pool.oldest < 0\n",
         ),
         ("groups that are too old are never sampled again", "self._again.append(one.ticket)", "pass"),
-        ("more steps are in flight than training needs", "max(self.depth - spare, 2)", "limit + 1"),
+        ("more steps are in flight than training needs", "max(self.depth - spare, 2)", "self.versions.limit + 1"),
+        (
+            "the age of a group counts publishes",
+            "return [*self.begun, self.begun[-1] + 1][later]",
+            "return self.begun[-1] - self.limit + later",
+        ),
+        (
+            "a step waits too late for groups that will be too old",
+            "first = versions.first(later + 1)\n",
+            "first = versions.first(later)\n",
+        ),
+        ("a resumed run forgets with what its steps began", 'self.versions.restore(numbers.get("begun", []))', "pass"),
+        (
+            "generation rests after an update within a step",
+            "metrics = send(self)\n        self.flow.go_on()",
+            "metrics = send(self)",
+        ),
         ("a resumed run forgets how many steps were in flight", 'int(numbers.get("depth", self.depth))', "2"),
     ],
     ("experience", "trainer/test_rescoring.py"): [
@@ -279,11 +295,47 @@ RL: Table = {
         ),
         (
             "the policy's move is that of the step before",
-            "self.changes.of_versions[self.changes.current() + 1] = total",
-            "self.changes.of_versions[self.changes.current()] = total",
+            "self.changes.of_versions[self.changes.versions.current() + 1] = total",
+            "self.changes.of_versions[self.changes.versions.current()] = total",
         ),
     ],
+    ("experience", "verify/test_audit.py -k kept"): [
+        (
+            "the audit believes the mark of a run that kept no request",
+            'load(None, one.description.config).rollout.sglang.sync.in_flight == "keep"',
+            "bool(one.description.config)",
+        ),
+        (
+            "tokens of a row with a kept one are exempt",
+            "~(kept_tokens(step) & keeps)",
+            "~(kept_tokens(step).any() & keeps)",
+        ),
+        ("the audit checks tokens that no weights give", "~(kept_tokens(step) & keeps)", "~(False & keeps)"),
+    ],
+    ("experience", "verify/test_audit.py"): [
+        (
+            "the audit counts ages in publishes",
+            "begun.get(step.description.step - ahead, 0)",
+            "step.description.weight_version - ahead",
+        ),
+        (
+            "the audit believes what a record says of other steps",
+            "return begun | {step.description.step: step.description.weight_version for step in steps}",
+            "return begun",
+        ),
+        ("the audit reads no versions of other steps", "if version != begun[number]:", "if False:"),
+    ],
     ("experience", "trainer/test_staleness.py"): [
+        (
+            "the age of a token counts publishes",
+            "ages = len(begun) - torch.bucketize(versions.contiguous(), begun, right=True)",
+            "ages = begun[-1] - versions",
+        ),
+        (
+            "weights from within a step are as young as those after it",
+            "len(begun) - torch.bucketize(versions.contiguous(), begun, right=True)",
+            "len(begun) - 1 - torch.bucketize(versions.contiguous(), begun)",
+        ),
         ("tokens kept over an update have limits", "ages[kept], moved[kept] = KEPT, inf", "pass"),
         (
             "of the policy's moves one counts, not all since",
@@ -373,6 +425,13 @@ RL: Table = {
             "self._replicas[index].drain()",
         ),
         ("requests in flight are cut when a server leaves", "while self.in_flight:", "while False:"),
+    ],
+    ("fleet", "rollout/sglang/test_engine.py -k restarts_count"): [
+        ("restarts count anew in each round", "holds=holds, times=self.restarts)", "holds=holds)"),
+    ],
+    ("fleet", "rollout/sglang/test_joined.py -k servers_that_stay"): [
+        ("a step that keeps requests reports none", "self._since.add(self.router.taken())", "pass"),
+        ("what is reported counts again", "result.requests = result.retries = result.tokens = 0", "pass"),
     ],
     ("fleet", "rollout/sglang/test_joined.py"): [
         (

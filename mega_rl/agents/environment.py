@@ -166,7 +166,7 @@ class TurnEngine(RolloutEngine, Protocol):
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
         """Answer each turn as soon as it ends, until no more will come; no collective."""
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> object:
         """Bring lost servers back and call `again` while any rank has `lost` turns; collective."""
 
 

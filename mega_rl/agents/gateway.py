@@ -196,7 +196,6 @@ class _Session:
     trajectory: Trajectory
     reached: LimitReached | None = None
     error: BaseException | None = None  # raised by a call, and no mistake of the program
-    closed: bool = False
     calls: set[asyncio.Task[Reply]] = field(default_factory=set)
     _answered: dict[tuple[str, ...], _Answered] = field(default_factory=dict)  # keys: tools and messages
     _sampled: dict[str, Ids] = field(default_factory=dict)  # newest ids of an answer, by its message
@@ -276,7 +275,7 @@ class _Server:
     async def drop(self, key: str) -> None:
         """Forget a key, cancel its calls, and close the server after the last key."""
         session, is_last = self.sessions.pop(key), not self.sessions
-        session.closed, left = True, set(session.calls)
+        left = set(session.calls)
         for call in left:
             call.cancel()
         if is_last:

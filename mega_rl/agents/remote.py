@@ -18,7 +18,7 @@ from mega_rl.agents.trajectory import Trajectory
 from mega_rl.data.columns import Message
 from mega_rl.errors import RunError, UserError
 from mega_rl.types import Prompt
-from mega_rl.untrusted import parse_object, shorten
+from mega_rl.untrusted import parse_object, read_body, shorten
 
 CONNECT_S = 60.0  # a busy server takes its time
 CLOSE_S = 10.0  # for a server to take leave
@@ -168,28 +168,20 @@ class _SocketWorld:
 
 def connection() -> httpx.AsyncClient:
     """Return a client with cookies of its own and a connection for each request."""
-    return httpx.AsyncClient(
-        verify=_tls(), timeout=httpx.Timeout(None, connect=CONNECT_S), limits=_LIMITS, trust_env=False
-    )
+    timeout, plain = httpx.Timeout(None, connect=CONNECT_S), {"Accept-Encoding": "identity"}  # nothing to unpack
+    return httpx.AsyncClient(verify=_tls(), timeout=timeout, limits=_LIMITS, trust_env=False, headers=plain)
 
 
 async def post(http: httpx.AsyncClient, url: str, body: Mapping[str, Any], most: int) -> tuple[int, bytes]:
     """Return (status, answer) of a server; most: bytes of the answer. Raises RunError."""
     try:
         async with http.stream("POST", url, json=body) as response:
-            return response.status_code, await _read(response, url, most)
+            content = await read_body(response, most)
     except httpx.HTTPError as error:
         raise RunError(f"{url}: {type(error).__name__}: {shorten(str(error), 200)}") from None
-
-
-async def _read(response: httpx.Response, url: str, most: int) -> bytes:
-    size, parts = 0, list[bytes]()
-    async for part in response.aiter_bytes():
-        size += len(part)
-        if size > most:
-            raise RunError(f"{url} answers more than body_bytes={most}")
-        parts.append(part)
-    return b"".join(parts)
+    if len(content) > most:
+        raise RunError(f"{url} answers more than body_bytes={most}")
+    return response.status_code, content
 
 
 async def asked(http: httpx.AsyncClient, url: str, body: Mapping[str, Any], most: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
@@ -23,9 +23,6 @@ from mega_rl.data.columns import Message
 from mega_rl.errors import RunError, UserError
 from mega_rl.processes import Running
 from mega_rl.untrusted import parse_object, shorten
-
-if TYPE_CHECKING:
-    from mega_rl.rewards.sandbox import Sandbox
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
@@ -296,19 +293,3 @@ async def _run(function: Callable[..., Any], call: Call) -> tuple[Any, BaseExcep
 
 def _result_of(task: asyncio.Future[Any]) -> Any:
     return None if task.exception() is not None else task.result()
-
-
-def python_tool(sandbox: Sandbox, *, timeout_s: float = 10.0) -> ToolFunction:
-    """Return a tool that runs a program in the sandbox and answers with its output."""
-
-    def python(code: str) -> str:
-        """Run a Python program and return what it prints.
-
-        Args:
-            code: The program. It prints its results.
-        """
-        end = sandbox.run(code, b"", timeout_s=timeout_s)
-        printed = (end.stdout + end.stderr).decode("utf-8", "replace")
-        return printed if end.succeeded else f"{printed}\n({end.status}, exit code {end.return_code})"
-
-    return ToolFunction.of(cast(Callable[..., Any], python))

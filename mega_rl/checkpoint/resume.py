@@ -183,7 +183,7 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
         ]
     _agree(limited(problems, checkpoint.folder), ranks)
     _agree(_problems_of(lambda: checkpoint.verify(copy.source for copy in copies)), ranks)
-    done = progress.counter(sum(copy.target.nbytes for copy in copies), unit="B")
+    done = progress.counter(sum(copy.target.nbytes for copy in copies))
     _agree(_problems_of(lambda: checkpoint.read(copies, done=done)), ranks)
 
 

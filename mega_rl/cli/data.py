@@ -80,11 +80,6 @@ def _report(rows: Mapping[Path, int]) -> None:
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 
 
-@app.callback()
-def _commands() -> None:
-    """Write the rows of a problem set, or show the prompts of a recipe."""
-
-
 @app.command()
 def show(
     recipe: Recipe,

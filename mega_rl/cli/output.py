@@ -75,10 +75,10 @@ def names_line(label: str, names: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def showing(label: str = "importing PyTorch") -> Iterator[None]:
-    """Show the block's progress on rank 0's terminal; `label` while nothing can be counted."""
+def showing() -> Iterator[None]:
+    """Show the block's progress, after the imports that it begins with, on rank 0's terminal."""
     progress.show_progress()
-    with progress.phase(label):
+    with progress.phase("importing PyTorch"):
         yield
 
 

@@ -155,6 +155,16 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "rollout.backend=hf, or sglang with trainer.async_steps",
         lambda c: c.rollout.backend == "hf" or (c.rollout.backend == "sglang" and bool(c.trainer.async_steps)),
     ),
+    (
+        "rollout.sglang.sync.interval",
+        "trainer.async_steps and servers with their own devices: else nothing samples while the batch trains",
+        lambda c: c.trainer.async_steps > 0 and c.rollout.sglang.placement != "colocated",
+    ),
+    (
+        "rollout.sglang.sync.interval",
+        "more optimizer steps a step than that: algorithm.epochs*trainer.prompts_per_step/trainer.minibatch_size",
+        lambda c: updates_of_a_batch(c) > c.rollout.sglang.sync.interval,
+    ),
     ("rollout.sglang.server", "no rollout.sglang.urls: servers that it starts", lambda c: not c.rollout.sglang.urls),
     (
         "rollout.dynamic_sampling.max_generations",

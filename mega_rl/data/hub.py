@@ -204,11 +204,12 @@ def fetch_rows(name: DatasetName, *, role: Role, label: str) -> tuple[Path, Data
     """
     if name.pinned and (file := _file(name)).is_file():
         return file, name
-    commit = _commit(name, label=label)
+    commit, folder = _commit(name, label=label), _folder(name)
+    folder.mkdir(parents=True, exist_ok=True)
     with (
         progress.phase(f"downloading {label}", deadline_s=DEADLINE_S, announce=True),
         _readable(name, label),
-        _locked(_folder(name)),  # one rank of the node downloads, the others find its file
+        FileLock(folder / ".lock"),  # one rank of the node downloads, the others find its file
     ):
         builder, pinned = _resolved(name, commit, role, label)
         file = _file(pinned)
@@ -288,13 +289,6 @@ def hub_shards(pinned: DatasetName) -> list[HubShard]:
         dataset = builder.as_streaming_dataset(split=pinned.split)
         count = dataset.num_shards
     return [HubShard(dataset, pinned, number, count) for number in range(count)]
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock"):
-        yield
 
 
 def _commit(name: DatasetName, *, label: str) -> str:

@@ -21,6 +21,7 @@ from mega_rl.operations.observations import (
     observe,
     read_stacks,
     same_call,
+    write_new,
     write_report,
     write_stacks,
 )
@@ -80,7 +81,7 @@ def investigate(facts: RankFacts, own: str) -> str | None:
         return None
     claim = health_folder(facts.run_dir) / f"claim_cause_{facts.generation}"  # ranks may see different records
     try:
-        os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
+        write_new(claim, b"")
     except OSError:
         return None
     return diagnose(facts.run_dir, exits=None, world_size=facts.world_size)

@@ -131,11 +131,16 @@ def write_stacks(run_dir: Path, rank: int, pid: int, text: str) -> None:
     content = json.dumps(head).encode() + b"\n" + text.encode(errors="replace")[:MAX_STACK_BYTES]
     path = stacks_path(run_dir, rank)
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        with open(descriptor, "wb") as file:
-            file.write(content)
+        write_new(path, content)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file below a run's health folder, which must not exist. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    with open(descriptor, "wb") as file:
+        file.write(content)
 
 
 @dataclass(frozen=True)
@@ -261,10 +266,7 @@ def write_report(run_dir: Path, seen: Observations, cause: str) -> Path | None:
     text = "\n".join([*lines_of(seen), "", cause, ""])
     path = health_folder(run_dir) / datetime.now().strftime("report_%Y%m%d_%H%M%S_%f.txt")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        with open(descriptor, "wb") as file:
-            file.write(text.encode(errors="replace")[-MAX_BYTES:])
+        write_new(path, text.encode(errors="replace")[-MAX_BYTES:])
     except OSError:
         return None
     return path

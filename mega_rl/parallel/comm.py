@@ -121,8 +121,8 @@ class GroupRanks:
         """
         parts = _Parts(batch)
         messages = self.gather_json(parts.message())
-        _check_same("field", [one["kinds"] for one in messages])
-        _check_same("field", [{name: json.dumps(value) for name, value in one["shared"].items()} for one in messages])
+        _check_same([one["kinds"] for one in messages])
+        _check_same([{name: json.dumps(value) for name, value in one["shared"].items()} for one in messages])
         counts = [one["rows"] for one in messages]
         received = {}
         for name, tensor in parts.tensors.items():
@@ -261,7 +261,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} [{', '.join(sizes)}]"
 
 
-def _check_same(what: str, of_ranks: Sequence[Mapping[str, str]]) -> None:
+def _check_same(of_ranks: Sequence[Mapping[str, str]]) -> None:
     """Raise RunError unless all ranks have the same names with the same texts."""
     problems = []
     for name in sorted(set().union(*of_ranks)):
@@ -270,7 +270,7 @@ def _check_same(what: str, of_ranks: Sequence[Mapping[str, str]]) -> None:
             ranks_of.setdefault(texts.get(name, "missing"), []).append(str(rank))
         if len(ranks_of) > 1:
             values = "; ".join(f"{text} on rank(s) {', '.join(ranks)}" for text, ranks in ranks_of.items())
-            problems.append(f"{what} {name!r} is not the same on all ranks: {values}")
+            problems.append(f"field {name!r} is not the same on all ranks: {values}")
     if problems:
         raise RunError("\n".join(problems))
 

@@ -201,14 +201,16 @@ class _Clock:
 
 
 def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> dict[str, float]:
-    """Return the seconds of a weight sync, and of turns: models to the host and back."""
+    """Return the seconds of a step's weight syncs, and of turns: models to the host and back."""
     hardware, machine, sizes = clock.hardware, setup.machine, sync_traffic(setup)
     away = machine.world_size > machine.gpus_per_node
     rate = (hardware.network if away else hardware.nvlink) * hardware.link_share
-    parts = {"gathering weights": sizes["gathered by each rank"] / rate}
+    interval = setup.config.rollout.sglang.sync.interval
+    syncs = ceil(updates_of_a_batch(setup.config) / interval) if interval else 1
+    parts = {"gathering weights": syncs * sizes["gathered by each rank"] / rate}
     if "sent to the servers" in sizes:
         link = machine.server_link or hardware.network * hardware.link_share
-        parts["weights to the servers"] = min(sync_seconds(setup, link).values())
+        parts["weights to the servers"] = syncs * min(sync_seconds(setup, link).values())
     if setup.colocated or setup.takes_turns:
         times = {role: 1 + model.trainable for role, model in setup.models.items()}
         moved = max(sum(times[role] * (s.weights + s.optimizer) for role, s in each.states.items()) for each in memory)

@@ -29,6 +29,7 @@ from mega_rl.plan.search import Candidate, Proposal, advice, cheapest, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup
 from mega_rl.plan.state import weight_bytes
 from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES
+from mega_rl.tracking.metrics.tables import aligned
 
 _LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
 
@@ -181,14 +182,7 @@ def as_json(plan: MemoryPlan) -> dict[str, object]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table: the first column to the left, numbers to the right."""
-    padded = []
-    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
-        width = max(map(len, [title, *cells]))
-        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
-        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
-    for row in zip(*padded, strict=True):
-        yield "  " + "  ".join(row).rstrip()
+    yield from (f"  {line}" for line in aligned(head, rows))
 
 
 def gb(nbytes: float) -> str:

@@ -71,17 +71,14 @@ class RunRewards:
         everyone: Ranks,
         timeout_s: float,
         reads_parts: str = "",
-        max_failed_share: float | None = None,
     ) -> Scorer:
         """Return the reward role of a run without a reward model.
 
         timeout_s: as of `TextScorer`. reads_parts: the setting that reads named parts; empty without one.
-        max_failed_share: in place of reward.source.max_failed_share.
         """
         if self.source is None:
             return EnvironmentScorer() if self.settings.source.name == "environment" else AbsentScorer()
         reward, calls = self.settings, self.settings.calls
-        share = calls.max_failed_share if max_failed_share is None else max_failed_share
         return TextScorer(
             self.source,
             reader=reader,
@@ -90,7 +87,7 @@ class RunRewards:
             timeout_s=timeout_s,
             components=RewardComponents(reward.weights, reader=reads_parts, sources=tuple(reward.sources)),
             failure_score=calls.failure_score if calls.on_failure == "score" else None,
-            max_failed_share=share if reward.source.name == "function" else 0.0,
+            max_failed_share=calls.max_failed_share if reward.source.name == "function" else 0.0,
         )
 
 

@@ -17,6 +17,7 @@ from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.rewards.sandbox import MIB, Execution, Limits, SandboxError, Status
 from mega_rl.rewards.score import RewardError, shortened
+from mega_rl.untrusted import read_body
 
 TRIED_AGAIN = (408, 429)  # also the server's faults: 500 and above
 MAX_PAUSE_S = 30.0  # between tries, unless the service asks for more
@@ -141,12 +142,8 @@ class Poster:
         # No proxy and no netrc: texts and key go only to the service. A limit per read would let a slow drip live.
         client = httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None)
         async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
-            content = bytearray()
-            async for chunk in response.aiter_raw():
-                content += chunk
-                if len(content) > (limit if response.status_code == 200 else REFUSAL_BYTES):
-                    break
-            return response.status_code, response.headers.get("Retry-After", ""), bytes(content)
+            content = await read_body(response, limit if response.status_code == 200 else REFUSAL_BYTES)
+            return response.status_code, response.headers.get("Retry-After", ""), content
 
     def readable(self, content: bytes) -> str:
         """Return the start of an answer as text, without the key."""

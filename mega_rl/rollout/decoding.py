@@ -277,9 +277,8 @@ def _decoding_error(small: PreTrainedConfig, way: Way, device: torch.device) -> 
         stop_token_ids=torch.tensor([], dtype=torch.int64, device=device),
         cache=make_cache(small, max_tokens=max(lengths) + new_tokens),
     )
-    padded = partial(pad_sequence, batch_first=True, padding_side="left")
-    mask = padded([torch.ones_like(prompt) for prompt in prompts])
-    decoded = loop.run(random_model(small, attention=way.attention, device=device), padded(prompts), mask)
+    tokens, mask = left_padded([prompt.tolist() for prompt in prompts], device)
+    decoded = loop.run(random_model(small, attention=way.attention, device=device), tokens, mask)
     judge, worst = random_model(small, attention="eager", device=device), 0.0
     for row, prompt in enumerate(of_row.tolist()):
         tokens = torch.cat([prompts[prompt], decoded.tokens[row]])

@@ -337,7 +337,7 @@ class EmbeddedRounds:
     _version: int = field(default=0, init=False)
     _asked: TurnQueue = field(default_factory=TurnQueue, init=False)
 
-    def start(self, *_: object, version: int, **__: object) -> None:
+    def open(self, *_: object, version: int, **__: object) -> None:
         """Begin a round with the weights of `version`."""
         self._version = version
 
@@ -367,6 +367,8 @@ class EmbeddedRounds:
     def result(self, *, interrupt: bool = False) -> GenerationResult:
         """Return nothing: all answers came by `ask`."""
         return GenerationResult()
+
+    taken = result
 
     def states(self) -> dict[int, tuple[State, str]]:
         """Return nothing: there are no servers."""

@@ -41,7 +41,7 @@ class SamplingPlan:
     waves: int = 0  # most draws of a step with dynamic sampling; 0: every prompt trains
     prompts_per_step: int = 0  # prompts that train, where a step chooses
     prompts: int = 0  # prompts of each draw, where a step chooses
-    ahead: int = 0  # steps that generation runs ahead, the largest age of a token in versions
+    ahead: int = 0  # steps that generation runs ahead, the largest age of a token
     steps: int = 0  # of the run, each of which trains all that is drawn for it; 0: nobody knows how many it drops
     overlong: Overlong = field(default_factory=Overlong)
     by_parts: bool = False  # a difference in a weighted component counts, even if the totals are equal
@@ -179,7 +179,8 @@ class Collector:
         plan, flow, pool = self.plan, stock.flow, stock.pool
         count, draws, wait, lacked = plan.prompts_per_step, 0, False, False
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
-        expired, is_first = stock.expire(limit=plan.ahead), not stock.begun
+        stock.versions.begin()
+        expired, is_first = stock.expire(), not stock.begun
         stock.redraw()
         while len(stock.begun) < min(stock.depth, plan.ahead + 1) * count and self._draw(stock, step):
             draws += 1
@@ -188,8 +189,8 @@ class Collector:
                 arrived = flow.arrived(wait=wait)
             if arrived is not None:
                 sampled += self._add(stock, arrived)
-                expired += stock.expire(limit=plan.ahead)
-            if (chosen := stock.choose(count, limit=plan.ahead)) is not None:
+                expired += stock.expire()
+            if (chosen := stock.choose(count)) is not None:
                 break
             wait, lacked = True, lacked or (int(pool.usable.sum()) < count and not is_first)
             if not flow.waiting:
@@ -198,12 +199,12 @@ class Collector:
                     break
                 draws += 1
         filled = float((~pool.usable[chosen]).sum())
-        samples, dropped = stock.take(chosen, limit=plan.ahead)
+        samples, dropped = stock.take(chosen)
         dropped += expired
         total, number = self.ranks.sum(sampled).tolist()
         self.log.add({"rollout/dropped_groups": float(len(dropped))})
         if plan.ahead:
-            stock.adapt(count, lacked=lacked, limit=plan.ahead)
+            stock.adapt(count, lacked=lacked)
             self.log.add({"rollout/expired_groups": float(sum(one.reason in ("expired", REDRAWN) for one in dropped))})
             self.log.add({"rollout/steps_in_flight": float(stock.depth)})
         if plan.waves:

@@ -25,6 +25,7 @@ import torch
 from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import MetricsSink, Ranks, WeightSync
 from mega_rl.tracking import progress
+from mega_rl.tracking.health.guard import SIGNALS
 from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter
 from mega_rl.types import Metrics
 
@@ -213,9 +214,6 @@ def fit_together(trainers: Sequence[Trainer]) -> list[int]:
                 raise
     return done
 
-
-# SIGUSR1 is what Slurm sends ahead of time, `--signal=B:USR1@120`.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 INTERRUPTED = b"\r\x1b[2Kinterrupted: ended at once, without a checkpoint of the step in progress\n"
 

@@ -24,12 +24,13 @@ from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks, TokenModel
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.rows import kept_tokens, select, token_versions
+from mega_rl.trainer.selection import StepVersions
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 if TYPE_CHECKING:
     from mega_rl.trainer.policy_gradient import Evaluated
 
-AGES = (0, 1, 2, 4)  # versions, the first of each class of ages
+AGES = (0, 1, 2, 4)  # steps, the first of each class of ages
 KEPT = 1 << 40  # stands for the age of tokens whose log-probs no version's weights give
 MOVES = 4.0  # times the measured moves of the policy: older tokens stand in other rows than those measured
 DEVIATIONS = 4.5
@@ -75,18 +76,18 @@ def usual_limits(settings: MismatchConfig, *, in_fp32: bool) -> MismatchLimits:
 
 @dataclass
 class PolicyChanges:
-    """Mean |change| of a token's log-prob with each update, as the trainer computes it."""
+    """Mean |change| of a token's log-prob with each step, as the trainer computes it."""
 
-    current: Callable[[], int]  # version of the weights that the trainer holds
-    of_versions: dict[int, float] = field(default_factory=dict, init=False)  # nats, to a version from the one before
+    versions: StepVersions
+    # nats, to the version that a step began with from that of the step before
+    of_versions: dict[int, float] = field(default_factory=dict, init=False)
 
     def since(self, ages: Tensor) -> Tensor:
-        """Return [n] float64, nats, the sum over the last `ages`, [n] int64, versions.
+        """Return [n] float64, nats, the sum over the last `ages`, [n] int64, steps.
 
         It is infinite where a change is unknown.
         """
-        oldest, current = int(ages.max()) if len(ages) else 0, self.current()
-        changes = [self.of_versions.get(current - age, inf) for age in range(oldest)]
+        changes = [self.of_versions.get(version, inf) for version in reversed(self.versions.begun)]
         return torch.tensor([0.0, *changes], dtype=torch.float64).cumsum(0)[ages]
 
 
@@ -117,7 +118,7 @@ class MismatchGuard:
         ages, moved = torch.zeros_like(rollout.tokens), torch.zeros_like(logprobs, dtype=torch.float64)
         if changes is not None and isinstance(rollout, Rollout):
             kept = mask & kept_tokens(rollout)
-            ages = torch.where(mask & ~kept, changes.current() - token_versions(rollout), 0)
+            ages = torch.where(mask & ~kept, changes.versions.ages(token_versions(rollout)), 0)
             moved[mask] = changes.since(ages[mask])
             ages[kept], moved[kept] = KEPT, inf
         elif changes is not None:
@@ -167,7 +168,7 @@ class MismatchGuard:
             raise RolloutMismatchError(f"a log-prob is not finite: {mismatch.describe_worst()}")
         if mismatch.mean - DEVIATIONS * error > self.limits.mean + MOVES * moved:
             raise RolloutMismatchError(
-                f"tokens that are {age} or more versions old differ by a mean of {mismatch.mean:.6g} nats, beyond "
+                f"tokens that are {age} or more steps old differ by a mean of {mismatch.mean:.6g} nats, beyond "
                 f"rollout.mismatch.mean_limit={self.limits.mean:g} plus {MOVES:g} times the {moved:.6g} nats by which "
                 f"the policy has moved since; the worst is {mismatch.describe_worst()}; check that servers have the "
                 "weights and the temperature that their answers name before raising the limit"
@@ -212,7 +213,7 @@ class Rescoring(Event):
         change = (now - self._logprobs)[self._rows.loss_mask].double().abs()
         numbers = torch.tensor([change.sum(), len(change)], dtype=torch.float64)
         total, count = self.guard.ranks.sum(numbers).tolist()
-        moved = self.changes.of_versions[self.changes.current() + 1] = total / max(count, 1.0)
+        moved = self.changes.of_versions[self.changes.versions.current() + 1] = total / max(count, 1.0)
         self.log.add({"rollout/policy_change": moved})
 
     def evaluated(self, step: int, evaluated: Evaluated) -> None:
@@ -236,25 +237,26 @@ class Rescoring(Event):
 class StalenessGuard:
     """Comparison of every token's weight version with the trainer's."""
 
-    limit: int  # versions that a token may be behind: the steps that generation runs ahead
+    versions: StepVersions
     ranks: Ranks
-    current: Callable[[], int]  # version of the weights that the trainer holds
 
     def __call__(self, rollout: Rollout) -> Metrics:
-        """Return mean and largest age in versions over the response tokens of all ranks.
+        """Return mean and largest age in steps over the response tokens of all ranks.
 
         Raises StaleSampleError on all ranks, naming a sample beyond the limit.
         """
-        current, mask = self.current(), rollout.loss_mask
-        ages = (current - token_versions(rollout))[mask]
+        limit, mask, of_tokens = self.versions.limit, rollout.loss_mask, token_versions(rollout)
+        ages = self.versions.ages(of_tokens)[mask]
         oldest, newest = (int(ages.max()), int(ages.min())) if len(ages) else (0, 0)
-        age, failure = oldest if oldest > self.limit else newest, None
-        if not 0 <= age <= self.limit:
-            row = int((mask & (token_versions(rollout) == current - age)).any(dim=1).nonzero()[0])
+        age, failure = oldest if oldest > limit else newest, None
+        if not 0 <= age <= limit:
+            version = int(of_tokens[mask].min() if age > limit else of_tokens[mask].max())
+            row = int((mask & (of_tokens == version)).any(dim=1).nonzero()[0])
             failure = StaleSampleError(
                 f"sample {int(rollout.sample_index[row])} of prompt {int(rollout.prompt_index[row])} of this step has "
-                f"tokens of weight version {current - age}, and the trainer has {current}: trainer.async_steps="
-                f"{self.limit} allows a token to be as many behind; the servers missed an update, or have other weights"
+                f"tokens of weight version {version}, and the trainer has {self.versions.current()}: "
+                f"trainer.async_steps={limit} allows a token to be as many steps behind; the servers missed an update, "
+                "or have other weights"
             )
         raise_together(failure, self.ranks, error=StaleSampleError)
         count, total = self.ranks.sum(torch.tensor([len(ages), ages.sum()], dtype=torch.float64)).tolist()

@@ -43,6 +43,8 @@ class PolicyGradientRules:
     recompute_old_logprobs: bool = True
     filter_truncated: bool = False  # responses that length cut off do not train
     last_turn: bool = False  # only the last turn of each trajectory trains
+    interval: int = 0  # the actor's updates between two calls of `publish` within a step; 0: none
+    publish: Callable[[], Metrics] = dict  # sends the actor's weights; collective
 
 
 @dataclass
@@ -91,13 +93,17 @@ class PolicyGradient:
             with self.stage("update_critic"):
                 updates = [self.critic.update(minibatch, step=step) for minibatch in evaluated.minibatches]
                 self.log.add(mean_metrics(updates))
+        # The first update compares the rollout's log-probs with its own forward if no forward came before.
+        inspect = None if self.rules.recompute_old_logprobs else self.guard
+        updates, size = list[Metrics](), self.rules.interval or max(len(evaluated.minibatches), 1)
+        for first in range(0, len(evaluated.minibatches), size):
+            if first:
+                self.log.add(self.rules.publish())
+            with self.stage("update_actor"):
+                for minibatch in evaluated.minibatches[first : first + size]:
+                    updates.append(self.actor.update(minibatch, step=step, inspect=inspect))
+                    inspect = None
         with self.stage("update_actor"):
-            # The first update compares the rollout's log-probs with its own forward if no forward came before.
-            inspect = None if self.rules.recompute_old_logprobs else self.guard
-            updates = []
-            for minibatch in evaluated.minibatches:
-                updates.append(self.actor.update(minibatch, step=step, inspect=inspect))
-                inspect = None
             self.log.add(mean_metrics(updates))
             self._update_kl(moved=any(update and not update.get("actor/skipped_steps") for update in updates))
             self.log.add(self.update_reference(step + 1))

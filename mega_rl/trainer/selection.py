@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,22 +44,38 @@ class AtOnce:
         """Do nothing: nothing is in progress while a step trains."""
 
 
-class Ages(NamedTuple):
-    """Age that a token may have at its step, in versions of the weights."""
+@dataclass
+class StepVersions:
+    """Versions of the weights with which steps began, which turn a version into an age in steps.
 
-    current: int  # version that the trainer has
-    limit: int
+    Versions count publishes. A step may publish several times; weights that it published before its last update are as
+    old as those it began with.
+    """
 
-    def are_over(self, oldest: Tensor) -> Tensor:
-        """Return [G] bool: groups that are too old for this step; oldest: [G] int64."""
-        return oldest < self.current - self.limit
+    limit: int = 0  # largest age of a token: the steps that generation runs ahead
+    current: Callable[[], int] = lambda: 0  # version last published
+    begun: list[int] = field(default_factory=list)  # of the last limit + 1 steps; 0: unknown, or before the run
 
-    def are_last(self, oldest: Tensor) -> Tensor:
-        """Return [G] bool: groups that would be too old at the next step; oldest: [G] int64."""
-        return oldest <= self.current - self.limit
+    def begin(self) -> None:
+        """Begin a step with the weights last published."""
+        self.restore([*self.begun, self.current()])
+
+    def restore(self, begun: Sequence[int]) -> None:
+        """Take over the versions with which steps began, in order."""
+        self.begun = [*([0] * self.limit), *begun][-self.limit - 1 :]
+
+    def first(self, later: int = 0) -> int:
+        """Return the oldest version that a step may train, `later` steps after the present one."""
+        return [*self.begun, self.begun[-1] + 1][later]
+
+    def ages(self, versions: Tensor) -> Tensor:
+        """Return the ages of versions in steps, int64 in their shape; below 0: newer than the step's weights."""
+        begun = torch.tensor(self.begun or [self.current()])
+        ages = len(begun) - torch.bucketize(versions.contiguous(), begun, right=True)
+        return torch.where(versions > begun[-1], begun[-1] - versions, ages)
 
 
-def choose(tickets: Tensor, oldest: Tensor, *, waiting: Tensor, count: int, ages: Ages) -> Tensor | None:
+def choose(tickets: Tensor, oldest: Tensor, *, waiting: Tensor, count: int, versions: StepVersions) -> Tensor | None:
     """Return [count] places of the groups that a step takes, by ticket; None: it waits.
 
     It takes those that will be too old first, and by ticket among them. It waits for groups in progress where, without
@@ -73,9 +88,9 @@ def choose(tickets: Tensor, oldest: Tensor, *, waiting: Tensor, count: int, ages
     """
     if len(tickets) < count:
         return None
-    for later in range(ages.limit + 1):  # steps after this one
-        last = ages.current - ages.limit + later
-        complete, alive = int((oldest <= last).sum()), int((oldest <= last).sum() + (waiting <= last).sum())
+    for later in range(versions.limit + 1):  # steps after this one
+        first = versions.first(later + 1)
+        complete, alive = int((oldest < first).sum()), int((oldest < first).sum() + (waiting < first).sum())
         if complete < min(count, alive - later * count):
             return None
     by_ticket = tickets.argsort()
@@ -104,13 +119,13 @@ class Pool:
         needed = self.usable.index_fill(0, self.filled(count), True)
         self.samples = self.samples.select(needed[self.samples.rollout.prompt_index].nonzero().flatten())
 
-    def choose(self, waiting: Sequence[int], count: int, ages: Ages) -> Tensor | None:
+    def choose(self, waiting: Sequence[int], count: int, versions: StepVersions) -> Tensor | None:
         """Return the places of the groups that a step takes, or None, as `choose`."""
         if self.samples is None:
             return None
         usable, others = self.usable.nonzero().flatten(), torch.tensor(waiting, dtype=torch.int64)
         tickets = self.samples.tickets[usable]
-        chosen = choose(tickets, self.oldest[usable], waiting=others, count=count, ages=ages)
+        chosen = choose(tickets, self.oldest[usable], waiting=others, count=count, versions=versions)
         return None if chosen is None else usable[chosen]
 
     def filled(self, count: int) -> Tensor:
@@ -120,12 +135,12 @@ class Pool:
         chosen = torch.cat([by_ticket[part] for part in _split(self.usable[by_ticket])])[:count]
         return chosen[self.samples.tickets[chosen].argsort()]
 
-    def take(self, chosen: Tensor, ages: Ages) -> tuple[Samples, list[Dropped]]:
+    def take(self, chosen: Tensor, versions: StepVersions) -> tuple[Samples, list[Dropped]]:
         """Remove and return the chosen groups, and drop those that no later step may take."""
         assert self.samples is not None
         taken, left = self.samples.only(chosen), torch.ones(len(self.oldest), dtype=torch.bool)
         left[chosen] = False
-        return taken, self.keep(left & self.usable & ~ages.are_last(self.oldest), left, limit=ages.limit)
+        return taken, self.keep(left & self.usable & (self.oldest >= versions.first(1)), left, limit=versions.limit)
 
     def keep(self, kept: Tensor, left: Tensor, *, limit: int) -> list[Dropped]:
         """Remove all groups but `kept`, [G] bool; return those of them that are `left`, [G] bool, as dropped."""
@@ -177,7 +192,7 @@ class Stock:
     """
 
     flow: Flow
-    version: Callable[[], int] = lambda: 0  # of the weights that the trainer has
+    versions: StepVersions = field(default_factory=StepVersions)
     state_of_flow: RankState | None = None
     redraws: bool = False  # prompts of groups that are too old are sampled again
     pool: Pool = field(default_factory=Pool, init=False)
@@ -201,29 +216,30 @@ class Stock:
             self.flow.add(draw, {ticket: prompt})
         self._again = []
 
-    def choose(self, count: int, *, limit: int) -> Tensor | None:
+    def choose(self, count: int) -> Tensor | None:
         """Return the places in the pool that a step takes, or None, as `choose`."""
-        return self.pool.choose(list(self.flow.waiting.values()), count, Ages(self.version(), limit))
+        return self.pool.choose(list(self.flow.waiting.values()), count, self.versions)
 
-    def expire(self, *, limit: int) -> list[Dropped]:
+    def expire(self) -> list[Dropped]:
         """Drop the groups that are too old for a step, as after a resume with a lower limit."""
-        over = Ages(self.version(), limit).are_over(self.pool.oldest)
-        return self._forget(self.pool.keep(~over, torch.ones_like(over), limit=limit) if over.any() else [])
+        over = self.pool.oldest < self.versions.first()
+        left = torch.ones_like(over)
+        return self._forget(self.pool.keep(~over, left, limit=self.versions.limit) if over.any() else [])
 
-    def take(self, chosen: Tensor, *, limit: int) -> tuple[Samples, list[Dropped]]:
+    def take(self, chosen: Tensor) -> tuple[Samples, list[Dropped]]:
         """Remove and return the chosen groups, and drop those that no later step may take."""
-        samples, dropped = self.pool.take(chosen, Ages(self.version(), limit))
+        samples, dropped = self.pool.take(chosen, self.versions)
         for ticket in samples.tickets.tolist():
             del self.begun[ticket]
         return samples, self._forget(dropped)
 
-    def adapt(self, count: int, *, lacked: bool, limit: int) -> None:
-        """Adapt `depth`, up to limit + 1, after a step took `count` groups, so that tokens are no older than they must.
+    def adapt(self, count: int, *, lacked: bool) -> None:
+        """Adapt `depth` after a step took `count` groups, so that tokens are no older than needed.
 
         lacked: the step waited for complete groups. The depth falls where two steps' groups are left, so that one is.
         """
         spare = int(self.pool.usable.sum()) >= 2 * count
-        self.depth = min(self.depth + 1, limit + 1) if lacked else max(self.depth - spare, 2)
+        self.depth = min(self.depth + 1, self.versions.limit + 1) if lacked else max(self.depth - spare, 2)
 
     def _forget(self, dropped: list[Dropped]) -> list[Dropped]:
         """Forget dropped groups but those to redraw; returns them with what becomes of them."""
@@ -239,9 +255,9 @@ class Stock:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def numbers(self) -> JsonObject:
-        """Return the prompts drawn, ticket, row of the data and draw of those not trained, and the depth."""
+        """Return a checkpoint's numbers; `in_flight`: ticket, row of the data and draw of each group."""
         in_flight = [[ticket, prompt.index, *draw] for ticket, (draw, prompt) in self.begun.items()]
-        return {"prompts_drawn": self.drawn, "in_flight": in_flight, "depth": self.depth}
+        return {"prompts_drawn": self.drawn, "in_flight": in_flight, "depth": self.depth, "begun": self.versions.begun}
 
     def resume(self, numbers: JsonObject, prompt_of: Callable[[int, int], Prompt]) -> None:
         """Resume from `numbers`, after `restore`; prompt_of: given ticket and row.
@@ -250,6 +266,7 @@ class Stock:
         """
         self.drawn = int(numbers["prompts_drawn"])
         self.depth = int(numbers.get("depth", self.depth))
+        self.versions.restore(numbers.get("begun", []))
         for ticket, row, *draw in numbers.get("in_flight", ()):
             self.begun[ticket] = (Draw(*draw), prompt_of(ticket, row))
         self.pool.restore(self._complete, {ticket: prompt for ticket, (_, prompt) in self.begun.items()})

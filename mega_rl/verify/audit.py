@@ -23,8 +23,8 @@ RULES: Mapping[str, str] = {
     "skipped": "a ticket before a trained one trains or is dropped",
     "complete": "a group has each of its samples once",
     "tokens": "a token that the policy sampled trains at most once an epoch",
-    "stale": "a token is at most trainer.async_steps versions old, and none is newer than the trainer",
-    "versions": "a row's version is its oldest token's, and the trainer's never falls",
+    "stale": "a token is at most trainer.async_steps steps old, and none is newer than the trainer",
+    "versions": "a row's version is its oldest token's, and the trainer's, which never falls, is its step's",
     "logprobs": "a token has the log-prob that the weights of its version give it",
     "rewards": "a response has the reward that the run's function gives it for its prompt",
 }
@@ -93,12 +93,12 @@ def audit_records(steps: Sequence[Record]) -> Audit:
     ahead = int(steps[-1].description.config["trainer"]["async_steps"])
     audit.add("once", tickets, repeated(steps))
     audit.add("skipped", tickets, skipped(steps, ahead))
-    newest = -1
+    newest, begun = -1, begun_versions(steps)
     for step in steps:
         audit.add("complete", step.description.prompts, incomplete(step))
         audit.add("tokens", int(step.tensors["train_mask"].sum()), trained_again(step))
-        audit.add("stale", int(step.tensors["loss_mask"].sum()), stale(step, ahead))
-        audit.add("versions", len(step.tensors["lengths"]), wrong_versions(step, newest))
+        audit.add("stale", int(step.tensors["loss_mask"].sum()), stale(step, ahead, begun))
+        audit.add("versions", len(step.tensors["lengths"]), wrong_versions(step, newest, begun))
         newest = max(newest, step.description.weight_version)
     first, last = audit.steps[0], audit.steps[-1]
     if missing := last - len(steps):
@@ -212,24 +212,46 @@ def trained_again(step: Record) -> Iterator[Breach]:
             yield Breach("tokens", number, ticket_of(step, a), what)
 
 
-def stale(step: Record, ahead: int) -> Iterator[Breach]:
-    """Yield rows with a token that is too old, or newer than the trainer."""
-    current, mask = step.description.weight_version, step.tensors["loss_mask"]
-    ages = np.where(mask, current - token_versions(step), 0)
-    for row in np.flatnonzero((ages > ahead).any(axis=1)).tolist():
-        what = f"{name_of(step, row)}: token {ages[row].argmax()} is {ages[row].max()} versions old, at most {ahead}"
-        yield Breach("stale", step.description.step, ticket_of(step, row), what)
-    for row in np.flatnonzero((ages < 0).any(axis=1)).tolist():
-        what = f"{name_of(step, row)}: token {ages[row].argmin()} is of version {current - ages[row].min()}"
+def listed_versions(step: Record) -> Iterator[tuple[int, int]]:
+    """Yield steps, from the record's own backwards, and the version that it says they began with."""
+    known = step.description
+    for before, version in enumerate(reversed(known.begun or range(known.weight_version + 1))):
+        if version:
+            yield known.step - before, version
+
+
+def begun_versions(steps: Sequence[Record]) -> dict[int, int]:
+    """Return the version that each step began with, by its own record or a later one's."""
+    begun = {number: version for step in steps for number, version in listed_versions(step)}
+    return begun | {step.description.step: step.description.weight_version for step in steps}
+
+
+def stale(step: Record, ahead: int, begun: Mapping[int, int]) -> Iterator[Breach]:
+    """Yield rows with a token that is too old, or newer than the trainer; begun: versions by step."""
+    current, first = step.description.weight_version, begun.get(step.description.step - ahead, 0)
+    versions = np.where(step.tensors["loss_mask"], token_versions(step), current)
+    for row in np.flatnonzero((versions < first).any(axis=1)).tolist():
+        what = f"{name_of(step, row)}: token {versions[row].argmin()} is of version {versions[row].min()}"
+        why = f"{what}, and step {step.description.step - ahead} began with {first}"
+        yield Breach("stale", step.description.step, ticket_of(step, row), why)
+    for row in np.flatnonzero((versions > current).any(axis=1)).tolist():
+        what = f"{name_of(step, row)}: token {versions[row].argmax()} is of version {versions[row].max()}"
         yield Breach("stale", step.description.step, ticket_of(step, row), f"{what}, and the trainer had {current}")
 
 
-def wrong_versions(step: Record, before: int) -> Iterator[Breach]:
-    """Yield rows whose version is not their oldest token's; before: the trainer's version at earlier steps."""
+def wrong_versions(step: Record, before: int, begun: Mapping[int, int]) -> Iterator[Breach]:
+    """Yield rows whose version is not their oldest token's, and wrong versions of the trainer.
+
+    before: its largest at earlier steps. begun: versions by step.
+    """
     known, mask, rows = step.description, step.tensors["loss_mask"], step.tensors["weight_version"]
     if known.weight_version < before:
         what = f"the trainer has version {known.weight_version}, and had {before} in an earlier step"
         yield Breach("versions", known.step, known.tickets[0], what)
+    for number, version in listed_versions(step):
+        if version != begun[number]:
+            what = f"counts version {version} as the first of step {number}, which began with {begun[number]}"
+            yield Breach("versions", known.step, known.tickets[0], what)
     oldest = np.where(mask, token_versions(step), np.iinfo(np.int64).max).min(axis=1)
     for row in np.flatnonzero(mask.any(axis=1) & (oldest != rows)).tolist():
         what = f"{name_of(step, row)} is called of version {rows[row]}, its oldest token is of {oldest[row]}"

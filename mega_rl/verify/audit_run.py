@@ -149,7 +149,12 @@ def _audit_logprobs(audit: Audit, steps: Sequence[Record], config: Config, work:
     used = sorted({int(v) for step in steps for v in np.unique(token_versions(step)[step.tensors["loss_mask"]])})
     begun = {step.description.weight_version: step for step in steps}
     at_random = [version for version in Random(0).sample(used, len(used)) if version in begun]
-    if kept := sum(int((step.tensors["loss_mask"] & kept_tokens(step)).sum()) for step in steps):
+    # The mark of a run that never kept a cache exempts nothing; a resumed run may have another setting.
+    keeps = any(
+        kept_tokens(one).any() and load(None, one.description.config).rollout.sglang.sync.in_flight == "keep"
+        for one in steps
+    )
+    if kept := keeps * sum(int((step.tensors["loss_mask"] & kept_tokens(step)).sum()) for step in steps):
         why = "sampled on KV cache that rollout.sglang.sync.in_flight=keep kept over an update, which no weights give"
         audit.unchecked.append(f"logprobs: {kept} tokens {why}")
     done = 0
@@ -166,7 +171,7 @@ def _audit_logprobs(audit: Audit, steps: Sequence[Record], config: Config, work:
         policy = _Sampler(weights, config)
         with progress.phase(f"log-probs of version {version}"):
             for step in steps:
-                own = step.tensors["loss_mask"] & (token_versions(step) == version) & ~kept_tokens(step)
+                own = step.tensors["loss_mask"] & (token_versions(step) == version) & ~(kept_tokens(step) & keeps)
                 audit.add("logprobs", int(own.sum()), improbable(step, own, policy, config))
     if done < len(used):
         audit.unchecked.append(

@@ -10,11 +10,12 @@ from typing import TypeAlias
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.plan.parameters import num_elements
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import Layout, LayoutErrors, Plan, resolve_all, stages
-from mega_rl.verify.twin import num_elements, shrink, write_random_twin, write_small, write_twin
+from mega_rl.verify.twin import shrink, write_random_twin, write_small, write_twin
 
 # A twin with the checkpoint's own weights has its widths; above this number of elements it gets random
 # weights and few widths.

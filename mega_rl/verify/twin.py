@@ -156,11 +156,6 @@ def random_tensors(hf: HFConfig, *, seed: int = 0) -> Iterator[tuple[str, Tensor
             yield name, neutral + 0.1 * values
 
 
-def num_elements(hf: HFConfig) -> int:
-    """Return the number of elements of all weights."""
-    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
-
-
 def _tensors(reader: CheckpointReader, twin: Twin, spelled: HFConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the twin's tensors: leading rows of the chosen layers of the original."""
     prefixes = {DISK_LAYER.format(layer=i): DISK_LAYER.format(layer=layer) for i, layer in enumerate(twin.layers)}

@@ -55,6 +55,7 @@ class ServerFlow:
     in_turns: bool = False
     waiting: dict[int, int] = field(default_factory=dict, init=False)
     waited_s: float = field(default=0.0, init=False)  # time that training has waited
+    restarts: int = field(default=0, init=False)  # of servers, in this step
     flights: dict[int, InFlight] = field(default_factory=dict, init=False)  # by ticket, in progress or not yet returned
 
     def __post_init__(self) -> None:
@@ -109,6 +110,7 @@ class ServerFlow:
         return self._taken(complete) if complete else None
 
     def go_on(self) -> None:
+        self.restarts = 0
         if not self.in_turns:
             self._begin()
 
@@ -193,7 +195,7 @@ class ServerFlow:
         except (RunError, UserError) as error:
             failure = error
         raise_together(failure, self.everyone, error=StreamError)
-        self.engine.settle(lambda: len(lost), again, holds=holds)
+        self.restarts = self.engine.settle(lambda: len(lost), again, holds=holds, times=self.restarts)
 
     def _meet(self, late: bool) -> tuple[dict[int, int], bool, bool]:
         """Return (complete groups by ticket, a rank's servers are lost, some rank is late); collective.
@@ -270,6 +272,12 @@ class RolloutStream:
             self.flow.pause(holds=False)
         self.flow.waited_s += time.perf_counter() - begin
         return self.sync.publish()
+
+    def publish_within(self, send: Callable[[WeightSync], Metrics]) -> Metrics:
+        """Publish by `send` while a step trains; generation continues."""
+        metrics = send(self)
+        self.flow.go_on()
+        return metrics
 
     def has_all(self) -> bool:
         """Return whether all ranks have all servers; collective."""

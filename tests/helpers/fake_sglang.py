@@ -13,12 +13,22 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.control import Endpoint, Keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.samples import (
+    GenerationResult,
+    Key,
+    RequestFailure,
+    Sample,
+    SampleRequest,
+    Sampling,
+)
 
 VOCABULARY = 50
 STOP = 2
@@ -335,10 +345,65 @@ class FakeServer:
             del self._exchanges[body["rid"]]
 
 
-def generated(router: ServerRouter, *arguments: Any, **given: Any) -> GenerationResult:
-    """Return the result of a generation; the arguments are those of `start`."""
-    router.start(*arguments, **given)
-    return router.result()
+@dataclass
+class Answers(GenerationResult):
+    """Answers of a generation: each request that was asked is in one of the three."""
+
+    samples: dict[Key, Sample] = field(default_factory=dict)  # whole
+    failures: dict[Key, RequestFailure] = field(default_factory=dict)
+    unserved: dict[Key, Sample] = field(default_factory=dict)  # as far as they came
+
+    def take(self, key: Key, outcome: Sample | RequestFailure) -> None:
+        """Keep an answer."""
+        table: Any = self.failures
+        if isinstance(outcome, Sample):
+            table = self.unserved if outcome.finish == "partial" else self.samples
+        table[key] = outcome
+
+    @property
+    def count(self) -> int:
+        """Return the number of answers."""
+        return len(self.samples) + len(self.failures) + len(self.unserved)
+
+
+class Generation:
+    """A generation of requests that are asked for at once."""
+
+    def __init__(
+        self,
+        router: ServerRouter,
+        asked: Sequence[SampleRequest],
+        sampling: Sampling,
+        *,
+        version: int,
+        deadline: float,
+        partials: Mapping[Key, Sample] | None = None,
+        mixed_versions: bool = False,
+    ) -> None:
+        """deadline: time.monotonic() at which samples without an answer fail."""
+        self.router, self.asked, self.answers = router, asked, Answers()
+        left = lambda _: deadline - time.monotonic()  # noqa: E731
+        router.open(sampling, version=version, deadline_s=left, mixed_versions=mixed_versions)
+        try:
+            for one in asked:
+                router.ask(one, partial(self.answers.take, one.key), (partials or {}).get(one.key))
+        except UserError:
+            router.result()
+            raise
+
+    def result(self, *, interrupt: bool = False) -> Answers:
+        """Return the answers, all of them unless interrupted."""
+        while not interrupt and self.answers.count < len(self.asked):
+            time.sleep(0.002)
+        counts = self.router.result(interrupt=interrupt)
+        self.answers.add(counts)
+        self.answers.interrupted = counts.interrupted
+        return self.answers
+
+
+def generated(router: ServerRouter, *arguments: Any, **given: Any) -> Answers:
+    """Return the answers of a `Generation` with these arguments."""
+    return Generation(router, *arguments, **given).result()
 
 
 async def _hung_up(reader: asyncio.StreamReader, looks_s: float) -> None:

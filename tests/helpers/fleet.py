@@ -30,7 +30,7 @@ from mega_rl.rollout.sglang.generation.samples import (
 )
 from mega_rl.trainer.collect import Collector, SamplingPlan
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.selection import Stock
+from mega_rl.trainer.selection import StepVersions, Stock
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from mega_rl.workers.residency import TAGS, Residency, ResidentModels
 from mega_rl.workers.rollout import EnvironmentRollouts, RolloutContext, RolloutWorker
@@ -145,10 +145,11 @@ class FakeFleet:
         for job in jobs:
             job.answer(job.sample)
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True, times: int = 0) -> int:
         while lost():
             assert self.loses((0, 0), -1) is not None, "no server has died"
             again()
+        return times
 
     def rows(self, requests: Any, samples: Any, failures: Any, *, trains: bool) -> Rollout:
         has_failed = bool(self.everyone.max(torch.tensor(len(failures))))
@@ -237,6 +238,7 @@ class StreamRun:
     per_step: int = 4
     waves: int = 0
     quantum: int = 0
+    publishes: int = 1  # of a step, each after a part of its updates
     redraws: bool = False
     drawn: int = 0  # prompts of a draw; 0: as many as train in a step
     together: bool = False  # the ranks are one replica, not one each
@@ -249,7 +251,8 @@ class StreamRun:
         engine = FakeFleet(self.policy, self.ranks, by_context=self.environment is not None, **self.fleet)
         self.replicas, replica = (SingleRank(), self.ranks) if self.together else (self.ranks, SingleRank())
         worker = RolloutWorker(engine, self.replicas, replica, N, seed=7)  # type: ignore[arg-type]
-        quantum = 0 if self.free else self.quantum or -(-LONGEST // (self.k + self.in_turns))
+        rounds = self.k * self.publishes + self.in_turns
+        quantum = 0 if self.free else self.quantum or -(-LONGEST // rounds)
         version, rollouts = lambda: self.policy.weight_version, None
         if self.environment is not None:
             tokenizer: Any = None
@@ -271,7 +274,7 @@ class StreamRun:
         self.flow.requests.changed = Looks(engine)
         self.stream, self.stock = (
             RolloutStream(self.flow, self.policy, rollouts or worker),
-            Stock(self.flow, version, self.flow, self.redraws),
+            Stock(self.flow, StepVersions(self.k, version), self.flow, self.redraws),
         )
         plan = SamplingPlan(
             N,
@@ -300,6 +303,11 @@ class StreamRun:
         self.done = 0
         self.taken: list[Any] = []  # batch of each step
         self.versions: list[int] = []  # of the trainer at each
+        self.began: dict[int, int] = {}  # the same by step, of the runs before, too
+
+    def oldest(self, place: int) -> int:
+        """Return the oldest version that the batch at a place of `taken` may have: what k steps before began with."""
+        return self.began.get(self.done - len(self.taken) + place - self.k, 1)
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank."""
@@ -310,12 +318,13 @@ class StreamRun:
             "weights": self.policy.weights.clone(),
             "tensors": tensors,
             "published": {**self.policy.published},
+            "began": {**self.began},
         }
 
     def resume(self, saved: Mapping[str, Any], *, same_layout: bool = True) -> StreamRun:
         self.done, self.policy.weights = saved["done"], saved["weights"].clone()
         self.policy.resume_at(saved["version"])
-        self.policy.published = {**saved["published"]}
+        self.policy.published, self.began = {**saved["published"]}, {**saved["began"]}
         self.stock.restore(saved["tensors"] if same_layout else None)
         self.collector.resume(saved)
         return self
@@ -331,14 +340,19 @@ class StreamRun:
             self.stage.publish(self.stream)
         for _ in range(self.steps - self.done if steps is None else steps):
             self.versions.append(self.policy.weight_version)
+            self.began[self.done] = self.policy.weight_version
             batch = self.collector.take(self.done)
             self.taken.append(batch)
             with self.stage("update_actor"):
                 assert not self.in_turns or not self.flow.engine.held, "a round runs"  # type: ignore[attr-defined]
             rows = batch.samples.rollout
-            counts = torch.bincount(rows.tokens[rows.loss_mask], minlength=VOCABULARY)
-            moves = self.replicas.sum(counts).double() * torch.arange(VOCABULARY).sub(3).sign() * 2.0**-6
-            self.policy.weights = self.policy.weights + moves
+            for update in range(self.publishes):
+                if update:
+                    self.stream.publish_within(lambda sync: sync.publish())
+                mask = rows.loss_mask & (rows.prompt_index % self.publishes == update)[:, None]
+                counts = torch.bincount(rows.tokens[mask], minlength=VOCABULARY)
+                moves = self.replicas.sum(counts).double() * torch.arange(VOCABULARY).sub(3).sign() * 2.0**-6
+                self.policy.weights = self.policy.weights + moves
             self.done += 1
             self.stage.publish(self.stream)
         return self

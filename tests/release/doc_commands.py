@@ -86,7 +86,6 @@ REPLACED: dict[str, str] = {
     "[org/problems:default:train] data.prompt_key=question": f"[org/problems:default:train] {ALONE}",
     "gsm8k_qwen3_8b_8gpu ": "gsm8k_qwen3_8b_8gpu engine.megatron.tp=2 ",
     "--nproc-per-node 8": "--nproc-per-node 2",
-    "--gpus 8": "--gpus 2",
     "letters.yaml": "letters.yaml model.dtype=fp32 trainer.prompts_per_step=4 trainer.minibatch_size=4",
     "sequence_parallel=true engine.megatron.pp=2": "sequence_parallel=true engine.megatron.pp=2 trainer.steps=2",
     "runs/again": "runs/gsm8k trainer.steps=2",

@@ -6,7 +6,6 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,13 +27,13 @@ from mega_rl.checkpoint.format.shards import (
     missing_elements,
     overlap,
 )
+from mega_rl.converters.live.copying import in_threads
 from mega_rl.converters.safetensors.header import MAX_HEADER_BYTES, METADATA, HeaderEntry, parse_entries
 from mega_rl.converters.safetensors.reader import DTYPES, CheckpointReader, TensorInfo
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.boxes import Box
 from mega_rl.untrusted import decode_json, fault, is_checksum, limited, open_regular, read_at, shorten, shown
 
-MAX_THREADS = 8
 _JOB_BYTES = 32 << 20  # checked or read by one thread at a time
 _BUFFER_BYTES = 4 << 20  # for targets that cannot be read into directly
 _SHOWN = 500  # characters of a message that has values of a file in it
@@ -112,7 +111,7 @@ class Checkpoint:
     def verify(self, pieces: Iterable[StoredPiece]) -> None:
         """Read the bytes of pieces and compare their checksums. Raises UserErrors naming file, tensor, both sums."""
         jobs = _jobs(((piece.file, piece.offset), piece) for piece in dict.fromkeys(pieces))
-        problems = list(itertools.chain.from_iterable(_in_threads(_data_faults, jobs)))
+        problems = list(itertools.chain.from_iterable(in_threads(jobs, _data_faults)))
         if problems:
             raise UserErrors(limited(problems, self.folder))
 
@@ -130,7 +129,7 @@ class Checkpoint:
                     done(copy.target.nbytes)
 
         wanted = (copy for copy in copies if copy.target.numel())
-        _in_threads(read, _jobs(((copy.source.file, copy.source.offset), copy) for copy in wanted))
+        in_threads(_jobs(((copy.source.file, copy.source.offset), copy) for copy in wanted), read)
 
 
 def read_header_bytes(path: Path, record: ShardRecord) -> bytes:
@@ -246,14 +245,6 @@ def _jobs(items: Iterable[tuple[tuple[Path, int], _T]]) -> list[list[_T]]:
             begin = (file, offset)
         jobs[-1].append(item)
     return jobs
-
-
-def _in_threads(work: Callable[[Sequence[_T]], Any], jobs: Sequence[Sequence[_T]]) -> list[Any]:
-    """Return the results of `work` on every job, in order; raises the first error."""
-    if not jobs:
-        return []
-    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)), len(jobs))) as pool:
-        return list(pool.map(work, jobs))
 
 
 def _data_faults(pieces: Sequence[StoredPiece]) -> list[str]:

@@ -131,6 +131,13 @@ class SglangSyncConfig:
         "interrupted, on the KV cache of the old weights, when no weights give their later tokens' log-probs (keep).",
         choices=("recompute", "keep"),
     )
+    interval: int = setting(
+        0,
+        "With trainer.async_steps, also update weights within a step, after every N of its optimizer steps; 0: only "
+        "after the step.",
+        unit="optimizer steps",
+        min=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,6 @@ LAYERS = _layers(
 )
 MOE = in_layers(MOE_NORM, ROUTER, *EXPERTS, *shared_experts("mlp.shared_expert"), SHARED_GATE)
 
-DIFFERS = (
-    "gated delta nets in three of four layers, with a gate on the output of attention in the others; norms that "
-    "multiply by 1 + weight, on q and k too; rotation of a quarter of a head"
-)
-SHARED = "; mixtures routed by a softmax, with a gated shared expert"
 DEFAULTS = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -96,7 +91,11 @@ QWEN3_NEXT = Family(
     "qwen3_next",
     EMBEDDING + NEXT_LAYERS + MLP + MOE + OUTPUT,
     title="Qwen3-Next",
-    differs=DIFFERS + SHARED,
+    differs=(
+        "gated delta nets in three of four layers, with a gate on the output of attention in the others; norms that "
+        "multiply by 1 + weight, on q and k too; rotation of a quarter of a head; mixtures routed by a softmax, with a "
+        "gated shared expert"
+    ),
     untied_in_sglang=True,
     needed_by_sglang=("full_attention_interval",),
     megatron="0.19",
@@ -115,7 +114,7 @@ QWEN3_5 = replace(
     model_type="qwen3_5_text",
     rules=EMBEDDING + LAYERS + MLP + OUTPUT,
     title="Qwen3.5",
-    differs=DIFFERS,
+    differs="as Qwen3-Next, without mixtures",
     defaults={**DEFAULTS, "num_key_value_heads": 4},
     # The first two divide rotated dimensions among the axes of an image; a text has one position on all of them.
     keys=(
@@ -135,7 +134,7 @@ QWEN3_5_MOE = replace(
     in_wrappers=("qwen3_5_moe",),
     rules=EMBEDDING + LAYERS + MOE + OUTPUT,
     title="Qwen3.5-MoE",
-    differs=DIFFERS + SHARED,
+    differs="as Qwen3-Next",
     defaults={**DEFAULTS, **MOE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
     fixed={
         **FIXED,

@@ -8,9 +8,8 @@ buffer per thread.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from threading import local
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -29,6 +28,7 @@ STAGING_BYTES = 4 << 20
 PIECE_BYTES = 16 << 20
 
 Task = TypeVar("Task")
+Made = TypeVar("Made")
 
 
 class ShapeAndDtype(NamedTuple):
@@ -105,7 +105,7 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
         itemsize = reader.tensors[_name(piece[1][0])].dtype.itemsize
         return itemsize * sum(copy.rows * copy.cols for copy in piece[1])
 
-    advance = progress.counter(sum(map(nbytes, pieces)), unit="B")
+    advance = progress.counter(sum(map(nbytes, pieces)))
 
     def read(piece: FillStep) -> None:
         written.append(_read(piece, reader, buffers))
@@ -115,41 +115,25 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
     return sum(written)
 
 
-def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads: int | None = None) -> None:
-    """Do `work` on every task; the first error is raised when all threads have stopped.
+def in_threads(tasks: Sequence[Task], work: Callable[[Task], Made], *, threads: int | None = None) -> list[Made]:
+    """Return `work` on every task; the first error is raised when all threads have stopped.
 
     `threads` None: this rank's share of the node's cores, at most 8.
     """
-    queue = deque(tasks)
     if threads is None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
         threads = max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
-    count = min(threads, len(queue))
-    if count <= 1:
-        while queue:
-            work(queue.popleft())
-        return
-
-    def drain() -> None:
+    if min(threads, len(tasks)) <= 1:
+        return [work(task) for task in tasks]
+    with ThreadPoolExecutor(threads, thread_name_prefix="threads of a rank") as pool:
+        futures = [pool.submit(work, task) for task in tasks]
         try:
-            while True:
-                try:
-                    task = queue.popleft()
-                except IndexError:
-                    return
-                work(task)
-        except BaseException:
-            queue.clear()
-            raise
-
-    with ThreadPoolExecutor(count, thread_name_prefix="converter") as pool:
-        futures = [pool.submit(drain) for _ in range(count)]
-        try:
-            for future in futures:
+            for future in as_completed(futures):
                 future.result()
         except BaseException:
-            queue.clear()
+            pool.shutdown(cancel_futures=True)
             raise
+    return [future.result() for future in futures]
 
 
 def rectangle(matrix: Tensor, copy: Copy) -> Tensor:

@@ -74,14 +74,13 @@ def load_hf(
     *,
     sharding: Sharding,
     coordinates: RankCoordinates,
-    threads: int | None = None,
 ) -> LoadReport:
     """Copy this rank's part of the checkpoint into `chunks`, one unwrapped GPTModel per virtual pipeline stage.
 
     Values are cast to each parameter's dtype. No collectives: ranks load independently, each taking the bytes of its
     own parameters and no others (`CheckpointReader.bytes_read` counts them). The output layer of a tied model that
     spans several stages is filled from the embedding's tensor. Beyond the parameters it needs at most 12 MiB per
-    thread; `threads` None: its share of the cores, at most 8.
+    thread.
 
     Raises UserErrors, the same on every rank and before any weight is read, that lists every missing, unexpected and
     mis-shaped tensor, and every reason why the model cannot be cut into `layout`.
@@ -108,7 +107,7 @@ def load_hf(
             jobs += [(param, params[param.name]) for param in plan]
         kept = [param.name for param, _ in jobs if any(copy.hf_name in absent for copy in param.copies)]
         jobs = [job for job in jobs if job[0].name not in kept]
-        written = fill_all([(target, param.copies) for param, target in jobs], reader, threads=threads)
+        written = fill_all([(target, param.copies) for param, target in jobs], reader)
         expected = sum(prod(param.shape) for param, _ in jobs)
         assert written == expected, f"{written} elements were written, the parameters have {expected}"
         return LoadReport(reader.bytes_read, tuple(kept), ignored, perf_counter() - start)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +83,11 @@ def hf_tensors(hf: HFConfig, *, head: Head) -> dict[str, HFTensor]:
         for part in in_model_order(hf, head)
         for source in part.rule.sources
     }
+
+
+def num_elements(hf: HFConfig, head: Head = "lm") -> int:
+    """Return the number of elements of all weights."""
+    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head=head).values())
 
 
 def ignored_tensors(hf: HFConfig, *, head: Head) -> frozenset[str]:

@@ -143,7 +143,7 @@ class CheckpointWriter:
             raise UserError(f"{folder}: there are no tensors to write")
         self.folder = folder
         self._total = sum(spec.nbytes for spec in specs)
-        self._advance = progress.counter(self._total, unit="B")
+        self._advance = progress.counter(self._total)
         require_space(folder, self._total)
         shards = plan_shards(specs, shard_bytes)
         self.files = [SafetensorsFile(folder / shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]

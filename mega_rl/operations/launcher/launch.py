@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mega_rl import __version__
+from mega_rl.environment import interface_of
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.channel import SILENT_S, Channel, ChannelLost, Door, Joining, join
 from mega_rl.operations.launcher.nodes import (
@@ -31,7 +32,7 @@ from mega_rl.operations.launcher.nodes import (
     finish,
     gather,
 )
-from mega_rl.operations.launcher.ranks import KEY, LOOPBACK, NodeRanks, StopSignals, interface_of, listen
+from mega_rl.operations.launcher.ranks import KEY, LOOPBACK, NodeRanks, StopSignals, listen
 from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
 from mega_rl.operations.launcher.supervisor import Conclusion, Supervisor
 from mega_rl.tracking.health.records import SAVE_S

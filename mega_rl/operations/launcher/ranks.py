@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
-import psutil
-
 from mega_rl.environment import own_cores, python_module
 from mega_rl.errors import LAST_WORD, UserError
 from mega_rl.processes import DEVNULL, Child, ChildDeadlineError, ChildStartError
@@ -175,15 +173,6 @@ class NodeRanks:
         if self._last_words >= 0:
             os.close(self._last_words)
         self._last_words = -1
-
-
-def interface_of(address: str) -> str:
-    """Return the network interface of this machine that has an address; empty without one."""
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.address.partition("%")[0] == address:
-                return str(name)
-    return ""
 
 
 class StopSignals:

@@ -14,7 +14,7 @@ import torch
 from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import config_changes
-from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.plan.parameters import num_elements
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.errors import UserError
@@ -31,7 +31,7 @@ from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, server_arguments
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.choice import transport_for
-from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes, weight_count
+from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
 from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, control_of, server_of
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
@@ -157,12 +157,12 @@ def colocated_bytes(
 ) -> tuple[int, int]:
     """Return the device bytes of the policy and of a colocated server's weights per rank."""
     engine, itemsize = settings.engine, _dtype(rollout, settings).itemsize
-    count = weight_count(hf)
+    count = num_elements(hf)
     if engine.backend == "fsdp":
         policy = 4 * count // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
     else:
-        sharding = Sharding(hf, ParallelLayout.of_engine(engine, world_size=world_size))
-        policy = policy_bytes(sharding, DTYPES[settings.model.dtype].itemsize)
+        layout = ParallelLayout.of_engine(engine, world_size=world_size)
+        policy = policy_bytes(hf, layout, DTYPES[settings.model.dtype].itemsize)
     sending = sending_bytes(hf, bucket_bytes=rollout.bucket_mib << 20, itemsize=itemsize)
     return policy + sending, count * itemsize // rollout.sglang.server.tp
 

@@ -73,6 +73,7 @@ def _line_of(words: LastWords, timeout_s: float) -> str:
     return f"{lost}: it has ended, and what it said, if anything, is the cause"
 
 
+# SIGUSR1 is what Slurm sends ahead of time, `--signal=B:USR1@120`.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,7 @@ METRICS = "metrics.jsonl"
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 36
 MOST_VALIDATIONS = 6  # in a row; earlier ones are left out
-_NUMBER = "parameters"  # the column that is aligned to the right
-_TITLES = ("role", "family", _NUMBER, "engine", "layout", "attention", "dtype", "trains", "model")
+_TITLES = ("role", "family", "parameters", "engine", "layout", "attention", "dtype", "trains", "model")
 _UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K"))
 
 
@@ -51,19 +50,21 @@ def show_startup(
         parameters = "" if role.parameters is None else short_count(role.parameters)
         model = (role.role, role.family, parameters, role.engine, role.layout, role.attention, role.dtype)
         rows.append((*model, "yes" if role.trains else "no", role.model))
-    lines = _aligned([column for column in zip(*rows, strict=True) if any(column[1:])])
+    shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    head, *cells = ([cell or "-" for cell in row] for row in zip(*shown, strict=True))
+    lines = [*aligned(head, cells)]
     lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
     _print_lines(console or standard_error(), lines)
 
 
-def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return plain lines of the table, columns padded to equal widths."""
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: the first column to the left, numbers to the right."""
     padded = []
-    for title, *cells in columns:
-        texts = [title, *(cell or "-" for cell in cells)]
-        width = max(map(len, texts))
-        padded.append([text.rjust(width) if title == _NUMBER else text.ljust(width) for text in texts])
-    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
+        width = max(map(len, [title, *cells]))
+        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
+        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
+    yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
 
 
 def short_count(number: int) -> str:
@@ -125,12 +126,12 @@ def _files(run_dir: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def sparkline(values: Sequence[float], *, width: int = SPARKLINE_WIDTH) -> str:
-    """Return finite values as bars between their lowest and highest, averaged down to `width` characters."""
+def sparkline(values: Sequence[float]) -> str:
+    """Return finite values as bars between their lowest and highest, averaged down to SPARKLINE_WIDTH characters."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    count = min(width, len(finite))
+    count = min(SPARKLINE_WIDTH, len(finite))
     edges = [len(finite) * i // count for i in range(count + 1)]
     means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, span = min(means), max(means) - min(means)

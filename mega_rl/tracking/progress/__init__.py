@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,30 +21,35 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Phase:
-    """A piece of work in progress: its name and the part that is done.
+    """A piece of work in progress: its name and the part that is done. A `with` block ends it.
 
     `rounds` marks work that repeats: `done` counts whole rounds, and other phases run inside a round.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        total: float | None = None,
-        done: float = 0.0,
-        unit: str = "",
-        deadline_s: float | None = None,
-        rounds: bool = False,
-    ) -> None:
-        """unit: "B" for bytes. deadline_s: seconds after which the waiting code gives up."""
-        self.name, self.unit, self.note = name, unit, ""
-        self.total, self.done = total, done
-        self.first = done  # work done before the phase began
-        self.deadline_s, self.rounds = deadline_s, rounds
+    name: str
+    total: float | None = None
+    done: float = 0.0
+    unit: str = ""  # "B" for bytes
+    deadline_s: float | None = None  # seconds after which the waiting code gives up
+    rounds: bool = False
+    note: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.first = self.done  # work done before the phase began
         self.began = self.advanced = time.monotonic()  # `advanced`: time of the last progress
         self.thread = threading.get_ident()
         self._lock = threading.Lock()
+
+    def __enter__(self) -> Phase:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End the phase; an error keeps the phases in progress."""
+        if error is not None and _PHASES not in vars(error):
+            setattr(error, _PHASES, active())
+        self.end()
 
     @property
     def elapsed_s(self) -> float:
@@ -119,7 +124,7 @@ def active_at(error: BaseException) -> tuple[Phase, ...]:
     return phases
 
 
-def begin(
+def phase(
     name: str,
     *,
     total: float | None = None,
@@ -129,7 +134,7 @@ def begin(
     rounds: bool = False,
     announce: bool = False,
 ) -> Phase:
-    """Begin a phase that its owner ends. announce: also log its name."""
+    """Begin a phase, which a `with` block or its owner ends. announce: also log its name."""
     begun = Phase(name, total=total, done=done, unit=unit, deadline_s=deadline_s, rounds=rounds)
     if announce:
         log.info("%s", begun.name)
@@ -139,20 +144,9 @@ def begin(
     return begun
 
 
-@contextmanager
-def phase(
-    name: str, *, total: float | None = None, unit: str = "", deadline_s: float | None = None, announce: bool = False
-) -> Iterator[Phase]:
-    """Show the block as a phase. announce: also log its name."""
-    with _ending(begin(name, total=total, unit=unit, deadline_s=deadline_s, announce=announce)) as begun:
-        yield begun
-
-
-@contextmanager
-def rounds(name: str, total: int, *, done: int = 0) -> Iterator[Phase]:
-    """Show the block as `total` rounds; it advances the phase after each."""
-    with _ending(begin(name, total=total, done=done, rounds=True)) as begun:
-        yield begun
+def rounds(name: str, total: int, *, done: int = 0) -> Phase:
+    """Begin work of `total` rounds, whose owner advances the phase after each."""
+    return phase(name, total=total, done=done, rounds=True)
 
 
 @contextmanager
@@ -174,18 +168,6 @@ def importing(names: str, *, announce: bool = False) -> Iterator[Phase]:
             gc.enable()
 
 
-@contextmanager
-def _ending(begun: Phase) -> Iterator[Phase]:
-    """End a phase with the block; an error keeps the phases in progress."""
-    try:
-        yield begun
-    finally:
-        error = sys.exception()
-        if error is not None and _PHASES not in vars(error):
-            setattr(error, _PHASES, active())
-        begun.end()
-
-
 def _innermost() -> Phase | None:
     thread = threading.get_ident()
     return next((phase for phase in reversed(active()) if phase.thread == thread and not phase.rounds), None)
@@ -197,12 +179,12 @@ def report(done: float, total: float | None = None, *, unit: str = "", note: str
         innermost.report(done, total, unit=unit, note=note)
 
 
-def counter(total: float, *, unit: str = "") -> Callable[[float], None]:
-    """Return a function that adds to this thread's innermost phase, from any thread."""
+def counter(total: float) -> Callable[[float], None]:
+    """Return a function that adds bytes to this thread's innermost phase, from any thread."""
     innermost = _innermost()
     if innermost is None:
         return lambda amount: None
-    innermost.report(0.0, total, unit=unit)
+    innermost.report(0.0, total, unit="B")
     return innermost.advance
 
 

@@ -120,6 +120,8 @@ class RecordDescription:
     versions: dict[str, str]  # package -> version
     # Records of earlier releases lack the following.
     weight_version: int = -1  # the trainer's, when the step began
+    # The same of trainer.async_steps steps before and of this one; 0: unknown. Empty: versions count steps.
+    begun: tuple[int, ...] = ()
     tickets: tuple[int, ...] = ()  # number of each prompt's draw since the run began
     data_rows: tuple[int, ...] = ()  # each prompt's row of the data
     dropped: tuple[DroppedGroup, ...] = ()  # groups that were drawn and will not train
@@ -162,7 +164,7 @@ def parse(text: bytes, path: Path) -> tuple[RecordDescription, list[Shard], dict
     try:
         needed = [field.name for field in fields(RecordDescription) if field.default is MISSING]
         kept = {name: raw[name] for name in needed} | {"weight_version": int(raw.get("weight_version", -1))}
-        names = ("reward_parts", "reward_weights", "weights", "tickets", "data_rows")
+        names = ("reward_parts", "reward_weights", "weights", "begun", "tickets", "data_rows")
         tuples = {name: tuple(raw.get(name, ())) for name in names}
         tuples["dropped"] = tuple(DroppedGroup(*group) for group in raw.get("dropped", ()))
         description = RecordDescription(**{**kept, **tuples})

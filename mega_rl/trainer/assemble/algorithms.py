@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -44,7 +44,7 @@ from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, Rescoring, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
-from mega_rl.trainer.selection import AtOnce, Stock
+from mega_rl.trainer.selection import AtOnce, StepVersions, Stock
 from mega_rl.types import Rollout
 from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
@@ -163,7 +163,8 @@ def build_collector(
     stage: Stages, step_log: StepLog,
 ) -> Collector:  # fmt: skip
     """Return the source of a step's samples; success: data.curriculum."""
-    order, sync, method, trainer = prompts.order, run.rollouts.sync, run.roles.method, run.trainer
+    order, stock, method, trainer = prompts.order, run.rollouts.stock, run.roles.method, run.trainer
+    versions = StepVersions(0, lambda: run.rollouts.sync.weight_version) if stock is None else stock.versions
     dynamic, per_step = rollout.dynamic_sampling, trainer.prompts_per_step
     meter = None
     if prompts.rates is not None and isinstance(success, SuccessCurriculum):
@@ -193,10 +194,10 @@ def build_collector(
         stage=stage,
         log=step_log,
         watch=count,
-        staleness=StalenessGuard(trainer.async_steps, run.replicas, current=lambda: sync.weight_version),
+        staleness=StalenessGuard(versions, run.replicas),
         count_data=lambda drawn: order.metrics(drawn) | order.waits(),
         success=meter,
-        stock=run.rollouts.stock or (Stock(AtOnce(run.rollouts.source)) if dynamic.max_generations else None),
+        stock=stock or (Stock(AtOnce(run.rollouts.source)) if dynamic.max_generations else None),
     )
 
 
@@ -213,6 +214,8 @@ def build_algorithm(
     )  # fmt: skip
     if stream is None or changes is None:
         return algorithm, []
+    publish = partial(stream.publish_within, stage.publish)
+    algorithm.rules = replace(algorithm.rules, interval=rollout.sglang.sync.interval, publish=publish)
     rescoring = Rescoring(
         run.roles.actor, guard, changes, stream.newest, rollout.verify_interval,
         algorithm.rules.recompute_old_logprobs, stage, step_log,

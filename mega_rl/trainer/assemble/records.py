@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from math import isnan, prod
+from math import isnan
 from pathlib import Path
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import advice
 from mega_rl.config.schema import Config, RewardHttpConfig
 from mega_rl.config.schema.training import RecordsConfig
-from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.parameters import num_elements
 from mega_rl.data.build import source_lines
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
@@ -71,7 +71,7 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
                 role=engine.name,
                 model=short_commit(str(named[engine.name].path)),
                 family=sharding.hf.family,
-                parameters=sum(prod(tensor.shape) for tensor in hf_tensors(sharding.hf, head=sharding.head).values()),
+                parameters=num_elements(sharding.hf, sharding.head),
                 engine=config.engine.backend,
                 layout=" ".join(f"{name}{size}" for name, size in sizes.items() if size > 1),
                 attention=engine.attention,
@@ -106,8 +106,7 @@ def build_recorder(
 
     if settings.weights:
         shardings = [roles.engines[role].sharding for role in changing]
-        tensors = [tensor for one in shardings for tensor in hf_tensors(one.hf, head=one.head).values()]
-        nbytes = DTYPES[dtype].itemsize * sum(prod(tensor.shape) for tensor in tensors)
+        nbytes = DTYPES[dtype].itemsize * sum(num_elements(one.hf, one.head) for one in shardings)
 
         def save(folder: Path) -> None:
             stage.hold("save")
@@ -137,7 +136,7 @@ def _describe(
     run: LoadedRun, config: JsonObject, step: int, evaluated: Evaluated, weights: tuple[str, ...]
 ) -> RecordDescription:
     roles, samples = run.roles, evaluated.batch.samples
-    engine, parts = roles.actor_engine, samples.rewards.parts
+    engine, parts, stock = roles.actor_engine, samples.rewards.parts, run.rollouts.stock
     models = roles.engines if run.world.rank == 0 else ()
     return RecordDescription(
         step=step + 1,
@@ -153,6 +152,7 @@ def _describe(
         device=engine.device.type,
         dtype=str(config["model"]["dtype"]),
         weight_version=run.rollouts.sync.weight_version,
+        begun=(run.rollouts.sync.weight_version,) if stock is None else tuple(stock.versions.begun),
         tickets=tuple(samples.tickets.tolist()),
         data_rows=tuple(prompt.index for prompt in samples.prompts),
         dropped=tuple(

@@ -28,7 +28,7 @@ from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.tokens import ids_of, with_end_of_sequence
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
 from mega_rl.trainer.mismatch import PolicyChanges
-from mega_rl.trainer.selection import Stock
+from mega_rl.trainer.selection import StepVersions, Stock
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import (
@@ -132,12 +132,13 @@ def build_rollouts(
         own_source = None
         if inputs.rollouts is not None:
             own_source, _ = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
-        stream = _stream(rollout, trainer, world, worker, engine, sync, own_source, in_turns)
+        stream = _stream(rollout, trainer, roles.method.settings.epochs, worker, engine, sync, own_source, in_turns)
         stream.flow.sample, devices.end_round = sample, stream.flow.pause
         resources.callback(stream.flow.close)
         redraws = rollout.dynamic_sampling.expired == "redraw"
-        stock = Stock(stream.flow, lambda: stream.weight_version, stream.flow, redraws)
-        return Rollouts(stream, stream, devices, stock, stream, stock, PolicyChanges(lambda: stream.weight_version))
+        versions = StepVersions(trainer.async_steps, lambda: stream.weight_version)
+        stock = Stock(stream.flow, versions, stream.flow, redraws)
+        return Rollouts(stream, stream, devices, stock, stream, stock, PolicyChanges(versions))
     if inputs.rollouts is None:
         return Rollouts(worker, sync, devices)
     made, pending = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
@@ -281,11 +282,14 @@ def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
 
 
 def _stream(
-    rollout: RolloutConfig, trainer: TrainerConfig, world: Ranks, worker: RolloutWorker,
+    rollout: RolloutConfig, trainer: TrainerConfig, epochs: int, worker: RolloutWorker,
     engine: SglangRolloutEngine, sync: WeightSync, own_source: CheckedRollouts | None,
     in_turns: bool,
 ) -> RolloutStream:  # fmt: skip
-    rows = math.ceil((trainer.async_steps + 1) * trainer.prompts_per_step / world.size) * rollout.n
+    rows = math.ceil((trainer.async_steps + 1) * trainer.prompts_per_step / engine.everyone.size) * rollout.n
+    updates = epochs * trainer.prompts_per_step // trainer.minibatch_size
+    # A response that began k steps ago is complete. In turns its first round is in the step that begins it.
+    rounds = trainer.async_steps * math.ceil(updates / (rollout.sglang.sync.interval or updates)) + in_turns
     by_tokens = rollout.sglang.arrival == "lock"
     source = None if own_source is None else own_source.source
     environments = source if isinstance(source, EnvironmentRollouts) else None
@@ -293,10 +297,9 @@ def _stream(
     flow = ServerFlow(
         worker=worker,
         engine=engine,
-        everyone=world,
+        everyone=engine.everyone,
         version=lambda: sync.weight_version,
-        # A response that began k versions ago is complete. In turns its first round is in the step that begins it.
-        quantum=math.ceil(rollout.max_new_tokens / (trainer.async_steps + in_turns)) if by_tokens else 0,
+        quantum=math.ceil(rollout.max_new_tokens / rounds) if by_tokens else 0,
         timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s + own_s,
         rollouts=environments,
         in_turns=in_turns,

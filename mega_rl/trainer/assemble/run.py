@@ -76,7 +76,7 @@ def running(
             with progress.phase("preparing the run"):
                 trainers = build_trainers(configs, rewards, accelerator, groups, stop, resources)
             yield trainers, stop
-        resources.callback(progress.begin("closing files and servers").end)
+        resources.callback(progress.phase("closing files and servers").end)
         if stop.exit_code:
             heartbeat.end("stopped", f"by {signal.Signals(stop.exit_code - 128).name}")
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from mega_rl import api
-from mega_rl.protocols import MetricsSink, RolloutSource, TokenModel
+from mega_rl.protocols import RolloutSource, TokenModel
 from mega_rl.rollout.embedded import HFRolloutEngine
 from mega_rl.tracking.health.guard import StoppedBySignal
+from mega_rl.tracking.metrics.sinks import MultiSink, NullSink
 from mega_rl.tracking.progress.terminal import standard_error
 from mega_rl.trainer.collect import Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
@@ -41,24 +42,16 @@ SHARED: Mapping[str, object] = {
 
 
 @dataclass
-class CurveRecorder:
-    """Sink of metrics that also measures the trainer after every step."""
+class CurveRecorder(NullSink):
+    """Sink of metrics that measures the trainer after every step."""
 
-    sink: MetricsSink
     probe: Callable[[int, Metrics], float | None]  # (steps done, metrics) -> value of the curve; None: no point there
     points: list[tuple[int, float]] = field(default_factory=list)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self.sink.log(step, metrics)
         value = self.probe(step, metrics)
         if value is not None:
             self.points.append((step, value))
-
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, object]], *, validation: bool = False) -> None:
-        self.sink.dump_rollouts(step, rows, validation=validation)
-
-    def close(self, *, failed: bool = False) -> None:
-        self.sink.close(failed=failed)
 
 
 def build_probe(task: LearningTask, models: PolicyGradient) -> Callable[[int, Metrics], float | None]:
@@ -101,7 +94,8 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int) -> Curve:
                 assert isinstance(loop.batches, Collector)
                 mix_with_uniform(loop.batches.source, share=variant.noise)
             assert isinstance(loop.algorithm, PolicyGradient)
-            loop.log.sink = recorder = CurveRecorder(loop.log.sink, build_probe(task, loop.algorithm))
+            recorder = CurveRecorder(build_probe(task, loop.algorithm))
+            loop.log.sink = MultiSink([loop.log.sink, recorder])
             outcome = trainer.fit()
     if outcome.exit_code:
         raise StoppedBySignal(outcome.exit_code - 128)

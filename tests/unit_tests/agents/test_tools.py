@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.agents.tools import STYLES, Call, Toolbox, ToolFunction, python_tool
+from mega_rl.agents.tools import STYLES, Call, Toolbox, ToolFunction
 from mega_rl.errors import UserError
-from mega_rl.rewards.sandbox import Execution
 from tests.helpers.chats import byte_tokenizer
 from tests.unit_tests.agents.families import FAMILIES
 from tests.unit_tests.agents.test_templates import PEERS
@@ -170,17 +169,6 @@ def test_answers_and_calls_are_limited() -> None:
     assert texts[0] == texts[1]
     assert texts[0].startswith('{"city": "xxxxxxxxxx... (')
     assert texts[2] == "error: at most 2 calls in a turn"
-
-
-def test_python_tool_answers_with_what_is_printed() -> None:
-    class Fake:
-        def run(self, program: str, stdin: bytes, *, timeout_s: float) -> Execution:
-            status: Any = "finished" if program == "print(1)" else "timeout"
-            return Execution(status, 0 if status == "finished" else None, b"1\n", b"")
-
-    box = Toolbox([python_tool(Fake())], "hermes")
-    assert answer(box, hermes("python", {"code": "print(1)"})) == ["1\n"]
-    assert answer(box, hermes("python", {"code": "x"})) == ["1\n\n(timeout, exit code None)"]
 
 
 _PIECES = st.sampled_from([

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.folders import RunLock
 from mega_rl.checkpoint.format.reader import Checkpoint
+from mega_rl.cli import checkpoint as verbs
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint import written
 
@@ -173,7 +173,7 @@ def test_irregular_files_are_refused(name: str, kind: str, folder: Path, tmp_pat
         file.symlink_to("/dev/zero")
     assert name in refusal(folder)
     assert folders.complete(folder.parent) == ([folder] if name.startswith("shard") else [])
-    assert verbs.list_checkpoints(folder.parent, as_json=True) == (1 if name.startswith("shard") else 0)
+    assert verbs.list_(folder.parent, as_json=True) == (1 if name.startswith("shard") else 0)
 
 
 # Values that stand for whole classes of mistakes: types, signs, sizes, text that is no name.
@@ -412,8 +412,8 @@ def use_everything(folder: Path) -> None:
         lambda: check(folder),
         lambda: folders.complete(root),
         lambda: folders.torn(root),
-        lambda: verbs.list_checkpoints(root, as_json=True),
-        lambda: verbs.verify_checkpoints(root, as_json=True),
+        lambda: verbs.list_(root, as_json=True),
+        lambda: verbs.verify(root, as_json=True),
         lambda: RunLock(root).__enter__().release(),  # type: ignore[func-returns-value]
         lambda: folders.surplus(root, newest_step=10, keep=1, keep_interval=0, keep_best="a"),
     ]

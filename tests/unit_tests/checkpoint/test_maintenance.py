@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.folders import RunLock
 from mega_rl.cli import app as cli
+from mega_rl.cli import checkpoint as verbs
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint.written import flip, save
 
@@ -34,24 +34,28 @@ def steps(run: Path) -> list[int]:
     return [folders.step_of(folder) for folder in folders.complete(run / "checkpoints")]
 
 
-def test_list(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert verbs.list_checkpoints(run) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown() -> list[str]:
+        """The title and the rows of the table, without the rule between them."""
+        title, _, *rows = filter(str.strip, capsys.readouterr().out.splitlines())
+        return [title, *rows]
+
+    assert verbs.list_(run) == 0
+    lines = shown()
     assert lines[0].split() == ["step", "saved", "at", "size", "layout", "val/reward_mean", "state"]
     assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30", ".step_000040.tmp"]
     assert "tp1 dp3" in lines[1]
     assert "0.75" in lines[2]
     assert lines[2].rstrip().endswith("complete")
     assert "torn: a pending or interrupted save" in lines[4]
-    assert verbs.list_checkpoints(run / "checkpoints", metric="loss") == 0
-    assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["loss", "state"]
+    assert verbs.list_(run / "checkpoints", metric="loss") == 0
+    assert shown()[0].split()[-2:] == ["loss", "state"]
 
 
 def test_verify_takes_run_root_or_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = run / "checkpoints"
     for path, count in ((run, 3), (root, 3), (root / "step_000020", 1)):
-        assert verbs.verify_checkpoints(path) == 0
+        assert verbs.verify(path) == 0
         lines = capsys.readouterr().out.splitlines()
         assert sum(": whole: 8 tensors, 13 pieces" in line for line in lines) == count
         assert sum(".step_000040.tmp: ignored" in line for line in lines) == (count > 1)
@@ -62,32 +66,32 @@ def test_verify_lists_every_fault(run: Path, capsys: pytest.CaptureFixture[str])
     os.truncate(run / "checkpoints" / "step_000030" / "shard_00000.safetensors", 50)
     (run / "checkpoints" / "step_000030" / "shard_00001.safetensors").unlink()
     (run / "checkpoints" / "step_000010" / "COMMIT").write_text("{}")
-    assert verbs.verify_checkpoints(run) == 1
+    assert verbs.verify(run) == 1
     out = capsys.readouterr().out
     assert out.count("damaged") == 4
     assert ": whole" not in out
     assert f"{file.parent}: damaged: {file.name}: " in out
-    assert verbs.verify_checkpoints(run, as_json=True) == 1
+    assert verbs.verify(run, as_json=True) == 1
     reports = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [len(report["faults"]) for report in reports] == [1, 1, 2]
     [fault] = reports[1]["faults"]
     assert all(word in fault for word in (str(file), ": actor/", "checksum", "expected"))
-    assert verbs.verify_checkpoints(run / "checkpoints" / "step_000010") == 1
+    assert verbs.verify(run / "checkpoints" / "step_000010") == 1
 
 
 def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verbs.prune(run, keep=1, keep_best="val/reward_mean", dry_run=True) == 0
+    verbs.prune(run, keep=1, keep_best="val/reward_mean", dry_run=True)
     assert steps(run) == [10, 20, 30]
     assert capsys.readouterr().out.count("would remove") == 2
-    assert verbs.prune(run, keep=1, keep_best="val/reward_mean", as_json=True) == 0
+    verbs.prune(run, keep=1, keep_best="val/reward_mean", as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert [Path(each["path"]).name for each in report["removed"]] == [".step_000040.tmp", "step_000010"]
     assert [Path(path).name for path in report["kept"]] == ["step_000020", "step_000030"]
     assert steps(run) == [20, 30]
     assert not (run / "checkpoints" / ".step_000040.tmp").exists()
-    assert verbs.prune(run / "checkpoints", keep=1, keep_interval=20) == 0
+    verbs.prune(run / "checkpoints", keep=1, keep_interval=20)
     assert steps(run) == [20, 30]
-    assert verbs.prune(run, keep=1) == 0
+    verbs.prune(run, keep=1)
     assert steps(run) == [30]
 
 
@@ -95,7 +99,7 @@ def test_prune_is_refused_while_a_run_writes(run: Path) -> None:
     with RunLock(run / "checkpoints"):
         with pytest.raises(UserError, match=f"{run}: another run .*pid {os.getpid()}.*stop it first"):
             verbs.prune(run, keep=1)
-        assert verbs.prune(run, keep=1, dry_run=True) == 0
+        verbs.prune(run, keep=1, dry_run=True)
     assert steps(run) == [10, 20, 30]
 
 

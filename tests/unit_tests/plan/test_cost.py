@@ -125,6 +125,18 @@ def test_plan_says_what_a_link_takes(gbit: float, faster: str) -> None:
     assert as_json(MemoryPlan(joined))["weight_sync_seconds"] is None
 
 
+def test_weights_within_a_step_are_sent_more_often() -> None:
+    """Four optimizer steps, after every three and after the step: twice the seconds of one."""
+    joined = next(scale.setup for scale in scale_pages.RUNS.values() if scale.servers)
+    four = changed(joined, {"trainer.minibatch_size": joined.config.trainer.prompts_per_step // 4})
+    twice = changed(four, {"rollout.sglang.sync.interval": 3})
+    once, more = (MemoryPlan(one, hardware=H100).time for one in (four, twice))
+    assert once is not None
+    assert more is not None
+    sending = once.phases["sending weights"]
+    assert more.phases["sending weights"] == {name: pytest.approx(2 * seconds) for name, seconds in sending.items()}
+
+
 def test_page_equals_the_plans() -> None:
     """`make docs` has been run; a shell makes the settings of each command."""
     page = scale_pages.PAGE.read_text(encoding="utf-8")

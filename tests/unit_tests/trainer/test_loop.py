@@ -80,6 +80,27 @@ def test_the_reference_is_updated_after_the_policy(interval: int) -> None:
     assert events[first - 1 : first + 2] == ["update_actor", "mix", "publish"]  # and so before the step is saved
 
 
+@pytest.mark.parametrize("interval", [0, 1, 2, 3, 9])
+def test_weights_are_published_within_steps(interval: int) -> None:
+    """Between updates of the actor, never after the last one of a step; the updates are the same."""
+    usual, run = FakeRun(grpo=True), FakeRun(grpo=True)
+    usual.minibatches = run.minibatches = dataclasses.replace(run.minibatches, minibatch_size=1, epochs=3)
+    usual.fit()
+    trainer = run.build()
+    algorithm: Any = trainer.algorithm
+    send: Any = lambda: run.events.append("within") or {"sync/own": 1.0}  # noqa: E731
+    algorithm.rules = dataclasses.replace(algorithm.rules, interval=interval, publish=send)
+    trainer.fit()
+    updates = run.events.count("update_actor") // 3
+    every = [["update_actor", *(["within"] if interval and n % interval == 0 else [])] for n in range(1, updates)]
+    expected = [event for one in every for event in one] + ["update_actor"]
+    assert updates > 3
+    assert [one for one in run.events if one in ("update_actor", "within")] == expected * 3
+    assert [one for one in run.events if one != "within"] == usual.events
+    assert torch.equal(run.actor.logits, usual.actor.logits)
+    assert ("sync/own" in run.metrics.records[1]) == (0 < interval < updates)
+
+
 def test_validation_saving_and_dumps_keep_their_intervals() -> None:
     settings = RunSettings(steps=5, val_interval=2, save_interval=3, rollout_interval=4, rollout_samples=3)
     trainer = FakeRun(settings=settings, validation=held_out(FakePrompts().batch(0)))

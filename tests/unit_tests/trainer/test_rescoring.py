@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ class Watched:
     def __init__(self, run: StreamRun, *, interval: int = 2, knows_all: bool = True) -> None:
         self.run, self.metrics, self.seen = run, list[Metrics](), list[tuple[int, Rollout]]()
         self.spoil: Callable[[Rollout], Rollout] = lambda rollout: rollout
-        self.changes = PolicyChanges(lambda: run.policy.weight_version)
+        self.changes = PolicyChanges(run.stock.versions)
         guard = MismatchGuard(MismatchLimits(1e-3, share=0.01, max=1.0), run.replicas, self.changes)
         self.log = StepLog(FakeSink(), FakeTimer())  # type: ignore[arg-type]
         rescoring = Rescoring(
@@ -71,24 +72,27 @@ class Watched:
         return rows
 
 
-def watched(k: int, ranks: Ranks, *, free: bool = False, steps: int = 10, **how: Any) -> Watched:
+def watched(k: int, ranks: Ranks, *, free: bool = False, steps: int = 10, publishes: int = 1, **how: Any) -> Watched:
     pace = {"pace": lambda key, number: 1 + sum(key) % 3} if free else {}
     in_turns = how.pop("in_turns", False)
-    return Watched(StreamRun(k, ranks, free=free, steps=steps, fleet=pace, in_turns=in_turns), **how)
+    given: Any = {"steps": steps, "publishes": publishes, "fleet": pace, "in_turns": in_turns}
+    return Watched(StreamRun(k, ranks, free=free, **given), **how)
 
 
 @pytest.mark.parametrize(("knows_all", "in_turns"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("free", [False, True])
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_right_run_is_rescored_and_goes_on(k: int, free: bool, knows_all: bool, in_turns: bool) -> None:
+@pytest.mark.parametrize(("k", "publishes"), [(1, 1), (3, 1), (1, 2), (3, 3)])
+def test_a_right_run_is_rescored_and_goes_on(
+    k: int, publishes: int, free: bool, knows_all: bool, in_turns: bool
+) -> None:
     """What is rescored are tokens of the weights of the moment; the policy's moves are those of its weights."""
-    one = watched(k, SingleRank(), free=free, knows_all=knows_all, in_turns=in_turns)
+    publishes = 1 if in_turns else publishes
+    one = watched(k, SingleRank(), free=free, knows_all=knows_all, publishes=publishes, in_turns=in_turns)
     one.run.run()
     assert len(one.seen) >= 4
     if not free:
-        assert torch.equal(
-            one.run.policy.weights, StreamRun(k, SingleRank(), steps=10, in_turns=in_turns).run().policy.weights
-        )
+        unwatched = StreamRun(k, SingleRank(), steps=10, publishes=publishes, in_turns=in_turns).run()
+        assert torch.equal(one.run.policy.weights, unwatched.policy.weights)
     for version, rows in one.seen:
         assert rows.token_versions is not None
         assert rows.loss_mask.any()
@@ -97,9 +101,10 @@ def test_a_right_run_is_rescored_and_goes_on(k: int, free: bool, knows_all: bool
         assert torch.allclose(rows.rollout_logprobs[rows.loss_mask].double(), expected, atol=1e-6)
     ages = {name for metrics in one.metrics for name in metrics if "diff_age_" in name}
     assert ages >= {f"rollout/logprob_diff_age_{age}" for age in ((1,) if k == 1 else (1, 2))}
-    for before, batch, metrics in zip(one.run.versions, one.run.taken, one.metrics, strict=True):
-        assert metrics["rollout/policy_change"] == one.changes.of_versions[before + 1]
-        old, new = (one.run.policy.published[before + later].log_softmax(0) for later in (0, 1))
+    versions = [*one.run.versions, one.run.policy.weight_version]
+    for own, batch, metrics in zip(pairwise(versions), one.run.taken, one.metrics, strict=True):
+        assert metrics["rollout/policy_change"] == one.changes.of_versions[own[1]]
+        old, new = (one.run.policy.published[version].log_softmax(0) for version in own)
         chosen = torch.tensor([0, 2, 4, 7])
         tokens = batch.rollout.tokens[chosen][batch.rollout.loss_mask[chosen]]
         assert metrics["rollout/policy_change"] == pytest.approx(float((new - old)[tokens].abs().mean()), rel=1e-4)
@@ -135,7 +140,7 @@ def test_older_tokens_with_other_logprobs_are_found(knows_all: bool) -> None:
         return rows
 
     one.spoil = spoil
-    with pytest.raises(RolloutMismatchError, match="1 or more versions old differ by a mean of"):
+    with pytest.raises(RolloutMismatchError, match="1 or more steps old differ by a mean of"):
         one.run.run()
 
 

@@ -204,12 +204,48 @@ def trains_shared_twice(run: Path) -> None:
     edit(run, 2, of={"tensors": content["tensors"] | {"branch": "I64", "turn": "I16"}})
 
 
+def published_twice(run: Path) -> None:
+    """Each step but the last publishes within itself, too: step s begins with version 2 s - 1."""
+    ahead(run, 1)
+    for step in range(1, 5):
+        edit(run, step, of={"weight_version": 2 * step - 1, "begun": [max(2 * step - 3, 0), 2 * step - 1]},
+             weight_version=lambda own: 2 * own["weight_version"] - 1)  # fmt: skip
+
+
+def of_row(step: int, version: int, row: int = 6) -> Callable[[Any], Any]:
+    """Return the versions of rows with one that weights from within a step sampled."""
+    return lambda own: np.where(np.arange(len(own["lengths"])) == row, version, 2 * step - 1)
+
+
+def older_than_steps(run: Path) -> None:
+    """Of weights from within the step before the last one that may be: no step began with them."""
+    published_twice(run)
+    edit(run, 4, weight_version=of_row(4, 4))
+
+
+def version_of_other_step(run: Path) -> None:
+    """Step 4 takes version 4 for the one that step 3 began with."""
+    published_twice(run)
+    edit(run, 4, of={"begun": [4, 7]}, weight_version=of_row(4, 5))
+
+
 def weights_fall_back(run: Path) -> None:
     edit(run, 4, of={"weight_version": 1}, weight_version=lambda own: own["weight_version"] * 0 + 1)
 
 
 def wrong_logprob(run: Path) -> None:
     edit(run, 2, rollout_logprobs=lambda own: own["rollout_logprobs"] - 0.01 * (np.arange(16) == 9)[:, None])
+
+
+def marked_kept(run: Path) -> None:
+    """A wrong log-prob in a row that is called kept, by a run that interrupts all requests."""
+    wrong_logprob(run)
+    mark_kept(run, 9)
+
+
+def mark_kept(run: Path, row: int) -> None:
+    edit(run, 2, kept=lambda own: own["loss_mask"] & (np.arange(16) == row)[:, None])
+    edit(run, 2, of={"tensors": described(run, 2)["tensors"] | {"kept": "BOOL"}})
 
 
 # fault -> rule that names it, step, place of the ticket in its step; all of the plain run's records.
@@ -229,7 +265,10 @@ FAULTS = {
     trains_read_token: ("tokens", 2, 4),
     trains_shared_twice: ("tokens", 2, 4),
     weights_fall_back: ("versions", 4, 12),
+    older_than_steps: ("stale", 4, 13),
+    version_of_other_step: ("versions", 4, 12),
     wrong_logprob: ("logprobs", 2, 6),
+    marked_kept: ("logprobs", 2, 6),
 }
 
 
@@ -246,6 +285,40 @@ def test_a_fault_is_named(folder: Path, tmp_path: Path, fault: Callable[[Path], 
     named = {(one.rule, one.step, one.ticket) for one in audit.breaches}
     assert any(one[:2] == (rule, step) and ticket in (None, one[2]) for one in named), named
     assert audit.breaches[0].what in "\n".join(lines_of(audit, "run"))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_ages_are_those_of_steps(folder: Path, tmp_path: Path, recorded: bool) -> None:
+    """One step old: weights from within the step before, and those it began with; with its record and without."""
+    run = tmp_path / "run"
+    shutil.copytree(folder / "plain", run)
+    published_twice(run)
+    for step in (1, 2, 3) if not recorded else ():
+        shutil.rmtree(run / "records" / f"step_{step:06d}")
+    for version in (5, 6, 7):
+        edit(run, 4, weight_version=of_row(4, version))
+        assert audit_records(read_steps(run)).breaches == []
+    for version, rule in ((4, "is of version 4, and step 3 began with 5"), (8, "and the trainer had 7")):
+        edit(run, 4, weight_version=of_row(4, version))
+        assert [one.what.endswith(rule) for one in audit_records(read_steps(run)).breaches] == [True]
+
+
+@pytest.mark.parametrize("row", [9, 8])
+def test_only_kept_tokens_are_exempt(folder: Path, tmp_path: Path, row: int) -> None:
+    """Of a run that keeps requests; row 9 has other log-probs than its version's weights give."""
+    run = tmp_path / "run"
+    shutil.copytree(folder / "plain", run)
+    marked_kept(run)
+    mark_kept(run, row)
+    config = described(run, 1)["config"]
+    config["rollout"]["sglang"]["sync"]["in_flight"] = "keep"
+    edit(run, 2, of={"config": config})
+    audit = audit_run(run, tmp_path / "work", versions=9)
+    assert [(one.rule, one.step, one.ticket) for one in audit.breaches] == [("logprobs", 2, 6)] * (row != 9)
+    (unchecked,) = audit.unchecked
+    mask = load_file(next((run / "records/step_000002").glob("*.safetensors")))["loss_mask"]
+    assert unchecked.startswith(f"logprobs: {int(mask[row].sum())} tokens sampled on KV cache that rollout.sglang.sync")
+    assert audit.checked["logprobs"] == audit.checked["stale"] - int(mask[row].sum())
 
 
 def test_a_split_group_lacks_samples(folder: Path, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ STEPS, SAVED = 6, 3
 
 
 def run_of(ranks: Any, *, waves: int, together: bool, environment: Environment | None = None) -> StreamRun:
-    """Three steps ahead; prompts of a step do not divide by the ranks."""
-    return StreamRun(3, ranks, waves=waves, together=together, steps=STEPS, per_step=5, environment=environment)
+    """Three steps ahead; prompts of a step do not divide by the ranks. With waves each step publishes twice."""
+    given: Any = {"waves": waves, "publishes": 2 if waves else 1, "environment": environment}
+    return StreamRun(3, ranks, together=together, steps=STEPS, per_step=5, **given)
 
 
 def facts(run: StreamRun) -> dict[str, Any]:

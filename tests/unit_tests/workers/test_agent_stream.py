@@ -57,7 +57,7 @@ def played(k: int, **given: Any) -> StreamRun:
 
 def assert_exact(run: StreamRun) -> None:
     """Each token has the log-prob of its version's weights after the tokens before its turn, and is not too old."""
-    for current, batch in zip(run.versions, run.taken, strict=True):
+    for number, (current, batch) in enumerate(zip(run.versions, run.taken, strict=True)):
         rows = batch.samples.rollout
         for row, (ids, mask) in enumerate(zip(rows.tokens.tolist(), rows.loss_mask.tolist(), strict=True)):
             start = 0
@@ -67,7 +67,7 @@ def assert_exact(run: StreamRun) -> None:
                 if not mask[place - 1] or rows.turn[row, place] != rows.turn[row, place - 1]:
                     start = place
                 version = int(rows.token_versions[row, place])
-                assert current - run.k <= version <= current
+                assert run.oldest(number) <= version <= current
                 expected = logits_of(run.policy.published[version], ids[:start]).log_softmax(0)[ids[place]]
                 assert float(rows.rollout_logprobs[row, place]) == pytest.approx(float(expected), abs=1e-6)
 
@@ -83,9 +83,9 @@ def content(run: StreamRun) -> list[bytes]:
 
 
 @pytest.mark.parametrize("free", [False, True])
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_trajectories_train_once_and_none_too_old(k: int, free: bool) -> None:
-    run = played(k, free=free, steps=8, fleet=erratic(1) if free else {}).run()
+@pytest.mark.parametrize(("k", "publishes"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2)])
+def test_trajectories_train_once_and_none_too_old(k: int, publishes: int, free: bool) -> None:
+    run = played(k, free=free, steps=8, publishes=publishes, fleet=erratic(1) if free else {}).run()
     assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(32))
     assert_exact(run)
     rows = [one.samples.rollout for one in run.taken]
@@ -94,17 +94,17 @@ def test_trajectories_train_once_and_none_too_old(k: int, free: bool) -> None:
     mixed = [
         len(own[mask].unique()) for one in rows for own, mask in zip(one.token_versions, one.loss_mask, strict=True)
     ]
-    assert k == 1 or max(mixed) > 1, "no trajectory was sampled by several versions"
+    assert k * publishes == 1 or max(mixed) > 1, "no trajectory was sampled by several versions"
     run.kill()
 
 
-def killed(k: int, draw: random.Random, steps: int) -> tuple[list[bytes], int]:
+def killed(k: int, draw: random.Random, steps: int, publishes: int) -> tuple[list[bytes], int]:
     """Return what the steps of a run trained that is killed at random steps, and the number of kills."""
     done: dict[int, bytes] = {}
     saved: dict[str, Any] | None = None
     kills = 0
     while True:
-        run = played(k, steps=steps)
+        run = played(k, steps=steps, publishes=publishes)
         if saved is not None:
             run.resume(saved)
         first, last = run.done, draw.randint(run.done, steps + 2)  # beyond the end: it ends
@@ -119,14 +119,15 @@ def killed(k: int, draw: random.Random, steps: int) -> tuple[list[bytes], int]:
         kills += 1
 
 
-def test_killed_runs_train_what_one_that_was_not_trains() -> None:
-    """Four steps ahead, locked, with turns, branches and tools: to the bit, whatever was cut in the middle."""
+@pytest.mark.parametrize(("k", "publishes"), [(4, 1), (2, 3)])
+def test_killed_runs_train_what_one_that_was_not_trains(k: int, publishes: int) -> None:
+    """Steps ahead, locked, with turns, branches and tools: to the bit, whatever was cut in the middle."""
     kills, draw, steps = 120 if FULL else 8, random.Random(3), 10
-    whole = played(4, steps=steps).run()
+    whole = played(k, steps=steps, publishes=publishes).run()
     whole.kill()
     expected = hashlib.sha256(b"".join(content(whole))).hexdigest()
     while kills > 0:
-        got, number = killed(4, draw, steps)
+        got, number = killed(k, draw, steps, publishes)
         assert hashlib.sha256(b"".join(got)).hexdigest() == expected
         kills -= number
 

@@ -13,7 +13,7 @@ import torch
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.trainer.selection import Ages, choose
+from mega_rl.trainer.selection import StepVersions, choose
 from mega_rl.types import Draw
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fleet import LONGEST, STOP, N, Numbered, StreamRun, token_of
@@ -28,14 +28,14 @@ def trained(run: StreamRun) -> list[list[int]]:
 
 def assert_exact(run: StreamRun) -> None:
     """Each token's log-prob is that of the weights of its version, and its token the one that those draw."""
-    for current, batch in zip(run.versions, run.taken, strict=True):
+    for place, (current, batch) in enumerate(zip(run.versions, run.taken, strict=True)):
         rows = batch.samples.rollout
         assert rows.token_versions is not None
         for row in range(len(rows.tokens)):
             mask = rows.loss_mask[row]
             versions = rows.token_versions[row][mask].tolist()
             assert versions == sorted(versions)
-            assert all(current - run.k <= version <= current for version in versions)
+            assert all(run.oldest(place) <= version <= current for version in versions)
             for token, logprob, version in zip(
                 rows.tokens[row][mask].tolist(), rows.rollout_logprobs[row][mask].tolist(), versions, strict=True
             ):
@@ -63,6 +63,30 @@ def test_a_request_over_an_update_is_as_old_as_its_start() -> None:
     run.stock.begin(Draw(4, 4, 1), Numbered().take(4, 4))
     assert run.flow.arrived(wait=False) is None
     assert run.flow.waiting == dict.fromkeys(range(4), 1) | dict.fromkeys(range(4, 8), 2)
+
+
+def assert_sampled_within_steps(run: StreamRun) -> None:
+    """Tokens are of weights with which no step began, and some are as old as they may be."""
+    rows = [(place, one.samples.rollout) for place, one in enumerate(run.taken)]
+    versions = Counter(v for _, own in rows for v in own.token_versions[own.loss_mask].tolist())
+    within = sum(count for version, count in versions.items() if version not in run.began.values())
+    assert within > (20 if run.free else sum(versions.values()) / 4)
+    if not run.free and run.k < 4:  # the depth adapts
+        oldest = [int(own.weight_version.min()) < run.began[place - run.k + 1] for place, own in rows[run.k :]]
+        assert any(oldest)
+
+
+@pytest.mark.parametrize("publishes", [2, 3])
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_weights_of_one_step_are_of_one_age(k: int, free: bool, publishes: int) -> None:
+    """Published several times within each step: ages count steps, log-probs are of each version's own weights."""
+    fleet = {"pace": lambda key, number: 1 + sum(key) % 3} if free else {}
+    run = StreamRun(k, SingleRank(), free=free, steps=12, publishes=publishes, fleet=fleet).run()
+    assert run.policy.weight_version == 12 * publishes + 1
+    assert Counter(ticket for step in trained(run) for ticket in step) == Counter(range(48))
+    assert_exact(run)
+    assert_sampled_within_steps(run)
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
@@ -115,16 +139,21 @@ def test_one_step_ahead_is_the_order_of_the_data() -> None:
 
 
 @pytest.mark.parametrize("waves", [0, 3])
-@pytest.mark.parametrize(("k", "in_turns"), [(1, False), (2, False), (8, False), (1, True), (3, True)])
-def test_a_resumed_run_is_the_undisturbed_one(k: int, in_turns: bool, waves: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "in_turns", "publishes"),
+    [(1, False, 1), (2, False, 1), (8, False, 1), (1, True, 1), (3, True, 1), (1, False, 2), (2, False, 3)],
+)
+def test_a_resumed_run_is_the_undisturbed_one(k: int, in_turns: bool, publishes: int, waves: int) -> None:
     """From every step, bit for bit: weights, tickets, rows; with responses cut in the middle."""
-    whole = StreamRun(k, SingleRank(), waves=waves, steps=8, in_turns=in_turns)
+    given: Any = {"waves": waves, "steps": 8, "in_turns": in_turns, "publishes": publishes}
+    whole = StreamRun(k, SingleRank(), **given)
     kept = []
     for _ in range(8):
         whole.run(1)
         kept.append(whole.saved())
     for saved in kept[:-1]:
-        again = StreamRun(k, SingleRank(), waves=waves, steps=8, in_turns=in_turns).resume(saved).run()
+        again = StreamRun(k, SingleRank(), **given).resume(saved).run()
+        assert again.stock.versions.begun == whole.stock.versions.begun
         assert torch.equal(again.policy.weights, whole.policy.weights)
         assert trained(again) == trained(whole)[saved["done"] :]
         for mine, theirs in zip(again.taken, whole.taken[saved["done"] :], strict=True):
@@ -193,15 +222,15 @@ def digest(run: StreamRun) -> str:
     return hashlib.sha256(run.policy.weights.numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("waves", [0, 3])
-def test_killed_runs_end_with_the_weights_of_one_that_was_not(waves: int) -> None:
-    """Eight steps ahead, locked: after a kill at a random step a run goes on from its last checkpoint."""
+@pytest.mark.parametrize(("waves", "publishes", "k"), [(0, 1, 8), (3, 1, 8), (0, 2, 3), (3, 3, 4)])
+def test_killed_runs_end_with_the_weights_of_one_that_was_not(waves: int, publishes: int, k: int) -> None:
+    """Locked, steps ahead: after a kill at a random step a run goes on from its last checkpoint."""
     kills, draw, steps = 250 if FULL else 15, random.Random(waves), 16
-    expected = digest(StreamRun(8, SingleRank(), waves=waves, steps=steps).run())
+    expected = digest(StreamRun(k, SingleRank(), waves=waves, steps=steps, publishes=publishes).run())
     while kills > 0:
         saved: dict[str, Any] | None = None
         while True:
-            run = StreamRun(8, SingleRank(), waves=waves, steps=steps)
+            run = StreamRun(k, SingleRank(), waves=waves, steps=steps, publishes=publishes)
             if saved is not None:
                 run.resume(saved)
             last = draw.randint(run.done, steps + 4)  # of this attempt; beyond the end: it ends
@@ -221,7 +250,8 @@ def test_free_runs_lose_and_double_nothing() -> None:
         draw, seed = random.Random(seed), seed + 1
         broken = draw.randrange(7)
         fleet = {**erratic(seed), "fails": lambda key, broken=broken: sum(key) % 7 == broken}
-        given = {"free": True, "waves": draw.choice([0, 4]), "steps": 10, "fleet": fleet, "in_turns": seed % 2 == 0}
+        given = {"free": True, "waves": draw.choice([0, 4]), "steps": 10, "fleet": fleet}
+        given |= {"in_turns": True} if seed % 2 == 0 else {"publishes": draw.choice([1, 3])}
         k, parts = draw.choice([1, 2, 4, 8]), list[StreamRun]()
         while not parts or parts[-1].done < 10:
             run = StreamRun(k, SingleRank(), **given)
@@ -319,27 +349,32 @@ def test_evaluations_pause_the_round() -> None:
     assert_exact(run)
 
 
-def can_all_train(groups: list[int], count: int, ages: Ages) -> bool:
+def can_all_train(groups: list[int], count: int, begun: list[int]) -> bool:
     """Return whether the steps after this one can take all groups in time; groups: versions of their oldest tokens."""
-    ordered = sorted(groups)
-    return all(oldest + ages.limit >= ages.current + 1 + place // count for place, oldest in enumerate(ordered))
+    return all(
+        place // count + 1 < len(begun) and oldest >= begun[place // count + 1]
+        for place, oldest in enumerate(sorted(groups))
+    )
 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_a_choice_leaves_what_later_steps_can_take(seed: int) -> None:
     """By trying: it waits only where every choice of complete groups would leave too many to be taken in time."""
     draw = random.Random(seed)
-    ages, count = Ages(9, draw.randint(0, 3)), draw.randint(1, 3)
+    limit, count = draw.randint(0, 3), draw.randint(1, 3)
+    publishes = draw.choices([1, 3] if seed % 2 else [1], k=limit)  # of the steps before
+    begun = [9 - sum(publishes[place:]) for place in range(limit + 1)]
+    versions = StepVersions(limit, lambda: 9, begun)
     tickets = draw.sample(range(40), draw.randint(0, 7))
-    groups = [(ticket, draw.randint(9 - ages.limit, 9)) for ticket in tickets]
-    waiting = [draw.randint(9 - ages.limit, 9) for _ in range(draw.randint(0, 4))]
+    groups = [(ticket, draw.randint(begun[0], 9)) for ticket in tickets]
+    waiting = [draw.randint(begun[0], 9) for _ in range(draw.randint(0, 4))]
     columns = torch.tensor(groups, dtype=torch.int64).view(-1, 2)
     others = torch.tensor(waiting, dtype=torch.int64)
-    chosen = choose(columns[:, 0], columns[:, 1], waiting=others, count=count, ages=ages)
+    chosen = choose(columns[:, 0], columns[:, 1], waiting=others, count=count, versions=versions)
     good = [
         taken
         for taken in combinations(groups, count)
-        if can_all_train([oldest for one, oldest in groups if (one, oldest) not in taken] + waiting, count, ages)
+        if can_all_train([oldest for one, oldest in groups if (one, oldest) not in taken] + waiting, count, begun)
     ]
     if chosen is None:
         assert not good

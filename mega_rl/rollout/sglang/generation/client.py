@@ -26,6 +26,7 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     hidden_bias,
 )
+from mega_rl.untrusted import read_body
 
 _CONNECT_S = 10.0
 _ERROR_BYTES = 4096  # per refusal; a message shows the first 200 characters
@@ -188,7 +189,7 @@ class SglangClient:
                 method, path, content=content, headers={"Authorization": f"Bearer {key}"}
             ) as response:
                 status = response.status_code
-                received = await _read(response, max_bytes if status == 200 else _ERROR_BYTES)
+                received = await read_body(response, max_bytes if status == 200 else _ERROR_BYTES)
         except httpx.HTTPError as error:
             refused = isinstance(error, httpx.ConnectError)
             raise RequestFailure("refused" if refused else "disconnected", f"{where}: {type(error).__name__}") from None
@@ -196,16 +197,6 @@ class SglangClient:
             text = "(not shown: it holds a key)" if self.endpoint.keys.appear_in(received) else repr(received[:200])
             raise RequestFailure(STATUS_KINDS.get(status, "server_error"), f"{where}: HTTP {status}: {text}")
         return received
-
-
-async def _read(response: httpx.Response, max_bytes: int) -> bytes:
-    """Return the body of an answer, up to `max_bytes` + one read."""
-    received = bytearray()
-    async for chunk in response.aiter_raw():
-        received += chunk
-        if len(received) > max_bytes:
-            break
-    return bytes(received)
 
 
 def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sampling import check_positions, is_greedy, response_limits, turn_keys
-from mega_rl.rollout.sglang.generation.router import Answered
+from mega_rl.rollout.sglang.generation.router import SLACK_S, Answered
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
     Key,
@@ -62,15 +62,15 @@ class SglangRolloutSettings:
 class RequestRouter(Protocol):
     """`ServerRouter`, or what answers in its place."""
 
-    def start(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, *, version: int, deadline: float = math.inf,
-        partials: Mapping[Key, Sample] | None = None, deadline_s: Callable[[int], float] | None = None,
-        mixed_versions: bool = False,
-    ) -> None: ...  # fmt: skip
+    def open(
+        self, sampling: Sampling, *, version: int, deadline_s: Callable[[int], float], mixed_versions: bool = False
+    ) -> None: ...
 
     def ask(self, request: SampleRequest, answer: Answered, so_far: Sample | None = None) -> Callable[[], object]: ...
 
     def result(self, *, interrupt: bool = False) -> GenerationResult: ...
+
+    def taken(self) -> GenerationResult: ...
 
     def states(self) -> dict[int, tuple[State, str]]: ...
 
@@ -95,11 +95,10 @@ class SglangRolloutEngine:
         weight_version: of the weights last published.
         bring_back: restarts these servers if they are dead, and with `refit` sends them the weights; collective.
         """
-        self.router, self._world, self._settings = router, everyone, settings
+        self.router, self.everyone, self._settings = router, everyone, settings
         self.sampling, self.routed = settings.sampling, settings.routed
         self._version, self._bring_back = weight_version, bring_back
-        self._metrics: Metrics = {}
-        self._since = GenerationResult()  # counts since the last `settle`
+        self._since = GenerationResult()  # counts since the last `metrics`
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -120,27 +119,38 @@ class SglangRolloutEngine:
         all ranks for failed samples, and when the restarts are used up.
         """
         sampling, trains = self._sampling(greedy, draws), not greedy and draws is None
-        requests, result = list[SampleRequest](), GenerationResult()
+        requests, samples, failures = list[SampleRequest](), dict[Key, Sample](), dict[Key, RequestFailure]()
+
+        def unserved() -> list[SampleRequest]:
+            there = {key for key, sample in samples.items() if sample.finish != "partial"} | failures.keys()
+            return [request for request in requests if request.key not in there]
 
         def ask() -> None:
             if not requests:
                 requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, limits=limits, draws=draws))
-                result.unserved = {request.key: Sample() for request in requests}
-            rest = [request for request in requests if request.key in result.unserved]
-            deadline, mixed = time.monotonic() + self.deadline_s(len(rest)), self._settings.token_versions
-            self.router.start(
-                rest,
-                sampling,
-                version=self._version(),
-                deadline=deadline,
-                partials=result.unserved,
-                mixed_versions=mixed,
-            )
-            result.add(self.end())
+            rest, answers = unserved(), threading.Semaphore(0)
 
-        run_on_all(ask, self._world)
-        self.settle(lambda: len(result.unserved), lambda: ask() if result.unserved else None)
-        return self.rows(requests, result.samples, result.failures, trains=trains)
+            def answered(key: Key, outcome: Sample | RequestFailure) -> None:
+                if isinstance(outcome, Sample):
+                    samples[key] = outcome
+                else:
+                    failures[key] = outcome
+                answers.release()
+
+            within_s, mixed = self.deadline_s(len(rest)), self._settings.token_versions
+            self.router.open(sampling, version=self._version(), deadline_s=lambda _: within_s, mixed_versions=mixed)
+            try:
+                for request in rest:
+                    self.router.ask(request, partial(answered, request.key), samples.pop(request.key, None))
+                for _ in rest:
+                    if not answers.acquire(timeout=within_s + SLACK_S):
+                        raise RunError(f"a generation continued {SLACK_S:g} s after its deadline")
+            finally:
+                self.end()
+
+        run_on_all(ask, self.everyone)
+        self.settle(lambda: len(unserved()), lambda: ask() if unserved() else None)
+        return self.rows(requests, samples, failures, trains=trains)
 
     def requests(
         self,
@@ -168,13 +178,11 @@ class SglangRolloutEngine:
     def open(self) -> None:
         """Start a generation of samples for training, whose requests come by `router.ask`."""
         mixed, sampling = self._settings.token_versions, self._sampling(False, None)
-        self.router.start((), sampling, version=self._version(), deadline_s=self.deadline_s, mixed_versions=mixed)
+        self.router.open(sampling, version=self._version(), deadline_s=self.deadline_s, mixed_versions=mixed)
 
-    def end(self, *, interrupt: bool = False) -> GenerationResult:
-        """Return the generation's result, once it has ended; interrupt: at once, with what there is."""
-        result = self.router.result(interrupt=interrupt)
-        self._since.add(replace(result, samples={}, failures={}, unserved={}))
-        return result
+    def end(self, *, interrupt: bool = False) -> None:
+        """End the generation; interrupt: requests at servers are answered with what there is."""
+        self._since.add(self.router.result(interrupt=interrupt))
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -183,7 +191,7 @@ class SglangRolloutEngine:
         routed = self.routed if not how.greedy and how.draws is None else None
         router = self.router
         sampling = replace(self._sampling(how.greedy, how.draws), return_routing=routed is not None)
-        router.start((), sampling, version=self._version(), deadline_s=self.deadline_s)
+        router.open(sampling, version=self._version(), deadline_s=self.deadline_s)
         try:
             while (taken := asked.take()) is not None:
                 for turn, future in taken:
@@ -191,7 +199,7 @@ class SglangRolloutEngine:
                     drop = router.ask(self.turn_request(turn, how.seed), answer)
                     future.add_done_callback(partial(_drop_cancelled, drop))
         finally:
-            self._since.add(router.result())
+            self.end()
 
     def turn_request(self, turn: TurnRequest, seed: tuple[int, ...]) -> SampleRequest:
         """Return the request of a turn, with its seed. Raises UserError for one that does not fit the model."""
@@ -216,7 +224,7 @@ class SglangRolloutEngine:
         trains: bool,
     ) -> Rollout:
         """Return one row per request; collective. Raises RunError on all ranks if too many failed."""
-        any_failed = _settle_failures(failures, len(requests), self._world, self._settings.max_failed_share)
+        any_failed = _settle_failures(failures, len(requests), self.everyone, self._settings.max_failed_share)
         return rollout_of(
             requests,
             samples,
@@ -226,20 +234,22 @@ class SglangRolloutEngine:
             routed=self._settings.routed if trains else None,
         )
 
-    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True) -> None:
-        """Bring lost servers back and call `again` on all ranks while requests are `lost`; count all; collective.
+    def settle(self, lost: Callable[[], int], again: Callable[[], None], *, holds: bool = True, times: int = 0) -> int:
+        """Bring lost servers back and call `again` on all ranks while requests are `lost`; collective.
 
         holds: the trainer has the weights last published; else servers get the next, and what is lost waits for them.
+        times: that servers were brought back in this step; returned with those of this call.
 
         Raises RunError when the restarts are used up.
         """
-        for times in range(self._settings.restarts + 1):
+        before = times
+        while True:
             states = self.router.states()
             out = torch.tensor([int(state is not State.READY) for state, _ in states.values()])
-            some = self._world.max(out).tolist() if states else ()  # on some rank
+            some = self.everyone.max(out).tolist() if states else ()  # on some rank
             dead = [i for i, is_out in zip(states, some, strict=True) if is_out]
-            unserved = int(self._world.sum(torch.tensor(lost())))
-            if not unserved and not (dead and times == 0):
+            unserved = int(self.everyone.sum(torch.tensor(lost())))
+            if not unserved and not (dead and times == before):
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (state, why) in states.items() if state is not State.READY)
             if times == self._settings.restarts:
@@ -250,9 +260,19 @@ class SglangRolloutEngine:
             if dead or not states:
                 log.warning("servers %s are out of rotation: %s", dead or "all", reasons)
                 self._bring_back(dead, refit=holds)
+            times += 1
             if not holds:
                 break
-            run_on_all(again, self._world)
+            run_on_all(again, self.everyone)
+        return times
+
+    def deadline_s(self, count: int) -> float:
+        """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
+        return self._settings.timeout_s * max(1, math.ceil(count / self._settings.concurrency))
+
+    def metrics(self) -> Metrics:
+        """Return the metrics of generations since the last call, also of one that runs; collective."""
+        self._since.add(self.router.taken())
         result, self._since = self._since, GenerationResult()
         own = {
             "sglang/requests": result.requests,
@@ -260,22 +280,10 @@ class SglangRolloutEngine:
             "sglang/failed_tries": result.failed_tries.total(),
             "sglang/tokens": result.tokens,
         }
-        sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
-        seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
+        sums = self.everyone.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+        seconds = float(self.everyone.max(torch.tensor(result.seconds, dtype=torch.float64)))
         numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
-        for name, value in numbers.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + value
-        if self._metrics["sglang/seconds"] > 0:
-            self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
-
-    def deadline_s(self, count: int) -> float:
-        """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
-        return self._settings.timeout_s * max(1, math.ceil(count / self._settings.concurrency))
-
-    def metrics(self) -> Metrics:
-        """Return and reset the metrics of generations since the last call, over all ranks."""
-        taken, self._metrics = self._metrics, {}
-        return taken
+        return numbers | ({"sglang/tokens_per_second": numbers["sglang/tokens"] / seconds} if seconds else {})
 
 
 def answer_turn(

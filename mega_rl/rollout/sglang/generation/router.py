@@ -10,12 +10,12 @@ import asyncio
 import concurrent.futures
 import math
 import threading
-import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from mega_rl.errors import RunError
@@ -25,7 +25,6 @@ from mega_rl.rollout.sglang.generation.replica import Replica, least_loaded
 from mega_rl.rollout.sglang.generation.samples import (
     NOT_RETRIED,
     GenerationResult,
-    Key,
     RequestFailure,
     Sample,
     SampleRequest,
@@ -38,7 +37,7 @@ from mega_rl.tracking import progress
 # An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.21).
 STALL_S = 30.0
 _GRACE_S = 5.0  # for aborted requests to answer
-_SLACK_S = 30.0  # beyond a generation's deadline, until it is given up
+SLACK_S = 30.0  # beyond a generation's deadline or end, until it is given up
 _CALL_S = 10.0  # for a short function on the event loop
 # Samples of one prompt share its prefix where they meet, so they stay together up to this imbalance.
 _AFFINITY_SLACK = 8
@@ -46,7 +45,8 @@ _PROGRESS_S = 0.2
 _UPDATE_S = 0.02  # between looks at a server's update
 
 Result = TypeVar("Result")
-Answered = Callable[[Sample | RequestFailure], None]  # a partial sample: no server is left, or it was cut short
+# Takes a whole response, the last failure, or a partial sample: no server is left, or the generation was cut short.
+Answered = Callable[[Sample | RequestFailure], None]
 
 
 @dataclass(eq=False)
@@ -55,8 +55,8 @@ class _Job:
 
     request: SampleRequest
     partial: Sample
-    deadline: float  # loop time
-    answer: Answered | None = None  # takes its end; None: the generation's result does
+    answer: Answered  # takes its end
+    deadline: float = math.inf  # loop time
     tries: int = 0
     bad_answers: int = 0
     disruptions: int = 0  # tries that a server is to blame for
@@ -80,7 +80,8 @@ class _Generation:
     version: int
     mixed_versions: bool
     stall_s: float
-    deadline_s: Callable[[int], float] | None  # seconds for a number of samples; requests may come. None: all are here
+    deadline_s: Callable[[int], float]  # seconds for a number of samples
+    is_open: bool = True  # requests may come
     begin: Callable[[_Job], None] = lambda _: None  # adds a sample
     jobs: dict[_Job, asyncio.Task[None]] = field(default_factory=dict)  # jobs in flight
     began: float = 0.0  # loop time of the first of them
@@ -91,9 +92,10 @@ class _Generation:
     homes: dict[int, Replica] = field(default_factory=dict)  # prompt -> server that last got it
     helpers: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes, checks, and the abort of all requests
     group: asyncio.TaskGroup | None = None  # helpers' group, while samples are out
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of requests
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     ended: int = 0  # jobs
-    phase: progress.Phase = field(default_factory=lambda: progress.begin("samples"))
+    phase: progress.Phase = field(default_factory=lambda: progress.phase("samples"))
     reported: float = 0.0  # loop time
 
 
@@ -137,7 +139,6 @@ class ServerRouter:
         self._draining: set[asyncio.Task[None]] = set()  # ends of servers that have left
         self._generation: _Generation | None = None
         self._future: concurrent.futures.Future[GenerationResult] | None = None
-        self._deadline = 0.0  # end of the generation, time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-router", daemon=True)
         self._thread.start()
@@ -217,60 +218,36 @@ class ServerRouter:
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    def start(
-        self,
-        requests: Sequence[SampleRequest],
-        sampling: Sampling,
-        *,
-        version: int,
-        deadline: float = math.inf,
-        partials: Mapping[Key, Sample] | None = None,
-        deadline_s: Callable[[int], float] | None = None,
-        mixed_versions: bool = False,
+    def open(
+        self, sampling: Sampling, *, version: int, deadline_s: Callable[[int], float], mixed_versions: bool = False
     ) -> None:
-        """Begin a generation; one at a time.
+        """Begin a generation, one at a time, whose requests come by `ask` until `result`.
 
-        Args:
-            requests: keys all different.
-            version: of the weights that samples come from, with mixed_versions the oldest of them.
-            deadline: time.monotonic() at which samples without an answer become failures of kind "deadline".
-            partials: responses so far, as in `GenerationResult.unserved`; those of other versions begin anew, unless
-                mixed_versions: responses may continue under later weights.
-            deadline_s: seconds that a number of samples may take; requests may then come by `ask`, until `result`.
-
-        Raises:
-            UserError: for a prompt that holds a token outside the vocabulary, or none.
+        version: of the weights that samples come from, with mixed_versions the oldest of them. deadline_s: seconds that
+        a number of samples may take; a sample without an answer then becomes a failure of kind "deadline".
+        mixed_versions: responses may continue under later weights.
         """
         assert self._future is None or self._future.done(), "a generation is pending"
-        assert len({request.key for request in requests}) == len(requests), "two requests have one key"
-        jobs, ends = list[_Job](), self._loop.time() + deadline - time.monotonic()
-        for request in requests:
-            request.check(self._vocab_size)
-            partial = (partials or {}).get(request.key, Sample())
-            usable = mixed_versions or all(number == version for number in partial.versions)
-            jobs.append(_Job(request, partial if usable else Sample(), ends))
-        self._generation, self._deadline = (
-            _Generation(self._replicas.values(), sampling, version, mixed_versions, self._stall_timeout_s, deadline_s),
-            deadline,
-        )
-        self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation, jobs), self._loop)
+        replicas = self._replicas.values()
+        self._generation = _Generation(replicas, sampling, version, mixed_versions, self._stall_timeout_s, deadline_s)
+        self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation), self._loop)
         _on_loop(self._loop, lambda: None)  # it has begun
 
     def ask(self, request: SampleRequest, answer: Answered, so_far: Sample | None = None) -> Callable[[], object]:
-        """Add a request to an open generation; the event loop calls `answer` at its end. so_far: its response.
+        """Add a request to the generation; the event loop calls `answer` at its end.
 
-        The function that it returns drops the request, whose server then stops decoding. Raises UserError as `start`.
+        so_far: its response, which begins anew if it is of other versions than the generation may mix. The function
+        that it returns drops the request, whose server then stops decoding. Raises UserError for a prompt that holds a
+        token outside the vocabulary, or none.
         """
         request.check(self._vocab_size)
-        generation = self._generation
+        generation, before = self._generation, so_far or Sample()
         assert generation is not None
-        deadline_s = generation.deadline_s
-        assert deadline_s is not None
-
-        job = _Job(request, so_far or Sample(), math.inf, answer)
+        usable = generation.mixed_versions or all(number == generation.version for number in before.versions)
+        job = _Job(request, before if usable else Sample(), answer)
 
         def add() -> None:
-            job.deadline = self._loop.time() + deadline_s(len(generation.jobs) + 1)
+            job.deadline = self._loop.time() + generation.deadline_s(len(generation.jobs) + 1)
             generation.begin(job)
 
         def drop() -> None:
@@ -285,27 +262,39 @@ class ServerRouter:
         return partial(self._loop.call_soon_threadsafe, drop)
 
     def result(self, *, interrupt: bool = False) -> GenerationResult:
-        """Wait for the generation's result. Raises RunError for one that runs on after its deadline.
+        """End the generation; requests in flight get no answer. Raises RunError if it does not end.
 
-        An open generation ends with this call; its requests in flight get no answer. interrupt: stop sending, abort
-        requests in flight and keep their tokens, in their answers if the generation is open; this returns within
-        seconds.
+        interrupt: stop sending, abort requests in flight and answer with their tokens; this returns within seconds.
         """
         assert self._future is not None, "no generation was started"
         if interrupt:
             self._loop.call_soon_threadsafe(_interrupt, self._generation, self._grace_s)
-        if (generation := self._generation) is not None and generation.deadline_s is not None:
-            self._deadline = time.monotonic()
+        if (generation := self._generation) is not None:
             self._loop.call_soon_threadsafe(_close_open, generation)
         try:
-            return self._future.result(timeout=max(0.0, self._deadline - time.monotonic()) + _SLACK_S)
+            return self._future.result(timeout=SLACK_S)
         except concurrent.futures.TimeoutError:
             if self._future.done():
                 raise
             self._future.cancel()
-            raise RunError(f"a generation continued {_SLACK_S:g} s after its deadline") from None
+            raise RunError(f"a generation continued {SLACK_S:g} s after its end") from None
 
-    async def _run(self, generation: _Generation, jobs: Sequence[_Job]) -> GenerationResult:
+    def taken(self) -> GenerationResult:
+        """Return the counts of the generation that runs, which begin again; zero without one."""
+
+        def take() -> GenerationResult:
+            if (generation := self._generation) is None:
+                return GenerationResult()
+            result, now = generation.result, self._loop.time()
+            spent, generation.began = now - generation.began if generation.jobs else 0.0, now
+            taken = replace(result, seconds=result.seconds + spent)
+            result.requests = result.retries = result.tokens = 0
+            result.seconds, result.failed_tries = 0.0, Counter()
+            return taken
+
+        return _on_loop(self._loop, take)
+
+    async def _run(self, generation: _Generation) -> GenerationResult:
         """Run until no more will come and each sample has ended or is unserved."""
 
         async def see_to_end(job: _Job) -> None:
@@ -321,7 +310,7 @@ class ServerRouter:
                 outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
             _end(generation, job, outcome, self._loop.time())
             _dispatch(generation)
-            if not generation.jobs and generation.deadline_s is None:
+            if not generation.jobs and not generation.is_open:
                 _close(generation)
 
         def begin(job: _Job) -> None:
@@ -334,10 +323,6 @@ class ServerRouter:
             async with asyncio.TaskGroup() as group:
                 generation.group = group
                 _help(generation, "watch", partial(_watch, generation))
-                for job in jobs:
-                    begin(job)
-                if not jobs and generation.deadline_s is None:
-                    _close(generation)
         finally:
             self._generation = generation.group = None
             generation.phase.end()
@@ -381,7 +366,7 @@ class ServerRouter:
         result.retries += job.tries > 0
         job.tries += 1
         job.evicted, job.asked = None, replica
-        job.rid = f"{generation.nonce}-{job.request.key[0]}-{job.request.key[1]}-{result.requests}"
+        job.rid = f"{generation.nonce}-{job.request.key[0]}-{job.request.key[1]}-{next(generation.numbers)}"
         job.last = f"{replica.client.name} had not answered try {job.tries}"
         remaining = job.expires - now
         # A server that lost the request must not use up its time: the first try gets half, the next half of the rest.
@@ -513,8 +498,8 @@ def _evict(generation: _Generation, replica: Replica, failure: RequestFailure) -
 
 
 def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | None, now: float) -> None:
-    """Record the one end of a sample; None: unserved."""
-    key, result = job.request.key, generation.result
+    """Answer a sample once; None: no server is left for it."""
+    result = generation.result
     del generation.jobs[job]
     generation.ended += 1
     if not generation.jobs:
@@ -522,16 +507,7 @@ def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | 
     if isinstance(outcome, Sample):
         stopped = outcome.token_ids[-1] in generation.sampling.stop_token_ids
         outcome = replace(outcome, finish="stop" if stopped else "length")
-    elif outcome is not None:
-        outcome.tries = job.tries
-    if job.answer is not None:
-        job.answer(outcome or replace(job.partial, finish="partial", routing=b""))
-    elif outcome is None:
-        result.unserved[key] = job.partial
-    elif isinstance(outcome, Sample):
-        result.samples[key] = outcome
-    else:
-        result.failures[key] = outcome
+    job.answer(outcome or replace(job.partial, finish="partial", routing=b""))
     if now - generation.reported >= _PROGRESS_S:
         generation.reported = now
         rate = result.tokens / max(result.seconds + now - generation.began, 1e-9)
@@ -546,7 +522,7 @@ def _close(generation: _Generation) -> None:
 
 def _close_open(generation: _Generation) -> None:
     """Let no more requests come; those that are aborted get their answers first."""
-    generation.deadline_s = None
+    generation.is_open = False
     if not (generation.result.interrupted and generation.jobs):
         _close(generation)
 

@@ -118,7 +118,6 @@ class RequestFailure(Exception):
         self.kind, self.message = kind, message
         self.charge = KINDS[kind]
         self.partial = partial  # tokens that came nevertheless and are good
-        self.tries = 0  # number, if this was the last one
 
 
 def backoff_s(request: SampleRequest, failed: int) -> float:
@@ -140,24 +139,16 @@ class State(Enum):
 
 @dataclass
 class GenerationResult:
-    """Result of a generation: each requested key is in exactly one of samples, failures and unserved."""
+    """Counts of a generation; samples and failures are the answers to its requests."""
 
-    samples: dict[Key, Sample] = field(default_factory=dict)  # whole responses
-    failures: dict[Key, RequestFailure] = field(default_factory=dict)  # tried for the last time
-    # Responses as far as they came (maybe not at all) when no server was left or the generation was interrupted:
-    # give them to the next generation.
-    unserved: dict[Key, Sample] = field(default_factory=dict)
     interrupted: bool = False
     requests: int = 0  # tries sent
     retries: int = 0  # tries after the first of a sample
-    tokens: int = 0  # received in this generation, without those of partial responses it was given
+    tokens: int = 0  # received, without those of responses that continue
     seconds: float = 0.0
     failed_tries: Counter[str] = field(default_factory=Counter)  # kind -> number
 
     def add(self, later: GenerationResult) -> None:
-        """Merge the result of a generation of the unserved samples."""
-        self.samples |= later.samples
-        self.failures |= later.failures
-        self.unserved = later.unserved
+        """Add the counts of another generation."""
         for name in ("requests", "retries", "tokens", "seconds", "failed_tries"):
             setattr(self, name, getattr(self, name) + getattr(later, name))

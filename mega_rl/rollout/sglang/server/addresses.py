@@ -37,12 +37,6 @@ def address_of(host: str) -> str:
     return kept[0] if kept else host
 
 
-def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface with this address, None for no such."""
-    named = psutil.net_if_addrs().items()
-    return next((name for name, addresses in named if any(one.address == address for one in addresses)), None)
-
-
 def ranks_on_this_host(world_size: int) -> int:
     """Return the launcher's LOCAL_WORLD_SIZE, the ranks of this host; without it `world_size`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

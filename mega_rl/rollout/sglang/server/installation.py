@@ -68,12 +68,12 @@ def argument_names(installation: Installation) -> frozenset[str] | None:
     return frozenset(names) or None
 
 
-def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installation:
+def require_sglang(*, device: str = "") -> Installation:
     """Return the SGLang that serves on `device`: "cpu", "cuda", or "" if not known.
 
     Raises UserError with the command to install it, for no SGLang, another version, or on CUDA the one for CPUs.
     """
-    installation = find_sglang(prefix)
+    installation = find_sglang()
     if installation is None or installation.version not in TESTED:
         there = "it is not installed" if installation is None else f"{installation.version} is installed"
         raise UserError(f"rollout.backend=sglang needs SGLang {SGLANG_VERSION}; {there}; {how_to_install(device)}")

@@ -20,12 +20,11 @@ import psutil
 import mega_rl
 from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.converters.hf.companions import companions, copy_companions
-from mega_rl.environment import of_other_programs, processors, python_module
+from mega_rl.environment import interface_of, of_other_programs, processors, python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.processes import PIPE, STDOUT, Child
 from mega_rl.rollout.sglang.control import Control, Endpoint, Keys, ServerError
 from mega_rl.rollout.sglang.server import launcher
-from mega_rl.rollout.sglang.server.addresses import interface_of
 from mega_rl.rollout.sglang.server.installation import require_sglang, with_tools
 from mega_rl.rollout.sglang.server.nodes import Node
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.export import ExportUnit, export_plan
-from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout
@@ -122,14 +121,9 @@ def changes_pay_off(link_rate: float) -> bool:
     return changes < whole
 
 
-def weight_count(hf: HFConfig) -> int:
-    """Return the elements of a model's weights."""
-    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
-
-
-def policy_bytes(sharding: Sharding, itemsize: int) -> int:
+def policy_bytes(hf: HFConfig, layout: ParallelLayout, itemsize: int) -> int:
     """Return the bytes of the parameters of the largest pipeline rank."""
-    layout = sharding.layout
+    sharding = Sharding(hf, layout)
     stages = (
         [build_plan(sharding, layout.coordinates(rank), vp_stage=vp_stage) for vp_stage in range(layout.vpp)]
         for rank in first_ranks(layout)

@@ -37,17 +37,19 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.types import Prompt
-from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, generated, right, right_tokens
+from mega_rl.types import Draw, Prompt
+from mega_rl.workers.rollout import RolloutWorker
+from mega_rl.workers.stream import ServerFlow
+from tests.helpers.fake_sglang import KEYS, Answers, Exchange, FakeServer, generated, right, right_tokens
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(index=10 + i, token_ids=(3, 4 + i), text="", answer="") for i in range(3)]
-Script = Callable[[list[SampleRequest], Mapping[Key, Sample]], GenerationResult]
+Script = Callable[[list[SampleRequest], Mapping[Key, Sample]], Answers]
 
 
-def served(requests: Sequence[SampleRequest], *, version: int = 1) -> GenerationResult:
+def served(requests: Sequence[SampleRequest], *, version: int = 1) -> Answers:
     """An answer to every request: its seed tells them apart."""
-    result = GenerationResult()
+    result = Answers()
     for request in requests:
         result.samples[request.key] = Sample([request.seed % 40 + 2, 1], [-0.5, -0.25], [version] * 2, "stop")
     result.requests, result.tokens, result.seconds = len(requests), 2 * len(requests), 0.5
@@ -58,24 +60,36 @@ class ScriptedFleet:
     """Answers one generation after the other as the script says; `all_ready` once servers were brought back."""
 
     def __init__(self, *script: Script) -> None:
-        self.script = list(script)
+        self.script, self.size = list(script), len(PROMPTS) * 2  # requests of the next generation
         self.asked: list[tuple[list[Key], int, Sampling]] = []
         self.servers = [(State.READY, ""), (State.READY, "")]
 
     def states(self) -> dict[int, tuple[State, str]]:
         return dict(enumerate(self.servers))
 
-    def start(
-        self, requests: list[SampleRequest], sampling: Sampling, *, version: int, partials: Any, **_: Any
-    ) -> ScriptedFleet:
-        self.asked.append(([request.key for request in requests], version, sampling))
-        self.answer = (
-            self.script.pop(0)(requests, partials) if len(self.script) > 1 else self.script[0](requests, partials)
-        )
-        return self
+    def open(self, sampling: Sampling, *, version: int, **_: Any) -> None:
+        self.asked.append(([], version, sampling))
+        self.requests, self.given = list[SampleRequest](), dict[Key, tuple[Callable[..., None], Sample]]()
+
+    def ask(self, request: SampleRequest, answer: Callable[..., None], so_far: Sample | None = None) -> None:
+        """Let the script answer all requests once the last one has come."""
+        self.asked[-1][0].append(request.key)
+        self.requests.append(request)
+        self.given[request.key] = answer, so_far or Sample()
+        if len(self.requests) < self.size:
+            return
+        script = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        self.answer = script(self.requests, {key: before for key, (_, before) in self.given.items()})
+        self.size = len(self.answer.unserved) or self.size
+        for table in (self.answer.samples, self.answer.failures, self.answer.unserved):
+            for key, outcome in table.items():
+                self.given[key][0](outcome)
 
     def result(self, *, interrupt: bool = False) -> GenerationResult:
         return self.answer
+
+    def taken(self) -> GenerationResult:
+        return GenerationResult()
 
 
 def engine_over(fleet: Any, *, share: float = 0.0, restarts: int = 2, **given: Any) -> Any:
@@ -147,7 +161,7 @@ def test_requests_carry_their_limits() -> None:
     """A response is whole at its request's limit, by default at that of all."""
     asked: list[SampleRequest] = []
 
-    def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> GenerationResult:
+    def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> Answers:
         asked.extend(requests)
         return served(requests)
 
@@ -158,6 +172,7 @@ def test_requests_carry_their_limits() -> None:
     assert [sample.is_whole(request, SAMPLING) for request in asked[::2]] == [True, True, False]
     generate(engine)
     assert asked[-1].most(SAMPLING) == 4
+    engine.router.size = 1
     longer = [replace(PROMPTS[0], token_ids=(3, 4, 5))]
     engine.generate(longer, [0], n=1, seed=(0,), limits=[3])
     said = "the longest prompt has 3 tokens and its response up to 4: .*max_position_embeddings=6"
@@ -184,7 +199,7 @@ def test_rows_are_ordered_and_have_own_seeds() -> None:
         "sglang/seconds": 0.5,
         "sglang/tokens_per_second": 24.0,
     }
-    assert engine.metrics() == {}
+    assert not any(engine.metrics().values())
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -212,7 +227,7 @@ def test_samples_that_train_are_asked_for_their_experts(greedy: bool) -> None:
 def test_lost_servers_return_before_samples_are_requested() -> None:
     partial = Sample([9], [-0.125], [1], "partial")
 
-    def loses_two(requests: list[SampleRequest], _: Any) -> GenerationResult:
+    def loses_two(requests: list[SampleRequest], _: Any) -> Answers:
         result = served(requests[:4])
         result.unserved = {requests[4].key: partial, requests[5].key: Sample()}
         fleet.servers[1] = (State.DOWN, "it has ended")
@@ -220,7 +235,7 @@ def test_lost_servers_return_before_samples_are_requested() -> None:
 
     seen: list[Any] = []
 
-    def serves(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> GenerationResult:
+    def serves(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> Answers:
         seen.append(dict(partials))
         assert fleet.servers[1][0] is State.READY, "asked before the server was back"
         return served(requests)
@@ -236,8 +251,8 @@ def test_lost_servers_return_before_samples_are_requested() -> None:
 
 
 def test_servers_that_do_not_stay_end_the_run() -> None:
-    def loses_all(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> GenerationResult:
-        result = GenerationResult(unserved=dict(partials))
+    def loses_all(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> Answers:
+        result = Answers(unserved=dict(partials))
         fleet.servers[0] = (State.DOWN, "it has ended")
         return result
 
@@ -248,7 +263,7 @@ def test_servers_that_do_not_stay_end_the_run() -> None:
     assert brought_back == [[0], [0]]
 
 
-def fails_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
+def fails_one(requests: list[SampleRequest], _: Any) -> Answers:
     result = served(requests[1:])
     result.failures[requests[0].key] = RequestFailure("bad_answer", "server 0: the answer is cut")
     return result
@@ -417,3 +432,36 @@ def router_over(server: FakeServer) -> ServerRouter:
     router = ServerRouter([server.endpoint], vocab_size=50, max_concurrency=4, retries=1, request_timeout_s=20.0)
     router.mark(0, State.READY, version=1)
     return router
+
+
+class DyingFleet(ScriptedFleet):
+    """A server that dies with each request, when the round has begun."""
+
+    def open(self, *_: Any, **__: Any) -> None: ...
+
+    def ask(self, request: SampleRequest, answer: Any, so_far: Sample) -> Callable[[], object]:
+        def die() -> None:
+            self.servers[0] = (State.DOWN, "it is killed")
+            answer(so_far)
+
+        threading.Timer(0.01, die).start()
+        return lambda: None
+
+    def result(self, *, interrupt: bool = False) -> GenerationResult:
+        return GenerationResult()
+
+
+def test_restarts_count_over_interrupted_rounds() -> None:
+    """Rounds that an update may interrupt: the limit is that of a step, not begun again with each round."""
+    fleet = DyingFleet(lambda *_: GenerationResult())
+    engine, brought_back = engine_over(fleet, restarts=3, token_versions=True)
+    worker = RolloutWorker(engine, SingleRank(), SingleRank(), 1, seed=0)
+    flow = ServerFlow(worker, engine, SingleRank(), lambda: 1, 0, timeout_s=20.0)
+    flow.add(Draw(0, 1, 0), {0: PROMPTS[0]})
+    for times in (1, 2):
+        with pytest.raises(RunError, match=r"brought back 3 times \(rollout\.sglang\.restarts=3\)"):
+            flow.arrived(wait=True)
+        assert brought_back == [[0]] * 3 * times
+        fleet.servers[0] = (State.READY, "")
+        flow.pause()
+        flow.go_on()  # the next step's

@@ -16,7 +16,6 @@ import pytest
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
-    GenerationResult,
     RequestFailure,
     Sample,
     SampleRequest,
@@ -28,8 +27,10 @@ from tests.helpers.fake_sglang import (
     STOP,
     VERSION,
     VOCABULARY,
+    Answers,
     Exchange,
     FakeServer,
+    Generation,
     Script,
     generated,
     is_right,
@@ -62,9 +63,7 @@ def fleet_of(
         yield fleet, servers
 
 
-def generate(
-    fleet: ServerRouter, asked: list[SampleRequest], *, version: int = VERSION, **more: Any
-) -> GenerationResult:
+def generate(fleet: ServerRouter, asked: list[SampleRequest], *, version: int = VERSION, **more: Any) -> Answers:
     sampling = more.pop("sampling", SAMPLING)
     return generated(fleet, asked, sampling, version=version, deadline=time.monotonic() + HUNG_S, **more)
 
@@ -157,7 +156,7 @@ def test_an_interrupted_open_generation_answers_with_tokens_and_continues() -> N
         answers.append((request, outcome))
 
     with fleet_of(right, right, seconds_per_token=0.5, max_concurrency=3) as (fleet, servers):
-        fleet.start((), SAMPLING, version=VERSION, deadline_s=lambda count: HUNG_S)
+        fleet.open(SAMPLING, version=VERSION, deadline_s=lambda count: HUNG_S)
         for request in asked:
             fleet.ask(request, partial(answer, request), Sample())
         while sum(server.generating() for server in servers) < 4:
@@ -168,7 +167,7 @@ def test_an_interrupted_open_generation_answers_with_tokens_and_continues() -> N
         for server in servers:
             server.seconds_per_token = 0.0
         kept, answers = answers, []
-        fleet.start((), SAMPLING, version=VERSION, deadline_s=lambda count: HUNG_S)
+        fleet.open(SAMPLING, version=VERSION, deadline_s=lambda count: HUNG_S)
         for request, one in kept:
             fleet.ask(request, partial(answer, request), one)
         while len(answers) < 12:
@@ -181,10 +180,10 @@ def test_an_interrupted_open_generation_answers_with_tokens_and_continues() -> N
 def test_interrupted_generation_keeps_tokens_and_continues() -> None:
     asked = requests(12)
     with fleet_of(right, right, seconds_per_token=0.5, max_concurrency=3) as (fleet, servers):
-        fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
+        generation = Generation(fleet, asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
         while sum(server.generating() for server in servers) < 4:
             time.sleep(0.01)
-        first = fleet.result(interrupt=True)
+        first = generation.result(interrupt=True)
         assert first.interrupted
         assert not first.failures
         assert first.samples.keys() | first.unserved.keys() == {request.key for request in asked}
@@ -258,7 +257,7 @@ def test_closing_ends_a_generation_under_way() -> None:
         await exchange.forever()
 
     with fleet_of(never) as (fleet, _):
-        fleet.start(requests(4), SAMPLING, version=VERSION, deadline=time.monotonic() + 60)
+        Generation(fleet, requests(4), SAMPLING, version=VERSION, deadline=time.monotonic() + 60)
         began = time.monotonic()
         fleet.close()
         assert time.monotonic() - began < 5
@@ -269,7 +268,7 @@ def test_server_that_leaves_is_drained(killed: bool) -> None:
     """Its requests in flight end there, and elsewhere if it ends; it gets no other, and its connections close."""
     asked = requests(24)
     with fleet_of(right, right, seconds_per_token=0.1, max_concurrency=3) as (fleet, servers):
-        fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
+        generation = Generation(fleet, asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
         while servers[0].generating() < 3:
             time.sleep(0.01)
         fleet.mark(0, State.LEFT)
@@ -277,7 +276,7 @@ def test_server_that_leaves_is_drained(killed: bool) -> None:
         if killed:
             servers[0].kill()
         servers[1].seconds_per_token = 0.0
-        result = fleet.result()
+        result = generation.result()
         assert all(is_right(result.samples[request.key], request, SAMPLING) for request in asked)
         assert len(servers[0].seen) == before, "it got a new request"
         assert list(fleet.states()) == [1]

@@ -465,7 +465,7 @@ def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, 
         stream = RolloutStream(flow, run.sync, worker, keeps)
         tickets: list[int] = []
         versions: set[int] = set()
-        of_two, first = 0, list(world.alive.values())
+        of_two, first, counts, begin = 0, list(world.alive.values()), list[dict[str, float]](), time.monotonic()
         run.publish()
         for step in range(steps):
             flow.add(Draw(step, 1, step), {step: replace(PROMPTS[step % 4], index=step)})
@@ -487,6 +487,7 @@ def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, 
                     world.event()
             run.trainer.step(run.sync.weight_version + 1)
             stream.publish()
+            counts.append(engine.metrics())
             while (arrived := flow.arrived(wait=step == steps - 1 and len(tickets) < steps)) is not None:
                 rows = arrived.rollout
                 assert rows.token_versions is not None
@@ -512,6 +513,13 @@ def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, 
         if stay:
             assert of_two > 6
             assert sum(len(server.seen) for server in first) == steps * N, "a request was interrupted"
+            flow.pause()
+            took = time.monotonic() - begin
+            counts.append(engine.metrics())
+            totals = {name: sum(one[f"sglang/{name}"] for one in counts) for name in ("requests", "tokens", "seconds")}
+            assert (totals["requests"], totals["tokens"]) == (steps * N, steps * N * LONGEST)
+            assert 0.5 * took < totals["seconds"] <= took
+            assert sum(one["sglang/requests"] > 0 for one in counts) > steps // 2, "a publish reports what was done"
         assert not [rid for server in world.every() if not server.replaces for rid in server.others]
 
 

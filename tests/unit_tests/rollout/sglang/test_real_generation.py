@@ -22,10 +22,10 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, Sampling, State
+from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling, State
 from mega_rl.types import Prompt, Rollout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fake_sglang import generated
+from tests.helpers.fake_sglang import Answers, Generation, generated
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import needs_sglang, request, running_server
 from tests.unit_tests.rollout.sglang.routing_on_ranks import forwards
@@ -41,7 +41,7 @@ EXPERTS, LAYERS, TOP_K = 4, 4, 2
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Endpoint, Path]]:
     folder = tmp_path_factory.mktemp("real_generation")
-    write_tiny_checkpoint(folder / "model", family="qwen3_moe", tied=False)
+    write_tiny_checkpoint(folder / "model", family="qwen3_moe", tied=False, max_position_embeddings=8192)
     with running_server(folder / "model", folder, return_routing=True) as (process, endpoint):
         request(endpoint, "/update_weight_version", {"new_version": str(VERSION)}, key="admin")
         yield process.pid, endpoint, folder / "model"
@@ -63,15 +63,15 @@ def requests(num: int) -> list[SampleRequest]:
     return [SampleRequest((i, 0), tuple(3 + (i + j) % 40 for j in range(2 + i % 5)), 1000 + i) for i in range(num)]
 
 
-def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> GenerationResult:
+def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> Answers:
     return generated(fleet, asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
 
 
-def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = SAMPLED) -> None:
-    """Start a generation; returns when its first samples are complete."""
-    fleet.start(asked, sampling, version=VERSION, deadline=time.monotonic() + 200)
-    generation, deadline = fleet._generation, time.monotonic() + 100
-    while not generation.result.samples:
+def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = SAMPLED) -> Generation:
+    """Return a generation whose first samples are complete."""
+    generation = Generation(fleet, asked, sampling, version=VERSION, deadline=time.monotonic() + 200)
+    deadline = time.monotonic() + 100
+    while not generation.answers.samples:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -120,14 +120,15 @@ def test_a_sample_is_the_same_beside_greedy_ones(fleet: ServerRouter, server: tu
     alone = generate(fleet, asked, SAMPLED)
     others = [SampleRequest((100 + i, 0), one.prompt, one.seed) for i, one in enumerate(asked)]
     with closing(router_of(server[1])) as second:
-        second.start(
+        generation = Generation(
+            second,
             others,
             replace(GREEDY, max_new_tokens=150, stop_token_ids=()),
             version=VERSION,
             deadline=time.monotonic() + 200,
         )
         beside = generate(fleet, asked, SAMPLED)
-        assert len(second.result().samples) == len(others)
+        assert len(generation.result().samples) == len(others)
     for one in asked:
         assert beside.samples[one.key].token_ids == alone.samples[one.key].token_ids
 
@@ -135,8 +136,7 @@ def test_a_sample_is_the_same_beside_greedy_ones(fleet: ServerRouter, server: tu
 def test_interrupted_sample_continues_with_the_same_tokens(fleet: ServerRouter) -> None:
     asked, sampling = requests(12), replace(SAMPLED, return_routing=True)
     whole = generate(fleet, asked, sampling)
-    start(fleet, asked, sampling)
-    first = fleet.result(interrupt=True)
+    first = start(fleet, asked, sampling).result(interrupt=True)
     assert not first.failures
     rest = [one for one in asked if one.key in first.unserved]
     second = generate(fleet, rest, sampling, partials=first.unserved)
@@ -147,6 +147,37 @@ def test_interrupted_sample_continues_with_the_same_tokens(fleet: ServerRouter) 
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert first.tokens + second.tokens == whole.tokens, "no token was generated twice"
     assert all(second.samples[one.key].routing for one in rest), "the last answer has the experts of all tokens"
+
+
+def running(server: tuple[int, Endpoint, Path]) -> int:
+    """Return the requests that the server decodes or keeps waiting, by its own account."""
+    _, answer = request(server[1], "/v1/loads?include=core", key="admin")
+    return sum(one["num_running_reqs"] + one["num_waiting_reqs"] for one in answer["loads"])
+
+
+def test_a_dropped_request_leaves_nothing_on_the_server(
+    fleet: ServerRouter, server: tuple[int, Endpoint, Path]
+) -> None:
+    """An environment that cancels its turn: the server stops decoding it, and the others get their tokens."""
+    endless = replace(SAMPLED, max_new_tokens=5000, stop_token_ids=())
+    asked, answers = requests(4), dict[int, Any]()
+    fleet.start([], endless, version=VERSION, deadline_s=lambda count: 200.0)
+    begin = time.monotonic()
+    drops = [fleet.ask(replace(one, limit=5000), partial(answers.__setitem__, i)) for i, one in enumerate(asked[:3])]
+    fleet.ask(replace(asked[3], limit=40), partial(answers.__setitem__, 3))
+    while 3 not in answers:
+        assert time.monotonic() < begin + 100
+        time.sleep(0.01)
+    while running(server) != 3:  # it counts once a round
+        assert time.monotonic() < begin + 100
+    for drop in drops:
+        drop()
+    dropped = time.monotonic()
+    while running(server):
+        assert time.monotonic() < dropped + 5.0, "the server decodes what nobody waits for"
+    fleet.result()
+    assert [answers[i].finish for i in range(3)] == ["partial"] * 3
+    assert len(answers[3].token_ids) == 40
 
 
 class Agent(Environment):
@@ -236,10 +267,10 @@ def test_trainer_replays_reported_experts(routed: Any) -> None:
 def test_a_killed_server_loses_no_sample(fleet: ServerRouter, server: tuple[int, Endpoint, Path]) -> None:
     """The last test here: it takes the server away."""
     asked = requests(40)
-    start(fleet, asked)
+    generation = start(fleet, asked)
     os.killpg(server[0], signal.SIGKILL)
     began = time.monotonic()
-    result = fleet.result()
+    result = generation.result()
     assert time.monotonic() - began < 30
     assert not result.failures
     assert result.samples.keys() | result.unserved.keys() == {one.key for one in asked}

@@ -124,13 +124,17 @@ def test_the_policy_learns_from_what_the_server_samples(run: tuple[Path, Path, s
 
 @needs_sglang
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("how", ["lock", "free", "lock agent", "free agent", "lock in turns", "free agent in turns"])
+@pytest.mark.parametrize(
+    "how", ["lock", "free", "lock agent", "free agent", "lock in turns", "free agent in turns", "lock within"]
+)
 def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path, set[int]], how: str) -> None:
     """Three steps ahead, killed in the middle: it goes on, and no ticket is lost, doubled or too old.
 
-    In turns its servers release and resume their memory around each step.
+    In turns its servers release and resume their memory around each step. Within: weights are also published in the
+    middle of each step.
     """
     folder, (arrival, *_), agent, in_turns = run[0].parent, how.split(), "agent" in how, "in turns" in how
+    within = "within" in how
     own = folder / how.replace(" ", "_")
     command = [sys.executable, "-m", "mega_rl.cli", "train", "--nproc-per-node", "2", "--config", "quickstart_sglang"]
     command += [
@@ -146,6 +150,8 @@ def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path,
     if agent:
         (folder / "agent.py").write_text(AGENT)
         command.append(f"rollout.source={folder / 'agent.py'}:Agent")
+    if within:
+        command += ["trainer.minibatch_size=8", "rollout.sglang.sync.interval=1", "rollout.max_new_tokens=24"]
     environment, written = {**os.environ, "OMP_NUM_THREADS": "1"}, own.with_suffix(".log")
     with written.open("wb") as output:
         given: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": output, "stderr": subprocess.STDOUT}
@@ -167,6 +173,12 @@ def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path,
     steps = [record.metrics for record in read_metrics(own / "metrics.jsonl")]
     assert len(steps) == 10
     assert 1 <= max(one["rollout/staleness_max"] for one in steps) <= 3
+    assert [one["rollout/weight_version"] for one in steps] == [1 + (1 + within) * step for step in range(1, 11)]
+    if within:
+        known = [(step.description.begun, step.tensors) for step in read_steps(own)]
+        middle = [((one["token_versions"] % 2 == 0) & one["loss_mask"]).sum() for _, one in known]
+        assert sum(count > 0 for count in middle) > 5, middle
+        return
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2
     assert not agent or max(one.get("agent/turns_mean", 0.0) for one in steps) > 1.5
     assert in_turns == all("memory/generating_bytes" in one for one in steps)
