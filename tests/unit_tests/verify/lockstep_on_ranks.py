@@ -32,7 +32,7 @@ def faults() -> dict[str, Any]:
     from mega_rl.workers.stream import ServerFlow
 
     built = policy_gradient.build_experience
-    Ages: Any = selection.Ages
+    first: Any = selection.StepVersions.first
     update, choose, teacher_logits = LearningWorker.update, selection.choose, TeacherHead.logits
     taken: Any = ServerFlow._taken
     score, settings = TextScorer.score, RewardComponents.__init__
@@ -59,8 +59,14 @@ def faults() -> dict[str, Any]:
         chosen = choose(-tickets, oldest, **more)
         return None if chosen is None else chosen.flip(0)
 
-    def newest_first(tickets: Any, oldest: Any, *, ages: Any, **more: Any) -> Any:
-        return choose(tickets, -oldest, ages=selection.Ages(0, 0), **more)
+    def newest_first(tickets: Any, oldest: Any, *, count: int, **more: Any) -> Any:
+        if choose(tickets, oldest, count=count, **more) is None:
+            return None
+        chosen = oldest.argsort(descending=True, stable=True)[:count]
+        return chosen[tickets[chosen].argsort()]
+
+    def one_later(self: Any, later: int = 0) -> int:
+        return int(first(self, min(later, self.limit) + 1))
 
     def newest(self: Any, complete: Any) -> Any:
         arrived = taken(self, complete)
@@ -71,7 +77,7 @@ def faults() -> dict[str, Any]:
     return {
         "newest version on all tokens": patch.object(ServerFlow, "_taken", newest),
         "newest groups first": patch.object(selection, "choose", newest_first),
-        "groups dropped a step early": patch.object(selection, "Ages", lambda now, limit: Ages(now, limit - 1)),
+        "groups dropped a step early": patch.object(selection.StepVersions, "first", one_later),
         "rewards of the row before": patch.object(TextScorer, "score", rolled),
         "advantages one token early": patch.object(policy_gradient, "build_experience", early),
         "rate of the next step": patch.object(LearningWorker, "update", late),

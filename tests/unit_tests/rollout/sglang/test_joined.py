@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import socket
@@ -9,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,17 +28,23 @@ from mega_rl.rollout.sglang.build import Connection
 from mega_rl.rollout.sglang.control import Keys
 from mega_rl.rollout.sglang.generation.engine import SglangRolloutEngine, SglangRolloutSettings, sampling_seed
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import Sampling
+from mega_rl.rollout.sglang.generation.samples import Sampling, State
 from mega_rl.rollout.sglang.server import fleet
 from mega_rl.rollout.sglang.server.fleet import JoinedServers
 from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.weights.checks import LIMITS, Probe
 from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, server_of
+from mega_rl.trainer.collect import Collector, SamplingPlan
+from mega_rl.trainer.loop import Stages, StepLog
+from mega_rl.trainer.selection import StepVersions, Stock
 from mega_rl.types import Draw, Prompt, Rollout
 from mega_rl.workers.rollout import RolloutWorker
 from mega_rl.workers.stream import RolloutStream, ServerFlow
+from tests.helpers import fleet as fleet_numbers
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, right
+from tests.helpers.fakes import FakeSink, FakeTimer
+from tests.helpers.selection import FULL
 from tests.helpers.update_server import VOCAB_SIZE, UpdateServer, weights_of_version
 from tests.unit_tests.rollout.sglang.test_faults import nothing_left_behind
 from tests.unit_tests.rollout.sglang.test_sync import EXPECTED, INFO, TEMPERATURE, Trainer
@@ -521,6 +528,69 @@ def test_samples_ahead_have_their_versions_while_servers_change(tmp_path: Path, 
             assert 0.5 * took < totals["seconds"] <= took
             assert sum(one["sglang/requests"] > 0 for one in counts) > steps // 2, "a publish reports what was done"
         assert not [rid for server in world.every() if not server.replaces for rid in server.others]
+
+
+KILLS = 200 if FULL else 10
+
+
+def digest_of_run(folder: Path, kills: int) -> str:
+    """SHA-256 of all that a run eight steps ahead in `lock` trains on; servers die at random while others serve."""
+    total, killed, over, busy = hashlib.sha256(), list[str](), threading.Event(), list[bool]()
+    folder.mkdir()
+    with run_over(folder, 2, token_versions=True) as (world, run):
+        ranks: Any = SingleRank()
+        worker = RolloutWorker(run.engine, ranks, ranks, fleet_numbers.N, seed=0)
+        version = lambda: run.sync.weight_version  # noqa: E731
+        flow = ServerFlow(worker, run.engine, ranks, version, 1, timeout_s=20.0)
+        stream, stock = RolloutStream(flow, run.sync, worker), Stock(flow, StepVersions(8, version), flow)
+        plan = SamplingPlan(fleet_numbers.N, 0, 4, 4, ahead=8, steps=KILLS)
+        stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())
+        order: Any = SimpleNamespace(
+            take=lambda first, count: [replace(PROMPTS[n % 4], index=n) for n in range(first, first + count)]
+        )
+        collector = Collector(order, stream, fleet_numbers.Lengths(), plan, ranks, stage, log, stock=stock)
+
+        def serve(url: str) -> bool:
+            states = run.router.states()
+            return any(one.url == url and states[one.index][0] is State.READY for one in run.pool.endpoints)
+
+        def kill() -> None:
+            while len(killed) < kills and not over.is_set():
+                time.sleep(world.random.uniform(0.0, 0.02))
+                with suppress(KeyError, RuntimeError):  # the pool changes at an update
+                    if len(killed) <= done and all(map(serve, world.listed)):  # a step has three restarts
+                        killed.append(world.random.choice(world.listed))
+                        world.write([one if one != killed[-1] else world.start().url for one in world.listed])
+                        busy.append(world.alive[killed[-1]].in_flight > 0)
+                        world.kill(killed[-1])
+
+        killer, done = threading.Thread(target=kill), 0
+        stream.publish()
+        killer.start()
+        try:
+            for done in range(KILLS):
+                batch = collector.take(done)
+                rows = batch.samples.rollout
+                for server in world.alive.copy().values():
+                    server.seconds_per_token = 0.02
+                assert rows.token_versions is not None
+                columns = (rows.tokens, rows.token_versions, rows.rollout_logprobs, batch.samples.tickets)
+                total.update(b"".join(column.numpy().tobytes() for column in columns))
+                while len(killed) < min(kills, done) and killer.is_alive():
+                    time.sleep(0.001)  # training
+                run.trainer.step(run.sync.weight_version + 1)
+                stream.publish()
+        finally:
+            over.set()
+            killer.join()
+        flow.close()
+    assert len(killed) >= kills - 1
+    assert sum(busy) >= kills // 4
+    return total.hexdigest()
+
+
+def test_run_in_lock_is_the_same_while_servers_die(tmp_path: Path) -> None:
+    assert digest_of_run(tmp_path / "killed", KILLS) == digest_of_run(tmp_path / "undisturbed", 0)
 
 
 def _fleet_on_two_ranks(rank: int, folder: str) -> dict[str, Any]:

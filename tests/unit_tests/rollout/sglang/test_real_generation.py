@@ -74,6 +74,7 @@ def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = 
     while not generation.answers.samples:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return generation
 
 
 def logprobs_of(model: Any, asked: SampleRequest, sample: Sample, temperature: float) -> list[float]:
@@ -161,7 +162,7 @@ def test_a_dropped_request_leaves_nothing_on_the_server(
     """An environment that cancels its turn: the server stops decoding it, and the others get their tokens."""
     endless = replace(SAMPLED, max_new_tokens=5000, stop_token_ids=())
     asked, answers = requests(4), dict[int, Any]()
-    fleet.start([], endless, version=VERSION, deadline_s=lambda count: 200.0)
+    fleet.open(endless, version=VERSION, deadline_s=lambda count: 200.0)
     begin = time.monotonic()
     drops = [fleet.ask(replace(one, limit=5000), partial(answers.__setitem__, i)) for i, one in enumerate(asked[:3])]
     fleet.ask(replace(asked[3], limit=40), partial(answers.__setitem__, 3))
