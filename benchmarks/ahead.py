@@ -40,6 +40,7 @@ from tests.helpers.fleet import Lengths, Numbered
 
 TARGET = 1 / 1.6  # step two ahead / synchronous step
 AHEAD = (1, 2, 4, 8)
+ARRIVALS = ("lock", "free", "lock in turns", "free in turns")
 SERVERS, SEED = 2, 7
 PROMPT, VOCABULARY = 2, 1000  # tokens of each of `Numbered`, and more than there are
 SPREAD = 1.0  # standard deviation of a length's logarithm
@@ -101,11 +102,15 @@ class Versions:
 
 @dataclass
 class Run:
-    """A run of the collector, `k` steps ahead of training; free: an update interrupts responses."""
+    """A run of the collector, `k` steps ahead of training.
+
+    free: an update interrupts responses. in_turns: servers generate only while training waits.
+    """
 
     sizes: Sizes
     k: int
     free: bool
+    in_turns: bool
     stack: ExitStack
 
     def __post_init__(self) -> None:
@@ -135,13 +140,15 @@ class Run:
             router, everyone=ranks, weight_version=version, bring_back=lambda dead: None, settings=settings
         )
         source: Any = RolloutWorker(engine, ranks, SingleRank(), sizes.samples, SEED)
-        stock, self.publish = None, self.sync.publish
+        stock, self.publish, self.end_round = None, self.sync.publish, lambda: None
         if self.k:
-            quantum = 0 if self.free else math.ceil(sizes.limit / self.k)
-            flow = ServerFlow(source, engine, ranks, version, quantum, timeout_s=WAIT_S)
+            quantum = 0 if self.free else math.ceil(sizes.limit / (self.k + self.in_turns))
+            flow = ServerFlow(source, engine, ranks, version, quantum, timeout_s=WAIT_S, in_turns=self.in_turns)
             source, stock = RolloutStream(flow, self.sync, source), Stock(flow, StepVersions(self.k, version), flow)
             self.stack.callback(flow.close)
             self.publish = source.publish
+            if self.in_turns:
+                self.end_round = flow.pause
         plan = SamplingPlan(sizes.samples, 0, sizes.prompts, sizes.prompts, ahead=self.k)
         timer = PhaseTimer()
         log = StepLog(FakeSink(), timer)
@@ -156,6 +163,7 @@ class Run:
         for step in range(self.k + 1 + self.sizes.steps):
             begin = time.perf_counter()
             batch = self.collector.take(step)
+            self.end_round()
             took = time.perf_counter() - begin
             rows = batch.rollout
             time.sleep(training_s)
@@ -190,9 +198,9 @@ class Run:
         return statistics.mean(min(length_of(seed, sizes.limit), sizes.limit) for seed in seeds)
 
 
-def measured(sizes: Sizes, k: int, training_s: float, *, free: bool = False) -> dict[str, Any]:
+def measured(sizes: Sizes, k: int, training_s: float, *, free: bool = False, in_turns: bool = False) -> dict[str, Any]:
     with ExitStack() as stack:
-        return Run(sizes, k, free, stack).measure(training_s)
+        return Run(sizes, k, free, in_turns, stack).measure(training_s)
 
 
 def main() -> int:
@@ -205,17 +213,17 @@ def main() -> int:
     generation_s = measured(sizes, 0, 0.0)["generation_s"]
     training_s = options.training * generation_s
     print(f"a synchronous generation {generation_s:.3f} s, training {training_s:.3f} s")
-    print(f"{'':>12} {'step s':>7} {'ratio':>6} {'age':>5} {'oldest':>6} {'trained':>8} {'drawn':>6} {'dropped':>7}")
+    print(f"{'':>17} {'step s':>7} {'ratio':>6} {'age':>5} {'oldest':>6} {'trained':>8} {'drawn':>6} {'dropped':>7}")
     runs = {"synchronous": measured(sizes, 0, training_s)}
     lines = {}
-    for k, arrival in [(0, ""), *((k, arrival) for k in AHEAD for arrival in ("lock", "free"))]:
+    for k, arrival in [(0, ""), *((k, arrival) for k in AHEAD for arrival in ARRIVALS)]:
         name = f"k={k} {arrival}" if k else "synchronous"
         if k:
-            runs[name] = measured(sizes, k, training_s, free=arrival == "free")
+            runs[name] = measured(sizes, k, training_s, free="free" in arrival, in_turns="in turns" in arrival)
         own = runs[name]
         ratio = runs["synchronous"]["step_s"] / own["step_s"]
         print(
-            f"{name:>12} {own['step_s']:7.3f} {ratio:6.2f} {own['age']:5.2f} {own['oldest']:6d} "
+            f"{name:>17} {own['step_s']:7.3f} {ratio:6.2f} {own['age']:5.2f} {own['oldest']:6d} "
             f"{own['trained']:8.1f} {own['drawn']:6.1f} {own['dropped']:7d}",
             flush=True,
         )

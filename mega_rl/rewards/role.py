@@ -154,7 +154,7 @@ class EarlyScores:
                 self._thread = self._thread or Running(self._work, name="early scores")
 
     def begun(self, places: Collection[Place]) -> Mapping[Key, Item]:
-        """Drop those responses of these samples that wait; return the others, which are or will be scored."""
+        """Drop responses of these samples that wait; return those that are or will be scored."""
         with self._changed:
             own = {key: item for key, item in self._asked.items() if key[:2] in places}
             for key in own.keys() & self._waiting.keys():

@@ -175,7 +175,7 @@ class EnvironmentRollouts:
         return {n: v if "failed" in n else v / count for n, v in numbers.items()}
 
     def ended(self, played: Played) -> Played:
-        """Begin to score a trajectory; return it as a failed one if its own scores are wrong."""
+        """Begin to score a trajectory; return it, failed if its own scores are wrong."""
         played = self._checked(played)
         if self.scores is not None and played.trajectory.ended() != "error":
             one = replace(played.trajectory, prompt_index=0)

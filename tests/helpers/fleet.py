@@ -218,8 +218,9 @@ class Lengths:
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rows = [prompts[int(number)].index % 3 for number in rollout.prompt_index]
         large = ((rollout.tokens > 3) & rollout.loss_mask).sum(1) / LONGEST
-        of_samples = rollout.prompt_index * N + rollout.sample_index  # rows of a trajectory have its reward
-        large = torch.zeros(len(prompts) * N).index_add(0, of_samples, large)[of_samples]
+        n = 1 + max(rollout.sample_index.tolist(), default=0)
+        of_samples = rollout.prompt_index * n + rollout.sample_index  # rows of a trajectory have its reward
+        large = torch.zeros(len(prompts) * n).index_add(0, of_samples, large)[of_samples]
         return Rewards(torch.where(torch.tensor(rows, dtype=torch.int64) == 0, 0.0, large.float()))
 
     def metrics(self) -> Metrics:
