@@ -228,7 +228,8 @@ def main() -> int:
             flush=True,
         )
         if k:
-            target = TARGET if k == 2 and options.training == 1 else None
+            hides = "in turns" not in arrival  # training
+            target = TARGET if k == 2 and options.training == 1 and hides else None
             outcome.add(compare(f"{name} / synchronous", own["steps"], runs["synchronous"]["steps"], target))
         lines[name] = (
             f"{own['step_s']:.2f} s, {ratio:.2f} times as fast; age {own['age']:.2f}, at most {own['oldest']}; "

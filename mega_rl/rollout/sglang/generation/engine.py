@@ -249,10 +249,12 @@ class SglangRolloutEngine:
             some = self.everyone.max(out).tolist() if states else ()  # on some rank
             dead = [i for i, is_out in zip(states, some, strict=True) if is_out]
             unserved = int(self.everyone.sum(torch.tensor(lost())))
-            if not unserved and not (dead and times == before):
+            spent = times == self._settings.restarts
+            waits = spent and before and len(dead) < len(states)  # others live: it comes back in the next step
+            if not unserved and (not dead or times > before or waits):
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (state, why) in states.items() if state is not State.READY)
-            if times == self._settings.restarts:
+            if spent:
                 raise RunError(
                     f"{unserved} samples are without an answer and servers {dead} have been brought back "
                     f"{times} times (rollout.sglang.restarts={self._settings.restarts}): {reasons}"

@@ -454,6 +454,7 @@ class DyingFleet(ScriptedFleet):
 def test_restarts_count_over_interrupted_rounds() -> None:
     """Rounds that an update may interrupt: the limit is that of a step, not begun again with each round."""
     fleet = DyingFleet(lambda *_: GenerationResult())
+    del fleet.servers[1]
     engine, brought_back = engine_over(fleet, restarts=3, token_versions=True)
     worker = RolloutWorker(engine, SingleRank(), SingleRank(), 1, seed=0)
     flow = ServerFlow(worker, engine, SingleRank(), lambda: 1, 0, timeout_s=20.0)
@@ -465,3 +466,16 @@ def test_restarts_count_over_interrupted_rounds() -> None:
         fleet.servers[0] = (State.READY, "")
         flow.pause()
         flow.go_on()  # the next step's
+
+
+def test_a_server_that_nobody_lacks_waits_for_the_next_step() -> None:
+    """Earlier rounds have used the restarts of this step up, and another server has answered all."""
+    fleet = ScriptedFleet(lambda *_: GenerationResult())
+    engine, brought_back = engine_over(fleet, restarts=2)
+    fleet.servers[1] = (State.DOWN, "gone")
+    assert engine.settle(lambda: 0, lambda: None, times=2) == 2
+    assert brought_back == []
+    with pytest.raises(RunError, match="1 samples are without an answer"):
+        engine.settle(lambda: 1, lambda: None, times=2)
+    assert engine.settle(lambda: 0, lambda: None) == 1
+    assert brought_back == [[1]]
