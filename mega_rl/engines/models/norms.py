@@ -12,21 +12,15 @@ from torch.nn.functional import rms_norm
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Run norms by torch's kernel where their class computes the same; return their number.
+    """Run norms by torch's kernel where it computes the same; return their number.
 
     transformers writes a norm out: to float32, squares, mean, root, product, back, weight. In float32 the results are
     equal; in bf16 the kernel rounds once, as Megatron-Core and servers do, and transformers twice.
     """
-    is_plain: dict[type, bool] = {}
-    norms = 0
-    for module in model.modules():
-        kind = type(module)
-        if kind not in is_plain:
-            is_plain[kind] = _is_plain(module)
-        if is_plain[kind]:
-            module.forward = partial(_normalise, module)
-            norms += 1
-    return norms
+    plain = [module for module in model.modules() if _is_plain(module)]
+    for module in plain:
+        module.forward = partial(_normalise, module)
+    return len(plain)
 
 
 def _normalise(module: nn.Module, hidden: Tensor) -> Tensor:
@@ -42,9 +36,9 @@ def _epsilon(module: nn.Module) -> float | None:
 @torch.no_grad()
 def _is_plain(module: nn.Module) -> bool:
     """Try on numbers if a module is an RMS norm with a weight and nothing else."""
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())]
-    takes_one = len(inspect.signature(module.forward).parameters) == 1
-    if "norm" not in type(module).__name__.lower() or names != ["weight"] or not takes_one:
+    if "norm" not in type(module).__name__.lower() or len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    if [*dict(module.named_parameters()), *dict(module.named_buffers()), *dict(module.named_children())] != ["weight"]:
         return False
     weight = module.get_parameter("weight")
     if weight.dim() != 1 or _epsilon(module) is None:

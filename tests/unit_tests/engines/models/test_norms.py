@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -50,6 +51,14 @@ def test_other_norms_stay_as_they_are() -> None:
     others = nn.ModuleList([Gemma2RMSNorm(8), Qwen3NextRMSNormGated(8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)])
     assert fuse_norms(others) == 0
     assert all("forward" not in vars(module) for module in others)
+
+
+def test_norms_of_one_class_differ() -> None:
+    """One has a weight, and another has none."""
+    with_weight, without = Gemma4RMSNorm(8), Gemma4RMSNorm(8, with_scale=False)
+    assert fuse_norms(nn.ModuleList([with_weight, without])) == 1
+    assert "forward" in vars(with_weight)
+    assert "forward" not in vars(without)
 
 
 def test_a_model_on_the_meta_device_stays_there() -> None:
