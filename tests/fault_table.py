@@ -281,19 +281,24 @@ TABLE: Table = {
     ("trainer", "trainer/test_loop.py"): [
         (
             "resume repeats a step",
-            "done, stopping = self.start, self._after(self.start, None)",
-            "done, stopping = max(self.start - 1, 0), self._after(self.start, None)",
+            "done = self.start\n        self._after",
+            "done = max(self.start - 1, 0)\n        self._after",
         ),
         ("weights not sent after an update", "self.log.add(self.stage.publish(self.sync))", "self.log.add({})"),
         (
             "an event that ends the run keeps later ones from acting",
-            "return any([event.after(done, evaluated) for event in self.events])",
-            "return any(event.after(done, evaluated) for event in self.events)",
+            "if any([event.before(done) for event in self.events]) or",
+            "if any(event.before(done) for event in self.events) or",
         ),
         (
             "metrics of the step before stay in a record",
-            "        self.metrics = {}\n        self.timer.reset()\n",
-            "        self.timer.reset()\n",
+            "self.last, self.metrics = self.metrics, {}",
+            "self.last = self.metrics",
+        ),
+        (
+            "a step is saved before its record is written",
+            "                rounds.advance()\n                self.log.write(done)\n",
+            "                rounds.advance()\n",
         ),
     ],
     ("trainer", "trainer/test_dumps.py"): [

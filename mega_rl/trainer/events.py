@@ -51,11 +51,10 @@ class DumpRollouts(Event):
     interval: int  # steps; 0 writes none
     count: int  # samples of each dump
 
-    def after(self, done: int, evaluated: Evaluated | None) -> bool:
+    def after(self, done: int, evaluated: Evaluated | None) -> None:
         if evaluated is not None and self.interval and (done in (1, self.steps) or is_due(done, self.interval)):
             rows = self._rows(done, evaluated.batch.samples, advantages=evaluated.experience.advantages)
             self.sink.dump_rollouts(done, rows)
-        return False
 
     def validation(self, done: int, outcomes: Sequence[SetOutcome]) -> None:
         """Write samples of each set of held-out prompts."""
@@ -83,15 +82,14 @@ class Validate(Event):
     steps: int  # length of the run
     interval: int  # steps; 0 never
 
-    def after(self, done: int, evaluated: Evaluated | None) -> bool:
+    def after(self, done: int, evaluated: Evaluated | None) -> None:
         due = done == 0 if evaluated is None else done == self.steps or is_due(done, self.interval)
         if not (due and self.interval and self.evaluation.sets):
-            return False
+            return
         with self.stage("validate"):
             outcomes = self.evaluation.run(done)
         self.dumps.validation(done, outcomes)
         self.log.add(named(outcomes))
-        return False
 
 
 @dataclass
@@ -108,26 +106,25 @@ class SaveAndExport(Event):
     steps: int  # length of the run
     start: int  # steps done when the run began
 
-    def before(self, step: int) -> None:
-        """Save in memory, once the steps before are logged; the last step needs no such checkpoint."""
-        if step > self.start and is_due(step, self.settings.memory.interval):
-            with self.stage("checkpoint"):
-                self.stage.hold("save")
-                self.checkpoints.save_in_memory(step, self.state(step))
-
-    def after(self, done: int, evaluated: Evaluated | None) -> bool:
-        if evaluated is None:
+    def before(self, step: int) -> bool:
+        """Save and export what is due, once the record of the steps is written: a kill loses none of them."""
+        if step == self.start:
             return False
-        stopping, last, settings = self.stop_requested(), done == self.steps, self.settings
-        saves = stopping or (last and settings.save_final) or is_due(done, settings.save_interval)
-        exports = (last and settings.hf_final) or is_due(done, settings.hf_interval)
-        if saves or exports:
+        stopping, last, settings = self.stop_requested(), step == self.steps, self.settings
+        saves = stopping or (last and settings.save_final) or is_due(step, settings.save_interval)
+        in_memory = not (stopping or last) and is_due(step, settings.memory.interval)
+        exports = (last and settings.hf_final) or is_due(step, settings.hf_interval)
+        if saves or in_memory or exports:
             with self.stage("checkpoint"):
-                if saves:
+                if saves or in_memory:
                     self.stage.hold("save")
-                    self.checkpoints.save(done, self.state(done), metrics=dict(self.log.metrics))
+                    state = self.state(step)
+                if saves:
+                    self.checkpoints.save(step, state, metrics=self.log.last)
+                if in_memory:
+                    self.checkpoints.save_in_memory(step, state)
                 if exports:
-                    self._export(done)
+                    self._export(step)
         self.log.add(self.checkpoints.poll())
         return stopping
 
@@ -137,6 +134,7 @@ class SaveAndExport(Event):
             if self.start >= self.steps and self.settings.hf_final:
                 self._export(self.start)
             self.checkpoints.finish()
+        self.log.add(self.checkpoints.poll())
 
     def _export(self, done: int) -> None:
         self.stage.hold("export")
@@ -150,7 +148,7 @@ class Warn(Event):
     log: StepLog
     _idle: int = field(default=0, init=False)  # steps in a row
 
-    def after(self, done: int, evaluated: Evaluated | None) -> bool:
+    def after(self, done: int, evaluated: Evaluated | None) -> None:
         numbers = self.log.metrics
         equal, masked = numbers.get(EQUAL_GROUPS, 0.0), numbers.get(MASKED, 0.0)
         no_advantage = "reward/mean" in numbers and numbers.get("advantage/abs_mean") == 0.0
@@ -162,7 +160,6 @@ class Warn(Event):
                 "raise rollout.n, rollout.temperature or rollout.max_new_tokens, or take other prompts",
                 *(IDLE_STEPS, EQUAL_GROUPS, equal, MASKED, masked, numbers.get("rollout/filtered_fraction", 0.0)),
             )
-        return False
 
 
 # Columns of a record that sampling gave, with those that not every rollout has; token ids go as int32.

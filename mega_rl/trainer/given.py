@@ -214,7 +214,7 @@ class EvaluateLoss(Event):
     interval: int  # steps; 0 never
     by_tokens: bool  # the loss is a mean over tokens, not over rows
 
-    def after(self, done: int, evaluated: EvaluatedExamples | None) -> bool:
+    def after(self, done: int, evaluated: EvaluatedExamples | None) -> None:
         due = done == 0 if evaluated is None else done == self.steps or is_due(done, self.interval)
         if due and self.interval:
             for one in self.sets:
@@ -222,7 +222,6 @@ class EvaluateLoss(Event):
                 own = {HELD_OUT[name]: value for name, value in means.items() if name in HELD_OUT}
                 named = {name.replace("val/", f"val/{one.name}/"): value for name, value in own.items()}
                 self.source.log.add(named if one.name else own)
-        return False
 
     def _means(self, prompts: Sequence[Prompt]) -> Metrics:
         """Return the loss's metrics over all rows; collective."""

@@ -88,10 +88,11 @@ class StepLog:
     sink: MetricsSink
     timer: StepMeter | PhaseTimer
     metrics: Metrics = field(default_factory=dict, init=False)
+    last: Metrics = field(default_factory=dict, init=False)  # of the step before
 
     def begin(self) -> None:
         """Begin a step without metrics."""
-        self.metrics = {}
+        self.last, self.metrics = self.metrics, {}
         self.timer.reset()
 
     def add(self, metrics: Metrics) -> None:
@@ -124,8 +125,9 @@ class Algorithm(Protocol):
 class Event:
     """Action around steps when it is due. All methods are collective; by default they do nothing."""
 
-    def before(self, step: int) -> None:
-        """Act before a step, counted from 0, when the record of the previous step is written."""
+    def before(self, step: int) -> bool:
+        """Act before a step, counted from 0, and after the last, once the step before is logged; True ends the run."""
+        return False
 
     def evaluated(self, step: int, evaluated: Any) -> None:
         """Act on an evaluated batch, before any weight changes."""
@@ -133,12 +135,8 @@ class Event:
     def updated(self, step: int) -> None:
         """Act on the updated models, before their weights are sent."""
 
-    def after(self, done: int, evaluated: Any) -> bool:
-        """Act when `done` steps are done; return True to end the run.
-
-        evaluated: None before the first step.
-        """
-        return False
+    def after(self, done: int, evaluated: Any) -> None:
+        """Act when `done` steps are done, before the last is logged. evaluated: None before the first step."""
 
     def finish(self, done: int) -> None:
         """Act at the end of the run, after `done` steps."""
@@ -165,22 +163,23 @@ class Trainer:
     def turns(self) -> Iterator[int]:
         """Train from step `start` on, a step between two turns; yields the steps done."""
         self.stage.publish(self.sync)
-        done, stopping = self.start, self._after(self.start, None)
+        done = self.start
+        self._after(done, None)
         self.log.write(done, timed=False)
         with progress.rounds("step", self.steps, done=done) as rounds:
-            while done < self.steps and not stopping:
+            while True:
                 yield done
                 self.log.begin()
-                for event in self.events:
-                    event.before(done)
+                if any([event.before(done) for event in self.events]) or done >= self.steps:
+                    break
                 evaluated = self.step(done)
                 done += 1
-                stopping = self._after(done, evaluated)
+                self._after(done, evaluated)
                 rounds.advance()
                 self.log.write(done)
         for event in self.events:
             event.finish(done)
-        yield done
+        self.log.write(done, timed=False)
 
     def step(self, number: int) -> object:
         """Make one step, counted from 0; returns the evaluated batch."""
@@ -194,8 +193,9 @@ class Trainer:
         self.log.add(self.stage.publish(self.sync))
         return evaluated
 
-    def _after(self, done: int, evaluated: object) -> bool:
-        return any([event.after(done, evaluated) for event in self.events])
+    def _after(self, done: int, evaluated: object) -> None:
+        for event in self.events:
+            event.after(done, evaluated)
 
 
 def fit_together(trainers: Sequence[Trainer]) -> list[int]:

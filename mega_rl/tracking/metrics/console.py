@@ -107,7 +107,9 @@ class ConsoleSink:
 
     def log(self, step: int, metrics: Metrics) -> None:
         width = self._console.width - TIME_WIDTH if self._console.is_terminal else None
-        logger.info("%s", step_line(step, metrics, parts=self._parts, width=width))
+        line = step_line(step, metrics, parts=self._parts, width=width)
+        if " | " in line:  # there is a column
+            logger.info("%s", line)
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         for row in rows:

@@ -22,7 +22,7 @@ import yaml
 from mega_rl.config.schema import MetricsConfig
 from mega_rl.protocols import MetricsSink
 from mega_rl.tracking.metrics.console import ConsoleSink
-from mega_rl.tracking.metrics.records import decode_step, encode_step, to_json_value
+from mega_rl.tracking.metrics.records import StepMetrics, decode_step, encode_step, to_json_value
 from mega_rl.tracking.metrics.trackers import TrackedRun, TrackerSink, without_secrets
 from mega_rl.types import Metrics
 
@@ -54,6 +54,7 @@ def _first_stale_step(resume_step: int) -> int:
 class JsonlSink(NullSink):
     """One flushed line per step in metrics.jsonl; see `records` for its format.
 
+    Later metrics of the same step, such as of the last save, join its line.
     The sink never gives up: it reports and drops a line that it cannot write, cuts the file back to its last whole
     line, and tries again at the next step. If the file was deleted, it begins a new one.
     """
@@ -62,17 +63,21 @@ class JsonlSink(NullSink):
         self._path = path
         self._resume_step = resume_step
         self._num_bytes: int | None = None  # bytes of whole lines; None until the first step
+        self._last, self._begin = StepMetrics(-1, {}), 0  # the last line, and the bytes before it
         self._failing = False
 
     def log(self, step: int, metrics: Metrics) -> None:
-        line = encode_step(step, metrics).encode() + b"\n"
         try:
             if self._num_bytes is None or not self._path.exists():
                 self._num_bytes = _drop_steps_from(self._path, _first_stale_step(self._resume_step))
+            again = step == self._last.step
+            begin = min(self._begin, self._num_bytes) if again else self._num_bytes
+            record = StepMetrics(step, {**self._last.metrics, **metrics} if again else metrics)
+            line = encode_step(step, record.metrics).encode() + b"\n"
             with self._path.open("r+b") as file:
-                file.truncate(self._num_bytes)  # drops the rest of a failed write
-                file.seek(self._num_bytes)
+                file.seek(begin)
                 file.write(line)
+                file.truncate()  # drops the rest of a failed write; last, so that a kill takes no line that stood
         except OSError as error:
             if not self._failing:
                 logger.error(
@@ -80,7 +85,7 @@ class JsonlSink(NullSink):
                 )
             self._failing = True
             return
-        self._num_bytes += len(line)
+        self._last, self._begin, self._num_bytes = record, begin, begin + len(line)
         if self._failing:
             logger.warning("%s can be written again, from step %d on", self._path, step)
         self._failing = False

@@ -145,7 +145,8 @@ def build_meter(run: LoadedRun, accelerator: Accelerator, *, in_bf16: bool, scor
     traces = None
     if profile.steps and rank in profile.ranks:
         folder = Path(run.trainer.run_dir) / "profile"
-        traces = StepTraces(folder, steps=profile.steps, rank=rank, memory=profile.memory)
+        steps = [step for step in profile.steps if step <= run.trainer.steps]
+        traces = StepTraces(folder, steps=steps, rank=rank, memory=profile.memory)
     return StepMeter(
         PhaseTimer(synchronize=accelerator.synchronize),
         run.roles.work,

@@ -16,7 +16,7 @@ from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.loop import Event, StepLog, fit_together
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
 from mega_rl.trainer.policy_gradient import PolicyGradientRules
-from mega_rl.types import Rewards, TokenOutputs
+from mega_rl.types import Metrics, Rewards, TokenOutputs
 from mega_rl.workers.models import reference_updates
 from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
 from tests.helpers.loops import FakeRun, RunSettings
@@ -144,7 +144,25 @@ def test_a_record_has_the_metrics_of_its_step() -> None:
     assert [record.get("own/number") for record in records.values()] == [0.0, 1.0, None, None]
     assert records[0] == {"own/number": 0.0}
     assert "time/sync_weights_s" in records[1]
-    assert resets == [1, 2, 3]
+    assert resets == [1, 2, 3, 4]
+
+
+def test_a_step_is_saved_when_its_record_is_written() -> None:
+    """A kill leaves no checkpoint without its record; metrics of the save are in the next record, or join the last."""
+    run = FakeRun(settings=RunSettings(steps=3, save_interval=1, memory_interval=1, hf_interval=2))
+    log = run.metrics.log
+
+    def note(step: int, metrics: Metrics) -> None:
+        run.events.append(f"log {step}")
+        log(step, metrics)
+
+    run.metrics.log = note
+    run.fit()
+    shown = [event for event in run.events if event.startswith(("log", "save", "export"))]
+    first = ["log 1", "save", "save 1 in memory"]
+    assert shown == [*first, "log 2", "save", "save 2 in memory", "export 2", "log 3", "save", "log 3"]
+    assert [record.get("checkpoint/step") for record in run.metrics.records.values()] == [None, 1.0, 3.0]
+    assert run.checkpoints.saved[3]["metrics"].keys() < run.metrics.records[3].keys()
 
 
 def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
@@ -244,8 +262,9 @@ class Noting(Event):
     def __init__(self, notes: list[str], log: StepLog | None = None, *, last: int = 99) -> None:
         self.notes, self.log, self.last = notes, log, last
 
-    def before(self, step: int) -> None:
+    def before(self, step: int) -> bool:
         self.notes.append(f"before {step}")
+        return step == self.last
 
     def evaluated(self, step: int, evaluated: Any) -> None:
         self.notes.append(f"evaluated {step}")
@@ -253,18 +272,17 @@ class Noting(Event):
     def updated(self, step: int) -> None:
         self.notes.append(f"updated {step}")
 
-    def after(self, done: int, evaluated: Any) -> bool:
+    def after(self, done: int, evaluated: Any) -> None:
         self.notes.append(f"after {done}" + " with nothing" * (evaluated is None))
         if self.log is not None and done < 2:
             self.log.add({"own/number": float(done)})
-        return done == self.last
 
     def finish(self, done: int) -> None:
         self.notes.append(f"finish {done}")
 
 
 def test_an_event_ends_the_run_after_its_step() -> None:
-    """Events act around each step in their order; those after the one that ends the run act, too."""
+    """Events act around each step in their order; those behind the one that ends the run act, too."""
     run = FakeRun(settings=RunSettings(steps=9))
     run.more_events = [Noting(run.events, last=2), Noting(run.events)]
     assert run.fit() == 2
@@ -274,7 +292,7 @@ def test_an_event_ends_the_run_after_its_step() -> None:
     for number in range(2):
         expected += [*[f"before {number}"] * 2, *step, *[f"evaluated {number}"] * 2, *updates]
         expected += [*[f"updated {number}"] * 2, "publish", *[f"after {number + 1}"] * 2]
-    assert run.events == [*expected, *["finish 2"] * 2]
+    assert run.events == [*expected, *["before 2"] * 2, *["finish 2"] * 2]
     assert list(run.metrics.records) == [1, 2]
 
 
@@ -288,7 +306,9 @@ def in_turn(runs: list[FakeRun], turns: list[int]) -> list[int]:
 
 def test_runs_in_turn_end_one_by_one_and_stop_together() -> None:
     turns: list[int] = []
-    runs = [FakeRun(settings=RunSettings(steps=steps), stop_requested=lambda: len(turns) > 8) for steps in (1, 9, 9, 2)]
+    runs = [
+        FakeRun(settings=RunSettings(steps=steps), stop_requested=lambda: len(turns) > 12) for steps in (1, 9, 9, 2)
+    ]
     assert in_turn(runs, turns) == [1, 2, 2, 2]
     assert turns == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 1, 2, 3]
     assert [sum(event.startswith("save") for event in run.events) for run in runs] == [0, 1, 1, 1]

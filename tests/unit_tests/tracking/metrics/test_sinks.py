@@ -50,6 +50,17 @@ def test_resumed_run_replaces_repeated_steps(tmp_path: Path) -> None:
         assert steps_of(path) == [0]
 
 
+def test_later_metrics_of_a_step_join_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, resume_step=1)
+    for step, metrics in ((1, {"a": 1.0}), (2, {"a": 2.0, "b": 3.0}), (2, {"b": 4.0, "c": 5.0})):
+        sink.log(step, metrics)
+    assert [one.metrics for one in read_metrics(path)] == [{"a": 1.0}, {"a": 2.0, "b": 4.0, "c": 5.0}]
+    shutil.rmtree(path.parent)
+    sink.log(2, {"d": 6.0})
+    assert [one.metrics for one in read_metrics(path)] == [{"a": 2.0, "b": 4.0, "c": 5.0, "d": 6.0}]
+
+
 def test_full_disk_loses_only_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, resume_step=1)
