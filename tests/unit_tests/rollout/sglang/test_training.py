@@ -186,10 +186,14 @@ def test_a_run_ahead_survives_a_kill_and_passes_its_audit(run: tuple[Path, Path,
 
 @needs_sglang
 @pytest.mark.timeout(560)
+@pytest.mark.parametrize("within", [False, True])
 def test_responses_keep_their_cache_over_updates(
-    run: tuple[Path, Path, set[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: tuple[Path, Path, set[int]], within: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two steps ahead, no update interrupts a response, and the tokens before it have their version's log-probs."""
+    """Two steps ahead, no update interrupts a response, and the tokens before it have their version's log-probs.
+
+    Within: weights are also published in the middle of each step.
+    """
     folder = run[0].parent
     command = [sys.executable, "-m", "mega_rl.cli", "train", "--config", "quickstart_sglang"]
     command += [
@@ -200,6 +204,7 @@ def test_responses_keep_their_cache_over_updates(
         "rollout.max_new_tokens=56", "rollout.sglang.arrival=free", "rollout.sglang.sync.in_flight=keep",
         "rollout.sglang.max_concurrency=16",
         "metrics.records.interval=1", "metrics.records.weights=true",
+        *(("trainer.minibatch_size=16", "rollout.sglang.sync.interval=1") if within else ()),
     ]  # fmt: skip
     with (tmp_path / "output").open("wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
