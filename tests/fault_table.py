@@ -229,8 +229,8 @@ TABLE: Table = {
     ("rollout", "rollout/test_hf.py"): [
         (
             "random numbers depend on the place in the batch",
-            "uniform_at(self._keys[rows], step)",
-            "uniform_at(self._keys[: len(rows)], step)",
+            "draw(logits, keys[rows], step)",
+            "draw(logits, keys[: len(rows)], step)",
         ),
         (
             "stop token outside the response",

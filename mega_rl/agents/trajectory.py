@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -286,3 +286,21 @@ def rows_of(
         kept=mask.masked_scatter(mask, column([k for row in rows for k in row.kept]).bool()) if with_versions else None,
         routing=routing if all(routed) else None,
     )
+
+
+def response_rows(
+    responses: Iterable[tuple[Sequence[int], tuple[int, int], Turn | None]], *,
+    version: int, with_failed: bool = False, with_versions: bool = False, routed: tuple[int, int] = (0, 0),
+) -> Rollout:  # fmt: skip
+    """Return a row for each (prompt's tokens, (prompt, sample), response), in their order; None: it failed.
+
+    The other arguments are those of `rows_of`.
+    """
+    trajectories = []
+    for token_ids, (prompt, sample), turn in responses:
+        one = Trajectory(Prompt(prompt, tuple(token_ids), "", None), prompt, sample, limit=0)
+        one.branch.parts += [] if turn is None else [turn]
+        trajectories.append(one)
+    rows = rows_of(trajectories, version=version, with_failed=with_failed, with_versions=with_versions, routed=routed)
+    rows.turn = None  # each response is one turn
+    return rows

@@ -277,7 +277,7 @@ def test_logits_that_are_not_finite_stop_the_run(checkpoint: Checkpoint) -> None
     weights = dict(checkpoint.model.state_dict())
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
     engine.load_weights(weights.items())
-    with pytest.raises(RuntimeError, match=r"not finite: prompt_index=7, sample_index=0, position 3"):
+    with pytest.raises(RuntimeError, match=r"not finite: prompt_index=7, sample_index=0, turn 0"):
         engine.generate(make_prompts([3]), [7], n=1, seed=SEED)
 
 
