@@ -366,7 +366,7 @@ def turn_of(sample: Sample, read: int, routed: RoutedLayers | None) -> Turn:
     ids = tuple(sample.token_ids)
     routing = _experts(sample, read + len(ids) - 1, routed) if routed and sample.routing else None
     columns = (tuple(sample.logprobs), tuple(sample.versions), sample.finish == "stop")
-    return Turn(ids, *columns, routing=routing, kept=tuple(sample.kept))
+    return Turn(ids, *columns, routing=routing, kept=tuple(sample.kept) if any(sample.kept) else ())
 
 
 def _experts(answer: Sample, inputs: int, routed: RoutedLayers) -> Tensor:
