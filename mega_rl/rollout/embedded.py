@@ -226,12 +226,12 @@ class HFRolloutEngine:
         return True
 
     @torch.no_grad()
-    def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the named weights: full tensors, Hugging Face names and shapes.
 
-        Raises ValueError that lists every unknown name and every wrong shape of the bucket; then nothing is written.
+        Raises ValueError that lists every unknown name and every wrong shape of them; then nothing is written.
         """
-        named = list(bucket)
+        named = list(weights)
         problems = []
         for name, tensor in named:
             if name not in self._weights:
@@ -243,6 +243,10 @@ class HFRolloutEngine:
         for name, tensor in named:
             self._weights[name].copy_(tensor)
             self._written.add(self._weights[name].data_ptr())
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the type in which the model holds a weight; KeyError for an unknown name."""
+        return self._weights[name].dtype
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
         """Return each named weight's checksum as the model holds it; KeyError for an unknown name."""
@@ -321,27 +325,13 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
     return f"{header}:{digest.hexdigest()}"
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield runs of weights of at most `max_bytes`; a larger weight has a bucket to itself."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 class EmbeddedWeightSync:
     """`protocols.WeightSync` for an engine object in this process.
 
     `export` is called once per publish and yields (Hugging Face name, full tensor); a tensor must stay unchanged until
-    its bucket is full. On a publish that verifies, the sender's tensor in the receiver's dtype and the
-    receiver's tensor after the last bucket must have one checksum. `export_adapters`: of an engine that has adapters,
-    what every publish but the first sends.
+    the next one. On a publish that verifies, the sender's tensor in the receiver's dtype and the receiver's tensor
+    after the last one must have one checksum. `export_adapters`: of an engine that has adapters, what every publish
+    but the first sends.
     """
 
     def __init__(
@@ -349,32 +339,25 @@ class EmbeddedWeightSync:
         export: Callable[[], Iterator[tuple[str, Tensor]]],
         engine: HFRolloutEngine,
         *,
-        bucket_bytes: int,
         verify_interval: int,
         export_adapters: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
     ) -> None:
         self._export, self._export_adapters, self._engine = export, export_adapters or export, engine
-        self._bucket_bytes, self._verify_interval = bucket_bytes, verify_interval
+        self._verify_interval = verify_interval
         self._num_publishes = 0
         self._num_bytes = 0  # in the last publish
-        self._weight_version = 0
-        self._receiver_dtypes: dict[str, torch.dtype] = {}
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that the engine holds; 0 before the first publish."""
-        return self._weight_version
+        self.weight_version = 0  # of the weights that the engine holds; 0 before the first publish
 
     def resume_at(self, version: int) -> None:
         """Let the next publish stamp `version`, so that a resumed run counts on."""
-        self._weight_version = version - 1
+        self.weight_version = version - 1
 
     def resend(self) -> None:
         """Send the weights of the current version again, where another sync has overwritten them."""
         if self._num_publishes:
-            for bucket in buckets(self._export_adapters(), max_bytes=self._bucket_bytes):
-                self._engine.load_weights(bucket)
-            self._engine.finish_update(self._weight_version)
+            for weight in self._export_adapters():
+                self._engine.load_weights([weight])
+            self._engine.finish_update(self.weight_version)
 
     def publish(self) -> Metrics:
         """Send the weights, verify when due, raise the version; returns metrics.
@@ -383,29 +366,24 @@ class EmbeddedWeightSync:
         """
         verify = self._num_publishes % self._verify_interval == 0
         sent: dict[str, str] = {}
-        num_bytes = num_buckets = num_tensors = 0
+        num_bytes = num_tensors = 0
         export = self._export_adapters if self._num_publishes else self._export
-        for bucket in buckets(export(), max_bytes=self._bucket_bytes):
-            self._engine.load_weights(bucket)
-            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+        for name, tensor in export():
+            self._engine.load_weights([(name, tensor)])
+            num_bytes += tensor.nbytes
+            num_tensors += 1
             progress.report(num_bytes, self._num_bytes or None, unit="B")
-            num_buckets += 1
-            num_tensors += len(bucket)
             if verify:
-                unknown = [name for name, _ in bucket if name not in self._receiver_dtypes]
-                for name, total in self._engine.checksums(unknown).items():
-                    self._receiver_dtypes[name] = getattr(torch, total.partition("[")[0])  # a checksum begins with it
-                sent.update({name: checksum(tensor, self._receiver_dtypes[name]) for name, tensor in bucket})
+                sent[name] = checksum(tensor, self._engine.dtype_of(name))
         if verify:
             self._compare(sent)
-        self._engine.finish_update(self._weight_version + 1)
-        self._weight_version += 1
+        self._engine.finish_update(self.weight_version + 1)
+        self.weight_version += 1
         self._num_publishes += 1
         self._num_bytes = num_bytes
         return {
-            "rollout/weight_version": float(self._weight_version),
+            "rollout/weight_version": float(self.weight_version),
             "sync/bytes": float(num_bytes),
-            "sync/buckets": float(num_buckets),
             "sync/tensors": float(num_tensors),
             "sync/verified": float(verify),
         }
@@ -421,5 +399,5 @@ class EmbeddedWeightSync:
         if damaged:
             raise RuntimeError(
                 f"{len(damaged)} of {len(sent)} weights arrived damaged in the update to version "
-                f"{self._weight_version + 1}:\n" + "\n".join(damaged)
+                f"{self.weight_version + 1}:\n" + "\n".join(damaged)
             )

@@ -38,6 +38,7 @@ ADMITTED = {
     *(("torch", name) for name in ("Size", "Tensor", "bfloat16", "float16", "float32", "uint8")),
 }
 
+UNUSED: Any = None  # a receiver
 BUCKET = Bucket((), (Slot("gate", (3,), True, 0, 12), Slot("w", (2, 3), False, 12, 24)))
 
 
@@ -126,16 +127,16 @@ def weights(device: str = "cpu", **layout: int) -> Any:
 def test_shared_devices_have_cuda_ipc(device: str, colocated: bool, transport: type) -> None:
     rollout: Any = RolloutConfig(bucket_mib=1)
     pool: Any = SimpleNamespace(colocated=colocated, ranks_per_host=2)
-    servers = [Server(0, 2, (0,))]
+    servers = [Server(0, 2, (0,), UNUSED)]
     made = build._transport(rollout, weights(device), pool, servers, SimpleNamespace(size=2))  # type: ignore[arg-type]
     assert type(made) is transport
 
 
 def test_servers_take_gpus_of_ranks_on_their_host() -> None:
     """A spanning one equal shares of its hosts, in the order of its nodes."""
-    servers = [Server(0, 2, (0,)), Server(1, 2, (1,)), Server(2, 1, (0,))]
+    servers = [Server(0, 2, (0,), UNUSED), Server(1, 2, (1,), UNUSED), Server(2, 1, (0,), UNUSED)]
     assert ranks_of_servers(servers, [0, 0, 1, 0, 1]) == {0: [0, 1], 1: [2, 4], 2: [3]}
-    servers = [Server(0, 2, (1, 0)), Server(1, 2, (1, 0)), Server(2, 2, (2,))]
+    servers = [Server(0, 2, (1, 0), UNUSED), Server(1, 2, (1, 0), UNUSED), Server(2, 2, (2,), UNUSED)]
     assert ranks_of_servers(servers, [0, 0, 1, 1, 2, 2]) == {0: [2, 0], 1: [3, 1], 2: [4, 5]}
 
 
