@@ -27,7 +27,7 @@ from mega_rl.engines.models.adapters import LinearAdapter
 from mega_rl.engines.models.norms import fuse_norms
 from mega_rl.rollout.continuous import KeptCaches, KeysOf, RunningBatch, answer_turns, check_finite
 from mega_rl.rollout.decoding import ATTENTION, Draw, Way, decode, has_full_attention, prove_decoding
-from mega_rl.rollout.sampling import Sampler, check_positions, is_greedy, response_limits, turn_keys, uniform_at
+from mega_rl.rollout.sampling import Sampler, check_positions, is_greedy, response_limit, turn_keys, uniform_at
 from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS
 from mega_rl.rollout.sglang.generation.router import Answered
 from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, State
@@ -104,7 +104,6 @@ class HFRolloutEngine:
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
-        limits: Sequence[int] | None = None,
         draws: Draws | None = None,
     ) -> Rollout:
         """Return n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`.
@@ -115,12 +114,10 @@ class HFRolloutEngine:
         """
         if self._weight_version is None:
             raise RuntimeError("generate was called before any weights were published to the rollout engine")
-        limits = response_limits(
-            prompts, limits, draws, max_new_tokens=self._max_new_tokens, max_positions=self.max_positions
-        )
+        limit = response_limit(prompts, draws, max_new_tokens=self._max_new_tokens, max_positions=self.max_positions)
         requests = [
             TurnRequest(tuple(prompt.token_ids), (index, sample, 0), limit)
-            for prompt, index, limit in zip(prompts, prompt_index, limits, strict=True)
+            for prompt, index in zip(prompts, prompt_index, strict=True)
             for sample in range(n)
         ]
         turns = self._turns(requests, *self._drawing(TurnSampling(seed, greedy, draws)))

@@ -19,7 +19,7 @@ from mega_rl.agents.trajectory import Turn, response_rows
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sampling import check_positions, is_greedy, response_limits, turn_keys
+from mega_rl.rollout.sampling import check_positions, is_greedy, response_limit, turn_keys
 from mega_rl.rollout.sglang.generation.router import SLACK_S, Answered
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
@@ -110,7 +110,6 @@ class SglangRolloutEngine:
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
-        limits: Sequence[int] | None = None,
         draws: Draws | None = None,
     ) -> Rollout:
         """Return n samples per prompt; collective over all ranks.
@@ -127,7 +126,7 @@ class SglangRolloutEngine:
 
         def ask() -> None:
             if not requests:
-                requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, limits=limits, draws=draws))
+                requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, draws=draws))
             rest, answers = unserved(), threading.Semaphore(0)
 
             def answered(key: Key, outcome: Sample | RequestFailure) -> None:
@@ -159,17 +158,16 @@ class SglangRolloutEngine:
         *,
         n: int,
         seed: tuple[int, ...],
-        limits: Sequence[int] | None = None,
         draws: Draws | None = None,
     ) -> list[SampleRequest]:
         """Return n requests per prompt, with their seeds and limits. Raises UserError as `generate`."""
         usual, most = self._settings.sampling.max_new_tokens, self._settings.max_positions
-        limits = response_limits(prompts, limits, draws, max_new_tokens=usual, max_positions=most)
+        limit = response_limit(prompts, draws, max_new_tokens=usual, max_positions=most)
         return [
             SampleRequest(
                 (index, number), tuple(prompt.token_ids), seed=sampling_seed(seed, index, number), limit=limit
             )
-            for prompt, index, limit in zip(prompts, prompt_index, limits, strict=True)
+            for prompt, index in zip(prompts, prompt_index, strict=True)
             for number in range(n)
         ]
 
