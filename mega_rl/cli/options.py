@@ -28,18 +28,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 class LayoutOptions:
     """Sizes of a layout; every field is an option."""
 
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1
-    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1
-    vpp: Annotated[int, typer.Option("--vpp", min=1, help="Virtual pipeline stages per pipeline rank.")] = 1
-    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size.")] = 1
-    etp: Annotated[int | None, typer.Option("--etp", min=1, help="Tensor-parallel size of experts; default: --tp.")] = (
-        None
-    )
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 1
+    vpp: Annotated[int, typer.Option(min=1, help="Virtual pipeline stages per pipeline rank.")] = 1
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size.")] = 1
+    etp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size of experts; default: --tp.")] = None
     pp_layout: Annotated[
         str | None,
-        typer.Option(
-            "--pp-layout", metavar="LAYOUT", help='Layers of each stage in Megatron-Core\'s notation: "Ett|tt|t|tL".'
-        ),
+        typer.Option(metavar="LAYOUT", help='Layers of each stage in Megatron-Core\'s notation: "Ett|tt|t|tL".'),
     ] = None
 
     def layout(self) -> ParallelLayout:

@@ -53,17 +53,15 @@ class VerifyOptions:
     twin: Annotated[
         bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
     ] = False
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option("--dtype", help="Of weights and activations.")] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of weights and activations.")] = "fp32"
     packing: Annotated[bool, typer.Option(help="Pack sequences; else pad them.")] = True
     transformer_impl: Annotated[
-        Literal["auto", "local", "transformer_engine"],
-        typer.Option("--transformer-impl", help="Megatron-Core's layers."),
+        Literal["auto", "local", "transformer_engine"], typer.Option(help="Megatron-Core's layers.")
     ] = "auto"
     tolerance: Annotated[
-        str,
-        typer.Option("--tolerance", metavar="NAME=NUMBER,...", help="logprob, loss, grad_norm, gradient or weight."),
+        str, typer.Option(metavar="NAME=NUMBER,...", help="logprob, loss, grad_norm, gradient or weight.")
     ] = ""
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Of the batch and of random weights.")] = 0
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one launch may take.")] = 1800.0
     as_json: Json = False
 
@@ -81,9 +79,7 @@ def layouts(
     options: VerifyOptions = VerifyOptions(),
     nproc: Annotated[
         int | None,
-        typer.Option(
-            "--nproc", min=1, help="Run every layout on this number of ranks; data parallelism takes what is left."
-        ),
+        typer.Option(min=1, help="Run every layout on this number of ranks; data parallelism takes what is left."),
     ] = None,
 ) -> None:
     """Compare the training engine's log-probs, loss, gradients and step on each layout with one rank's."""
@@ -103,10 +99,10 @@ def layouts(
 def engines(
     model: Model,
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, help="Run the FSDP engine on one rank, and on this number of ranks.")
+        int, typer.Option(min=1, help="Run the FSDP engine on one rank, and on this number of ranks.")
     ] = 2,
     options: VerifyOptions = VerifyOptions(),
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps before weights are compared.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps before weights are compared.")] = 3,
 ) -> None:
     """Compare log-probs, loss, every gradient and weights after some steps of both engines, on one batch."""
     model, asked = _check(model, options)
@@ -125,10 +121,8 @@ def rl(
     names: Annotated[
         str, typer.Option("--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2, fsdp2; 1 is one rank.")
     ] = "1,tp2,pp2,dp2,fsdp2",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Trainer steps; two updates each.")] = STEPS,
-    tolerance: Annotated[
-        str, typer.Option("--tolerance", metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")
-    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Trainer steps; two updates each.")] = STEPS,
+    tolerance: Annotated[str, typer.Option(metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")] = "",
     self_check: Annotated[
         bool, typer.Option("--self-check", help="Plant faults into the independent trainer: each must be named.")
     ] = False,
@@ -186,7 +180,6 @@ def replay(
     weights: Annotated[
         Path | None,
         typer.Option(
-            "--weights",
             metavar="DIR",
             help="Checkpoint of the run that the step began with. Default: the record's weights, or the run's "
             "checkpoint of the step before.",
@@ -194,9 +187,7 @@ def replay(
     ] = None,
     atol: Annotated[
         float | None,
-        typer.Option(
-            "--atol", min=0, help="Largest difference; of values above 1 relative. Default: 1e-5, models in bf16 0.15."
-        ),
+        typer.Option(min=0, help="Largest difference; of values above 1 relative. Default: 1e-5, models in bf16 0.15."),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one layout may take.")] = 1800.0,
     as_json: Json = False,
@@ -234,7 +225,7 @@ def card(
     names: Annotated[
         str | None, typer.Option("--layouts", metavar="NAMES", help="Layouts of Megatron-Core, as tp2+sp,pp2.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of card.md and card.json.")] = Path("card"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of card.md and card.json.")] = Path("card"),
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one proof may take.")] = 600.0,
     as_json: Json = False,
 ) -> None:
@@ -439,12 +430,9 @@ def learn(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="TASK", help=f"Of {', '.join(TASKS)}; all unless given.")
     ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=MOST_SEEDS, help="Runs of each variant.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Runs of each variant.")] = 5,
     first_seed: Annotated[
-        int,
-        typer.Option(
-            "--first-seed", min=0, help="Of consecutive ones. The tasks were tuned on 0 to 14 and 100 to 104."
-        ),
+        int, typer.Option(min=0, help="Of consecutive ones. The tasks were tuned on 0 to 14 and 100 to 104.")
     ] = 20,
     ablations: Annotated[
         bool, typer.Option("--ablations", help="Also train the variants that no statement is about.")

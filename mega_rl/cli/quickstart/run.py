@@ -118,9 +118,7 @@ def _task_and_folder(name: str, run_dir: Path | None) -> tuple[QuickstartTask, P
 
 
 def quickstart(
-    engine: Annotated[
-        str, typer.Option("--engine", help="What PPO runs on: megatron (TP=2) or fsdp (two shards).")
-    ] = "megatron",
+    engine: Annotated[str, typer.Option(help="What PPO runs on: megatron (TP=2) or fsdp (two shards).")] = "megatron",
     seed: Seed = 0,
     run_dir: RunDir = None,
     task: Task = "sums",
