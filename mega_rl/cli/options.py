@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -15,7 +15,6 @@ from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
-Made = TypeVar("Made")
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")]
 Overrides = Annotated[
     list[str] | None,
@@ -57,12 +56,6 @@ def checkpoint(context: typer.Context, parameter: typer.CallbackParam, value: Pa
     option = next((name for name in parameter.opts if name.startswith("-")), None)
     label = option or (parameter.metavar or str(parameter.name).upper()).strip("[]")
     return checkpoint_folder(value, label=label)
-
-
-def made(make: Callable[..., Made], options: object, /, **own: object) -> Made:
-    """Call `make` with `own` and with the options that it has parameters for."""
-    shared = vars(options).keys() & inspect.signature(make).parameters.keys()
-    return make(**{name: vars(options)[name] for name in shared} | own)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

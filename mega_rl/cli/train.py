@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_rl.cli.launch import become
-from mega_rl.cli.options import Overrides, made, with_options
+from mega_rl.cli.options import Overrides, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.keys import pinned_overrides
 from mega_rl.config.packaged import parse_value, read_recipe
@@ -24,7 +24,6 @@ from mega_rl.disk import replace_text
 from mega_rl.errors import UserError, no_such
 from mega_rl.operations.diagnosis import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
-from mega_rl.operations.launcher.ranks import LOOPBACK
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.operations.schedulers.slurm import become_rank
 from mega_rl.tracking import progress
@@ -87,8 +86,9 @@ class LaunchOptions:
         """Return the launch of a program, a module and its arguments, on this node."""
         assert self.nproc_per_node is not None
         restarts = DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
-        launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
-        return replace(launch, master_addr=LOOPBACK, master_port=0) if self.nnodes == 1 else launch
+        launch = Launch(tuple(program), self.nproc_per_node, run_dir, restarts, resume)
+        several = {name: getattr(self, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
+        return launch if self.nnodes == 1 else replace(launch, **several)
 
 
 Config = Annotated[

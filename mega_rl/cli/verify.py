@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mega_rl import disk
-from mega_rl.cli.options import Json, made, with_options
+from mega_rl.cli.options import Json, with_options
 from mega_rl.cli.output import Commands, plain, print_json, print_table, show
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -287,23 +287,23 @@ def _verify(
     options: VerifyOptions,
     *,
     layers: int = 1,
-    steps: int | None = None,
+    steps: int = 1,
 ) -> None:
-    """Measure the layouts, print the results and end with the exit code. steps: default: the plan's."""
+    """Measure the layouts, print the results and end with the exit code."""
     allowed = tolerances(options.dtype, options.tolerance, experts=hf.moe is not None)
     with progress.importing("PyTorch"):
         from mega_rl.parallel.accelerator.base import gpu_for_each
         from mega_rl.verify.run import prepare_model, verify
     on_gpus = gpu_for_each(max(layout.ranks for layout in wanted))  # all layouts use one device
-    counted = {} if steps is None else {"steps": steps}
     with tempfile.TemporaryDirectory(prefix="verify_") as folder:
         with progress.phase("making the twin" if options.twin else "reading the model"):
-            sizes = {"multiple": layers, "seed": options.seed}
-            prepared, described = prepare_model(model, Path(folder), twin=options.twin, **sizes)
-        plan = made(Plan, options, model=str(prepared), folder=folder, layouts=(), **counted)
+            twin, seed = options.twin, options.seed
+            prepared, described = prepare_model(model, Path(folder), twin=twin, multiple=layers, seed=seed)
+        asked = ("dtype", "packing", "transformer_impl", "seed", "timeout_s")
+        plan = Plan(str(prepared), folder, (), steps=steps, **{name: getattr(options, name) for name in asked})
         verdicts = verify(plan, wanted, tolerances=allowed, timeout_s=options.timeout_s, on_gpus=on_gpus)
     header: dict[str, object] = {"model": described, "device": "cuda" if on_gpus else "cpu"}
-    header |= {"dtype": options.dtype, "packing": options.packing, **counted}
+    header |= {"dtype": options.dtype, "packing": options.packing, "steps": steps}
     good = not any(problems for _, _, problems in verdicts)
     if options.as_json:
         facts = [
