@@ -44,6 +44,9 @@ Model = Annotated[
         help="Hugging Face checkpoint (folder, or name on the Hub); with --twin a config.json does.",
     ),
 ]
+NAMES = typer.Option(
+    "--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2; rl and replay also take fsdp2, and 1 for one rank."
+)
 
 
 @dataclass(frozen=True)
@@ -70,19 +73,17 @@ class VerifyOptions:
 @with_options
 def layouts(
     model: Model,
-    names: Annotated[
-        str | None,
-        typer.Option(
-            "--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2,ep2; a dozen that the model can have by default."
-        ),
-    ] = None,
+    names: Annotated[str | None, NAMES] = None,
     options: VerifyOptions = VerifyOptions(),
     nproc: Annotated[
         int | None,
         typer.Option(min=1, help="Run every layout on this number of ranks; data parallelism takes what is left."),
     ] = None,
 ) -> None:
-    """Compare the training engine's log-probs, loss, gradients and step on each layout with one rank's."""
+    """Compare the training engine's log-probs, loss, gradients and step on each layout with one rank's.
+
+    Default: a dozen layouts that the model can have.
+    """
     model, asked = _check(model, options)
     names, layers = usual(asked) if names is None else names, 1
     if options.twin:
@@ -118,9 +119,7 @@ def rl(
             help="Recipe (a YAML file, or the name of a packaged one) and settings that replace its own.",
         ),
     ] = None,
-    names: Annotated[
-        str, typer.Option("--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2, fsdp2; 1 is one rank.")
-    ] = "1,tp2,pp2,dp2,fsdp2",
+    names: Annotated[str, NAMES] = "1,tp2,pp2,dp2,fsdp2",
     steps: Annotated[int, typer.Option(min=1, help="Trainer steps; two updates each.")] = STEPS,
     tolerance: Annotated[str, typer.Option(metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")] = "",
     self_check: Annotated[
@@ -171,12 +170,7 @@ def rl(
 
 def replay(
     folder: Annotated[Path, typer.Argument(metavar="RECORD", help="Folder of a record, as RUN/records/step_000001.")],
-    names: Annotated[
-        str,
-        typer.Option(
-            "--layouts", metavar="NAMES", help="Layouts, as tp2pp2,cp2; 1 is one rank, fsdp2 the FSDP engine on two."
-        ),
-    ] = "1",
+    names: Annotated[str, NAMES] = "1",
     weights: Annotated[
         Path | None,
         typer.Option(
@@ -222,9 +216,7 @@ def replay(
 
 def card(
     model: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder, or name on the Hub; a config.json does.")],
-    names: Annotated[
-        str | None, typer.Option("--layouts", metavar="NAMES", help="Layouts of Megatron-Core, as tp2+sp,pp2.")
-    ] = None,
+    names: Annotated[str | None, NAMES] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of card.md and card.json.")] = Path("card"),
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one proof may take.")] = 600.0,
     as_json: Json = False,

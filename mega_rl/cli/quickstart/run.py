@@ -97,7 +97,7 @@ def quickstart(
     ] = None,
     task: Annotated[
         Literal["sums", "gsm8k", "code"],
-        typer.Option(help="PPO on additions, or GRPO on word problems or on programs that run in a sandbox."),
+        typer.Option(help="sums: PPO; gsm8k: GRPO on word problems; code: GRPO on programs in a sandbox."),
     ] = "sums",
 ) -> None:
     """Train a tiny model in minutes on two cores: sums with PPO, word problems with GRPO."""
