@@ -25,26 +25,27 @@ from mega_rl.converters.offline.checkpoint import (
     HF_FOLDER,
     MANIFEST_FILE,
     ConversionManifest,
+    Merge,
+    Output,
     WeightFiles,
-    hf_wholes,
+    hf_outputs,
     one_dtype,
     open_checkpoint,
     parse_dtype,
     tensors_of,
 )
 from mega_rl.converters.offline.slabs import extra_state_keys, parts_of, slab_of, whole_model
-from mega_rl.converters.offline.torch_dist import Written, write_metadata
-from mega_rl.converters.offline.writing import Conversion, Merge, Output, Report, convert, group_outputs
+from mega_rl.converters.offline.torch_dist import write_metadata
+from mega_rl.converters.offline.writing import Conversion, Report, convert, write_chunks, write_weights
 from mega_rl.converters.plan.adapters import WEIGHT, A, B, read_adapter_config
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import ColumnRange, invert
-from mega_rl.converters.plan.parameters import adapted, as_on_disk, hf_tensors, kept_tensors, outside
+from mega_rl.converters.plan.parameters import adapted, as_on_disk, kept_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, matrix_shape, renamed
 from mega_rl.converters.safetensors.output_folder import copy_files, write_file
 from mega_rl.converters.safetensors.reader import CheckpointReader
-from mega_rl.converters.safetensors.writer import SHARD_BYTES, TensorSpec, shard_name, write_index
+from mega_rl.converters.safetensors.writer import SHARD_BYTES, TensorSpec
 from mega_rl.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ def import_hf(
         if left := not_copied(Path(source), files):
             logger.info("%s", left.removeprefix("; "))
 
-        def complete(work: Path, written: Sequence[Written]) -> None:
+        def write(work: Path) -> int:
+            written = write_chunks(work, outputs, file_bytes=CHUNK_FILE_BYTES, threads=jobs)
             (work / HF_FOLDER).mkdir()
             copy_files(work / HF_FOLDER, files)
             tensors = {slab.key: (spec.dtype, (*slab.lead, *spec.shape)) for slab, spec in slabs}
@@ -107,11 +109,11 @@ def import_hf(
                 one_dtype(slab.key, {slab.key: tensors[slab.key][0], spec.name: spec.dtype})
             write_metadata(work, tensors, written, extra_state_keys(slab for slab, _ in slabs))
             write_file(work / MANIFEST_FILE, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+            return len({chunk.file for chunk in written})
 
-        chunk_files = group_outputs(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
-        return Conversion(chunk_files, complete, [origin], Report(ignored=ignored, absent=manifest.absent))
+        return Conversion(outputs, write, [origin], Report(ignored=ignored, absent=manifest.absent))
 
-    return convert(prepare, target, [source], overwrite=overwrite, jobs=jobs, label="import")
+    return convert(prepare, target, [source], overwrite=overwrite, label="import")
 
 
 def _parameters(
@@ -132,7 +134,7 @@ def _parameters(
         dtype = one_dtype(plan.canonical, {name: origin.tensors[name].dtype for name in sources}, cast=wanted)
         for _, part in parts_of(plan, origin.hf) or [(0, plan)]:
             spec = TensorSpec(part.canonical, dtype, part.shape)
-            outputs.append(Output(spec, (ColumnRange(0, 1, part.copies),), origin, slab_of(part, origin.hf)))
+            outputs.append(Output(spec, part.copies, origin, slab_of(part, origin.hf)))
     return outputs, absent
 
 
@@ -162,13 +164,18 @@ def export_checkpoint(
             raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint already")
         has_weights = reference is not None and any(Path(reference).glob("*.safetensors"))
         weights = open_checkpoint(reference) if reference is not None and has_weights else None
-        return _to_hf(origin, weights, cast, Path(reference or Path(source) / HF_FOLDER), options)
+        return _to_hf(origin, weights, cast, Path(reference or Path(source) / HF_FOLDER), options, jobs)
 
-    return convert(prepare, target, [source, reference], overwrite=overwrite, jobs=jobs, label="export")
+    return convert(prepare, target, [source, reference], overwrite=overwrite, label="export")
 
 
 def _to_hf(
-    origin: WeightFiles, weights: WeightFiles | None, cast: torch.dtype | None, folder: Path, options: ExportOptions
+    origin: WeightFiles,
+    weights: WeightFiles | None,
+    cast: torch.dtype | None,
+    folder: Path,
+    options: ExportOptions,
+    jobs: int | None,
 ) -> Conversion:
     """Plan a Hugging Face checkpoint; `weights` are those of the reference, `folder` has config.json and tokenizer."""
     sharding = origin.sharding
@@ -192,7 +199,7 @@ def _to_hf(
     dropped = options.mtp == "drop" and hf.mtp_layers > 0
     sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
     prove_complete(sharding)
-    outputs, parts = _with_merges(_tensors(origin, sharding, cast), hf.adapter)
+    outputs, parts = _with_merges(hf_outputs(origin, sharding, cast), hf.adapter)
     prefixes = PLAIN_NAMES if weights is None else weights.files.prefixes
     if weights is not None:
         made = {output.spec.name for output in outputs}
@@ -206,32 +213,20 @@ def _to_hf(
             kept[name] = False
             outputs.append(_copied(name, weights, None))
     changes = config_changes(hf, dtype=options.dtype or origin.dtype, mtp_dropped=dropped)
-    shards = group_outputs(outputs, options.shard_bytes, shard_name)
     files = companions(folder)
     if left := not_copied(folder, files):
         logger.info("%s", left.removeprefix("; "))
 
-    def complete(work: Path, _: Sequence[Written]) -> None:
+    def write(work: Path) -> int:
+        num_files = write_weights(work, outputs, shard_bytes=options.shard_bytes, threads=jobs)
         copy_companions(work, files, changes)
-        if len(shards) > 1:
-            weight_map = {output.spec.name: shard.name for shard in shards for output in shard.outputs}
-            write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))
         if hf.adapter is not None and not hf.adapter.path:
             tensors = {name: part.read() for name, part in parts.items()}
             write_adapter(work / FOLDER, hf.adapter, tensors, base=folder, prefixes=prefixes)
+        return num_files
 
     report = Report(ignored=origin.ignored, absent=origin.absent, kept=tuple(kept), config_changes=tuple(changes))
-    return Conversion(shards, complete, [origin] if weights is None else [origin, weights], report)
-
-
-def _tensors(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
-    """Return the Hugging Face tensors of a model that a checkpoint of any kind has."""
-    if origin.kind == "hf":  # stored in parts
-        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
-        return [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
-    windows = invert(whole_model(sharding))
-    wholes = hf_wholes(origin, sharding, windows, cast=cast)
-    return [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
+    return Conversion(outputs, write, [origin] if weights is None else [origin, weights], report)
 
 
 def _with_merges(outputs: list[Output], adapter: Adapter | None) -> tuple[list[Output], dict[str, Output]]:
@@ -268,5 +263,5 @@ def merge_adapter(
 def _copied(name: str, weights: WeightFiles, cast: torch.dtype | None) -> Output:
     """Return a tensor as another checkpoint has it."""
     shape, dtype = weights.tensors[name]
-    window = ColumnRange(0, 1, (Copy(name, 0, 0, 0, 0, *matrix_shape(shape)),))
-    return Output(TensorSpec(name, dtype if cast is None else cast, shape), (window,), weights)
+    whole = Copy(name, 0, 0, 0, 0, *matrix_shape(shape))
+    return Output(TensorSpec(name, dtype if cast is None else cast, shape), [whole], weights)

@@ -146,7 +146,7 @@ class CheckpointWriter:
         self._advance = progress.counter(self._total)
         require_space(folder, self._total)
         shards = plan_shards(specs, shard_bytes)
-        self.files = [SafetensorsFile(folder / shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
+        self.files = [SafetensorsFile(folder / _shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
         self._file_of: dict[str, SafetensorsFile] = {}
         for file, shard in zip(self.files, shards, strict=True):
             for spec in shard:
@@ -164,7 +164,8 @@ class CheckpointWriter:
             file.__exit__(kind, value, trace)
         if kind is None and len(self.files) > 1:
             weight_map = {name: file.path.name for name, file in self._file_of.items()}
-            write_index(self.folder, weight_map, total_bytes=self._total)
+            index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_file(self.folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
 
     def file_of(self, name: str) -> SafetensorsFile:
         """Return a tensor's file: threads that write different files do not wait for each other."""
@@ -194,15 +195,9 @@ def plan_shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[Tens
     return shards
 
 
-def shard_name(index: int, count: int) -> str:
+def _shard_name(index: int, count: int) -> str:
     """Return the file name of shard `index` (from 0) of `count`."""
     return SINGLE_FILE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def write_index(folder: Path, weight_map: Mapping[str, str], *, total_bytes: int) -> None:
-    """Write the index of the shards in a folder; `weight_map` is from tensor to file name."""
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    write_file(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def write_checkpoint(
