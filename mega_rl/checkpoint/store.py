@@ -133,16 +133,14 @@ class RunCheckpoints:
         self.finish()
         settings, rank = self._settings, self._ranks.rank
         pieces, numbers = self._run.collect()
-        sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
-        sizes[rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
-        counts, sizes_of = self._ranks.sum(sizes).unbind(1)
+        sizes = self._ranks.gather_json(sum(piece.data.nbytes for piece in pieces) if pieces else -1)
         job = SaveJob(folders.temporary(self._root, step), shard_name(rank), settings.timeout_s)
         if rank == 0:
-            shards = [shard_name(other) for other in range(self._ranks.size) if counts[other]]
+            shards = [shard_name(other) for other, size in enumerate(sizes) if size >= 0]
             record = self._run.record(step, state, metrics or {}, numbers)
             job = job._replace(shards=shards, publish=partial(_publish, self._root, settings, record))
         works = bool(pieces) or rank == 0
-        save = self._current = _Save(step, begin, int(sizes_of.sum()), done=not works)
+        save = self._current = _Save(step, begin, sum(size for size in sizes if size >= 0), done=not works)
         failure = failure_of(lambda: self._make_room(save), self._ranks)
         if failure is None:
             failure = failure_of(lambda: self._writing.start(job, pieces) if works else None, self._ranks)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.checkpoint.format.reader import Checkpoint as RunCheckpoint
-from mega_rl.checkpoint.format.reader import StoredPiece
+from mega_rl.checkpoint.format.reader import StoredPiece, as_matrix
 from mega_rl.config.schema import AdapterConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -88,14 +88,11 @@ def _open_fsdp(
     wholes: dict[str, ShapeAndDtype] = {}
     for name, of_one in pieces.items():
         for piece in of_one:
-            stored = f"{name}@{piece.spec.offset[0] if piece.spec.offset else 0}"
-            infos[stored] = TensorInfo(
-                stored, piece.dtype, piece.spec.shape, piece.file, piece.offset, piece.spec.nbytes
-            )
+            infos[piece.spec.key] = as_matrix(piece)
         for disk in disk_tensors(hf.family, name, shapes[name], hf.own):
             on_disk = hf.value_head if disk.name == _FSDP_HEAD and sharding.head == "value" else disk.name
             wholes[on_disk] = ShapeAndDtype(disk.shape, of_one[0].dtype)
-            homes[on_disk] = list(_homes(on_disk, disk.row, disk.shape, name, of_one, shapes[name]))
+            homes[on_disk] = list(_homes(on_disk, disk.row, disk.shape, of_one, shapes[name]))
     _check_shapes(folder, hf, sharding.head, wholes)
     files = CheckpointReader(folder, tensors=infos)
     return WeightFiles(folder, "hf", sharding, wholes, files, homes)
@@ -105,19 +102,17 @@ def _homes(
     tensor: str,
     row: int,
     shape: tuple[int, ...],
-    name: str,
     pieces: Sequence[StoredPiece],
     whole: tuple[int, ...],
 ) -> Iterator[Home]:
-    """Yield the stored places of a tensor's rows; row: their first in `name`."""
+    """Yield the stored places of a tensor's rows; row: their first in the tensor of the pieces, of shape `whole`."""
     rows, columns = matrix_shape(shape)
     per_index = prod(whole[1:-1])  # rows of the matrix for each index of the first dimension
     for piece in pieces:
         first = (piece.spec.offset[0] if piece.spec.offset else 0) * per_index
         low, high = max(row, first), min(row + rows, first + matrix_shape(piece.spec.shape)[0])
         if low < high:
-            stored = f"{name}@{piece.spec.offset[0] if piece.spec.offset else 0}"
-            yield Home(stored, Copy(tensor, low - row, 0, low - first, 0, high - low, columns))
+            yield Home(piece.spec.key, Copy(tensor, low - row, 0, low - first, 0, high - low, columns))
 
 
 def _check_shapes(folder: Path, hf: HFConfig, head: Head, wholes: Mapping[str, ShapeAndDtype]) -> None:

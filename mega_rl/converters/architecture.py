@@ -121,7 +121,6 @@ class Moe:
     topk_groups: int | None = None
     # Weights of a softmax that is corrected are divided by their sum, or by this if it is larger.
     weight_floor: float | None = None
-    router_bias: bool = False  # the router's linear has a bias
 
 
 class DiskTensor(NamedTuple):
@@ -297,17 +296,10 @@ class HFConfig:
             "qkv_bias": self.qkv_bias,
             "linear_bias": self.linear_bias,
             "qk_norm": self.qk_norm,
-            "qk_norm_joint": self.qk_norm_joint,
-            "post_norms": self.post_norms,
-            "sinks": self.sinks,
-            "attention_gate": self.attention_gate,
-            "plain_attention": not self.attention_gate,
             "q_rank": self.mla is not None and self.mla.q_lora_rank is not None,
             "no_q_rank": self.mla is not None and self.mla.q_lora_rank is None,
             "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
-            "shared_gate": moe is not None and moe.shared_gate,
             "expert_bias": moe is not None and moe.expert_bias,
-            "router_bias": moe is not None and moe.router_bias,
             "per_expert": not self.fused_experts,
             "fused_experts": self.fused_experts,
             "mtp": self.mtp == "load" and self.mtp_layers > 0,

@@ -16,7 +16,7 @@ from torch import Tensor
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import DTYPES, read_hf_config
 from mega_rl.converters.live.adapters import add
-from mega_rl.converters.live.copying import BlockReader, ShapeAndDtype, fill
+from mega_rl.converters.live.copying import BlockReader, ShapeAndDtype, TensorLike, fill
 from mega_rl.converters.live.load import repeat_faults
 from mega_rl.converters.offline.slabs import EXTRA_STATE, FOREIGN_PREFIXES, Slab, Slabs, whole_model
 from mega_rl.converters.offline.torch_dist import METADATA_FILE, Chunk, DistTensor, read_metadata, start_of
@@ -92,7 +92,7 @@ class WeightFiles:
     path: Path
     kind: Literal["hf", "torch_dist"]
     sharding: Sharding
-    tensors: dict[str, ShapeAndDtype]
+    tensors: Mapping[str, TensorLike]
     files: CheckpointReader  # the tensors as they are stored
     homes: Homes = field(default_factory=dict)  # places of each tensor's parts; empty if each is stored as one
     ignored: tuple[str, ...] = ()  # stored names left out
@@ -117,11 +117,6 @@ class WeightFiles:
     def position(self, name: str) -> tuple[str, int]:
         """Return (file, offset) of the first part of a tensor."""
         return self.files.position(self.homes[name][0].stored if self.homes else name)
-
-    def read(self, name: str) -> Tensor:
-        """Return a whole tensor or parameter."""
-        rows, cols = matrix_shape(self.tensors[name].shape)
-        return self.read_block(name, (0, rows), (0, cols)).view(self.tensors[name].shape)
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
         """Return a rectangle, rows and columns both (low, high), as a new tensor [rows, columns]."""
@@ -247,12 +242,7 @@ def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) ->
     faults = [] if sharding.hf.value_head in reader.tensors else repeat_faults(reader, sharding.hf, "lm")
     if faults:
         raise UserErrors([f"{folder}: {fault}" for fault in faults])
-    return WeightFiles(folder, "hf", sharding, tensors_of(reader), reader)
-
-
-def tensors_of(reader: CheckpointReader) -> dict[str, ShapeAndDtype]:
-    """Return shape and dtype of every tensor of a Hugging Face checkpoint."""
-    return {name: ShapeAndDtype(info.shape, info.dtype) for name, info in reader.tensors.items()}
+    return WeightFiles(folder, "hf", sharding, reader.tensors, reader)
 
 
 def _open_dist(folder: Path, config: Path, manifest: ConversionManifest | None) -> WeightFiles:

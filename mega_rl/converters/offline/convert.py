@@ -7,7 +7,6 @@ type that it should, the target may be written and its disk has room. The target
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +31,6 @@ from mega_rl.converters.offline.checkpoint import (
     one_dtype,
     open_checkpoint,
     parse_dtype,
-    tensors_of,
 )
 from mega_rl.converters.offline.slabs import extra_state_keys, parts_of, slab_of, whole_model
 from mega_rl.converters.offline.torch_dist import write_metadata
@@ -43,7 +41,7 @@ from mega_rl.converters.plan.parameters import adapted, as_on_disk, kept_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, matrix_shape, renamed
-from mega_rl.converters.safetensors.output_folder import copy_files, write_file
+from mega_rl.converters.safetensors.output_folder import copy_files, write_json
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import SHARD_BYTES, TensorSpec
 from mega_rl.errors import UserError
@@ -92,7 +90,7 @@ def import_hf(
         sharding = Sharding(hf, head=head)
         prove_complete(sharding)
         ignored, missing = check_tensors(reader, hf, head, allow_missing=allow_missing)
-        origin = WeightFiles(Path(source), "hf", sharding, tensors_of(reader), reader)
+        origin = WeightFiles(Path(source), "hf", sharding, reader.tensors, reader)
         outputs, absent = _parameters(origin, missing, cast)
         slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
         manifest = ConversionManifest(head, mtp, dtype, hf.fused_experts, hf.value_head, tuple(sorted(absent)))
@@ -108,7 +106,7 @@ def import_hf(
             for slab, spec in slabs:
                 one_dtype(slab.key, {slab.key: tensors[slab.key][0], spec.name: spec.dtype})
             write_metadata(work, tensors, written, extra_state_keys(slab for slab, _ in slabs))
-            write_file(work / MANIFEST_FILE, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+            write_json(work / MANIFEST_FILE, asdict(manifest))
             return len({chunk.file for chunk in written})
 
         return Conversion(outputs, write, [origin], Report(ignored=ignored, absent=manifest.absent))
@@ -255,13 +253,13 @@ def merge_adapter(
         sharding = replace(origin.sharding, hf=adapted(origin.hf, settings, "lm"))
         add_stored(origin.files, sharding.hf.adapter)
         check_tensors(origin.files, sharding.hf, "lm")
-        return replace(origin, sharding=sharding, tensors=tensors_of(origin.files))
+        return replace(origin, sharding=sharding)
 
     return export_checkpoint(folder, target, reference=base, overwrite=overwrite, jobs=jobs, opened=opened)
 
 
 def _copied(name: str, weights: WeightFiles, cast: torch.dtype | None) -> Output:
     """Return a tensor as another checkpoint has it."""
-    shape, dtype = weights.tensors[name]
-    whole = Copy(name, 0, 0, 0, 0, *matrix_shape(shape))
-    return Output(TensorSpec(name, dtype if cast is None else cast, shape), [whole], weights)
+    tensor = weights.tensors[name]
+    whole = Copy(name, 0, 0, 0, 0, *matrix_shape(tensor.shape))
+    return Output(TensorSpec(name, tensor.dtype if cast is None else cast, tensor.shape), [whole], weights)

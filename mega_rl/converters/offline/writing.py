@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mega_rl.converters.live.copying import in_threads
 from mega_rl.converters.offline.checkpoint import Output, WeightFiles
-from mega_rl.converters.offline.torch_dist import ChunkFile, Written
+from mega_rl.converters.offline.torch_dist import Written, new_file, write_chunk
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.output_folder import output_folder, require_space
 from mega_rl.converters.safetensors.writer import CheckpointWriter, TensorSpec, plan_shards
@@ -161,12 +161,12 @@ def write_chunks(folder: Path, outputs: Sequence[Output], *, file_bytes: int, th
     written: list[Written] = []
 
     def work(file: tuple[int, list[TensorSpec]]) -> None:
-        with ChunkFile(folder, f"__{file[0]}_0.distcp") as target:
+        with new_file(folder / f"__{file[0]}_0.distcp") as target:
             for spec in file[1]:
                 output = by_name[spec.name]
                 assert output.slab is not None
                 with room.take(spec.nbytes):
-                    written.append(target.write(output.slab.key, output.slab.place, output.read()))
+                    written.append(write_chunk(target, output.slab.key, output.slab.place, output.read()))
                 advance(spec.nbytes)
 
     in_threads(sorted(files, key=lambda file: -sum(spec.nbytes for spec in file[1])), work, threads=threads)
