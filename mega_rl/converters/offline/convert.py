@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -34,7 +35,7 @@ from mega_rl.converters.offline.checkpoint import (
 )
 from mega_rl.converters.offline.slabs import extra_state_keys, parts_of, slab_of, whole_model
 from mega_rl.converters.offline.torch_dist import write_metadata
-from mega_rl.converters.offline.writing import Conversion, Report, convert, write_chunks, write_weights
+from mega_rl.converters.offline.writing import Report, check_apart, write_chunks, write_folder, write_weights
 from mega_rl.converters.plan.adapters import WEIGHT, A, B, read_adapter_config
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.parameters import adapted, as_on_disk, kept_tensors, outside
@@ -81,11 +82,10 @@ def import_hf(
 
     Raises UserError or UserErrors before anything is written, with everything that is wrong.
     """
-
-    def prepare() -> Conversion:
-        cast = parse_dtype(dtype)
-        hf = replace(read_hf_config(source), mtp=mtp)
-        reader = CheckpointReader(source)
+    check_apart(target, source)
+    cast = parse_dtype(dtype)
+    hf = replace(read_hf_config(source), mtp=mtp)
+    with CheckpointReader(source) as reader:
         hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = Sharding(hf, head=head)
         prove_complete(sharding)
@@ -94,9 +94,7 @@ def import_hf(
         outputs, absent = _parameters(origin, missing, cast)
         slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
         manifest = ConversionManifest(head, mtp, dtype, hf.fused_experts, hf.value_head, tuple(sorted(absent)))
-        files = companions(Path(source))
-        if left := not_copied(Path(source), files):
-            logger.info("%s", left.removeprefix("; "))
+        files = _companions(Path(source))
 
         def write(work: Path) -> int:
             written = write_chunks(work, outputs, file_bytes=CHUNK_FILE_BYTES, threads=jobs)
@@ -109,9 +107,16 @@ def import_hf(
             write_json(work / MANIFEST_FILE, asdict(manifest))
             return len({chunk.file for chunk in written})
 
-        return Conversion(outputs, write, [origin], Report(ignored=ignored, absent=manifest.absent))
+        report = Report(ignored=ignored, absent=manifest.absent)
+        return write_folder(target, outputs, write, report, overwrite=overwrite, label="import")
 
-    return convert(prepare, target, [source], overwrite=overwrite, label="import")
+
+def _companions(folder: Path) -> dict[str, Path]:
+    """Return the files next to the weights that a conversion copies; log the others."""
+    files = companions(folder)
+    if left := not_copied(folder, files):
+        logger.info("%s", left.removeprefix("; "))
+    return files
 
 
 def _parameters(
@@ -154,29 +159,27 @@ def export_checkpoint(
     Multi-token prediction layers that the source does not hold are taken from the reference's weights, or dropped.
     `opened` opens a source of a kind that `open_checkpoint` does not know. Errors as in `import_hf`.
     """
-
-    def prepare() -> Conversion:
-        cast = parse_dtype(options.dtype)
-        origin = opened() if opened is not None else open_checkpoint(source, reference=reference)
+    check_apart(target, source, reference)
+    with ExitStack() as stack:
+        origin = stack.enter_context(opened() if opened is not None else open_checkpoint(source, reference=reference))
         if origin.kind == "hf" and opened is None:
             raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint already")
-        has_weights = reference is not None and any(Path(reference).glob("*.safetensors"))
-        weights = open_checkpoint(reference) if reference is not None and has_weights else None
-        return _to_hf(origin, weights, cast, Path(reference or Path(source) / HF_FOLDER), options, jobs)
-
-    return convert(prepare, target, [source, reference], overwrite=overwrite, label="export")
+        weights = None
+        if reference is not None and any(Path(reference).glob("*.safetensors")):
+            weights = stack.enter_context(open_checkpoint(reference))
+        outputs, write, report = _to_hf(origin, weights, Path(reference or Path(source) / HF_FOLDER), options, jobs)
+        return write_folder(target, outputs, write, report, overwrite=overwrite, label="export")
 
 
 def _to_hf(
     origin: WeightFiles,
     weights: WeightFiles | None,
-    cast: torch.dtype | None,
     folder: Path,
     options: ExportOptions,
     jobs: int | None,
-) -> Conversion:
+) -> tuple[list[Output], Callable[[Path], int], Report]:
     """Plan a Hugging Face checkpoint; `weights` are those of the reference, `folder` has config.json and tokenizer."""
-    sharding = origin.sharding
+    cast, sharding = parse_dtype(options.dtype), origin.sharding
     hf = sharding.hf
     if weights is not None:
         hf = as_on_disk(hf, {name: whole.shape for name, whole in weights.tensors.items()})
@@ -211,9 +214,7 @@ def _to_hf(
             kept[name] = False
             outputs.append(_copied(name, weights, None))
     changes = config_changes(hf, dtype=options.dtype or origin.dtype, mtp_dropped=dropped)
-    files = companions(folder)
-    if left := not_copied(folder, files):
-        logger.info("%s", left.removeprefix("; "))
+    files = _companions(folder)
 
     def write(work: Path) -> int:
         num_files = write_weights(work, outputs, shard_bytes=options.shard_bytes, threads=jobs)
@@ -224,7 +225,7 @@ def _to_hf(
         return num_files
 
     report = Report(ignored=origin.ignored, absent=origin.absent, kept=tuple(kept), config_changes=tuple(changes))
-    return Conversion(outputs, write, [origin] if weights is None else [origin, weights], report)
+    return outputs, write, report
 
 
 def _with_merges(outputs: list[Output], adapter: Adapter | None) -> tuple[list[Output], dict[str, Output]]:

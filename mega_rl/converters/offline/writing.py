@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.live.copying import in_threads
-from mega_rl.converters.offline.checkpoint import Output, WeightFiles
+from mega_rl.converters.offline.checkpoint import Output
 from mega_rl.converters.offline.torch_dist import Written, new_file, write_chunk
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.output_folder import output_folder, require_space
@@ -50,51 +50,35 @@ class Report:
     config_changes: tuple[str, ...] = ()  # keys of config.json that differ from the source's
 
 
-@dataclass
-class Conversion:
-    """A planned conversion: the tensors to write, how a folder is filled, and what to report."""
-
-    outputs: list[Output]
-    write: Callable[[Path], int]  # fills a folder and returns the number of files with weights
-    readers: Sequence[WeightFiles]
-    report: Report
-
-
-def convert(
-    prepare: Callable[[], Conversion],
+def write_folder(
     target: str | Path,
-    inputs: Sequence[str | Path | None],
+    outputs: Sequence[Output],
+    write: Callable[[Path], int],
+    report: Report,
     *,
     overwrite: bool,
     label: str,
 ) -> Report:
-    """Plan a conversion and write its files; the target appears as a whole."""
-    start = perf_counter()
-    for path in inputs:
-        if path is not None:
-            _check_apart(Path(target), Path(path))
-    job = prepare()
-    num_bytes = sum(output.spec.nbytes for output in job.outputs)
-    with ExitStack() as stack:
-        for reader in job.readers:
-            stack.enter_context(reader)
-        work = stack.enter_context(output_folder(target, overwrite=overwrite))
+    """Write a conversion's folder, which appears as a whole, and complete its report.
+
+    write: fills the folder, and returns the number of files with weights.
+    """
+    start, num_bytes = perf_counter(), sum(output.spec.nbytes for output in outputs)
+    with output_folder(target, overwrite=overwrite) as work:
         require_space(work, num_bytes + OVERHEAD_BYTES)
         with progress.phase(label, total=num_bytes, unit="B"):
-            num_files = job.write(work)
+            num_files = write(work)
     seconds = perf_counter() - start
-    report = replace(
-        job.report, num_tensors=len(job.outputs), num_files=num_files, num_bytes=num_bytes, seconds=seconds
-    )
-    logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, report.num_tensors, num_bytes, report.seconds)
-    return report
+    logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, len(outputs), num_bytes, seconds)
+    return replace(report, num_tensors=len(outputs), num_files=num_files, num_bytes=num_bytes, seconds=seconds)
 
 
-def _check_apart(target: Path, source: Path) -> None:
-    """Raise UserError when one of two folders is, or lies in, the other."""
-    a, b = target.resolve(), source.resolve()
-    if a == b or a in b.parents or b in a.parents:
-        raise UserError(f"{target}: the target and {source} are inside one another; choose another directory")
+def check_apart(target: str | Path, *sources: str | Path | None) -> None:
+    """Raise UserError when the target is, or lies in, one of the sources, or the other way round."""
+    for source in (source for source in sources if source is not None):
+        a, b = Path(target).resolve(), Path(source).resolve()
+        if a == b or a in b.parents or b in a.parents:
+            raise UserError(f"{target}: the target and {source} are inside one another; choose another directory")
 
 
 class _Room:
