@@ -26,7 +26,7 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import broadcast_json, failure_of, first_failure, run_on_one
+from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure, run_on_one
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.tracking import progress
@@ -118,9 +118,7 @@ class RunCheckpoints:
                 lock.take()
                 self._lock = lock
 
-        failure = failure_of(take, self._ranks)
-        if failure is not None:
-            raise UserError(failure)
+        all_succeed(take, self._ranks, error=UserError)
 
     def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
         """Start to save the state after `step` steps; complete on return unless `async_save`; collective.
@@ -227,9 +225,7 @@ class RunCheckpoints:
             if self._ranks.rank == 0:
                 folders.begin_history(run_dir, self._restored, step_in_memory=self._restored_step)
 
-        failure = failure_of(move, self._ranks)
-        if failure is not None:
-            raise UserError(failure)
+        all_succeed(move, self._ranks, error=UserError)
         self._memory.begin(restored=self._restored_step is not None)
 
     def _make_room(self, save: _Save) -> None:

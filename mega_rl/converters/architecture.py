@@ -207,8 +207,6 @@ class HFConfig:
     mtp: Literal["drop", "load"] = "drop"  # whether they are part of the model that is converted
     quantization: Quantization | None = None
     initializer_range: float = 0.02  # standard deviation of fresh heads
-    eos_token_ids: tuple[int, ...] = ()  # from generation_config.json where it has them, else from config.json
-    pad_token_id: int | None = None
     dtype: str | None = None  # "bfloat16"; None where the file does not say
     # How the tensors on disk spell it; `plan.as_on_disk` reads them off the names.
     fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
