@@ -45,17 +45,12 @@ class LayerShape:
     hf: HFConfig
     layout: ParallelLayout
     spec: Spec = "local"
-    kernel: Kernel | None = None  # None: that of the spec
+    kernel: Kernel = "classes"
     moe: bool = False  # its MLP is a mixture
     delta: bool = False  # a gated delta net stands in the place of attention
     itemsize: int = 2  # bytes of an activation
     padding: float = 1.0  # slots per token of the length classes; 1: all sequences are of one length
     seqlen: int = 0  # longest sequence; only score matrices depend on it
-
-    @property
-    def core(self) -> Kernel:
-        """Return the kernel of core attention: Transformer Engine's read packed sequences as they are."""
-        return self.kernel or ("packed" if self.spec == "te" else "classes")
 
     @property
     def hidden(self) -> float:
@@ -81,7 +76,7 @@ def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
         entries["MLP input"] *= fused and not shape.moe
     if recompute.selects("mla_up_proj") and shape.hf.mla is not None:
         entries["rotary tables"] = 0.0
-        entries["keys and queries"] *= shape.core == "classes"  # copies that attention keeps stay
+        entries["keys and queries"] *= shape.kernel == "classes"  # copies that attention keeps stay
     mlp = ("MLP input",) if shape.spec == "te" and not shape.moe else ()  # its norm is inside
     for module, names in {
         "mlp": ("MLP hidden", "MLP activation", *mlp),
@@ -109,7 +104,7 @@ def _norm_input(shape: LayerShape) -> float:
     """Return the input of an RMSNorm with its statistics; written-out norms also keep FP32 copies."""
     elements = shape.hf.hidden_size * shape.share
     if shape.spec == "hf":
-        return elements * (FP32 + (shape.itemsize if shape.itemsize != FP32 else FP32)) + FP32
+        return elements * (FP32 + shape.itemsize) + FP32
     return elements * (FP32 if shape.hf.zero_centered_norm else shape.itemsize) + FP32 * shape.share
 
 
@@ -122,14 +117,14 @@ def _attention(shape: LayerShape) -> dict[str, float]:
     entries = {
         "attention input": shape.hidden,
         # Keys and values are views of the one product; the queries of several groups are gathered into a copy.
-        "query, key and value": q + 2 * kv if normed or shape.core in ("packed", "varlen") else 0.0,
+        "query, key and value": q + 2 * kv if normed or shape.kernel in ("packed", "varlen") else 0.0,
         "query before its norm": q if normed and hf.num_kv_heads > tp else 0.0,
         "rotary tables": _rotary(shape, hf.head_dim * hf.rope.percent),
         "context": q,
     }
     if shape.spec == "te":
         # Its attention copies the values, its norms queries and keys: all are strided views of the one product.
-        entries["query, key and value"] = kv if shape.core == "packed" else 0.0
+        entries["query, key and value"] = kv if shape.kernel == "packed" else 0.0
         entries["query before its norm"] = q + kv if normed else 0.0
     if shape.spec == "hf":
         entries["query, key and value"] = (q + kv) / b * (FP32 + b) if normed else 0.0
@@ -195,14 +190,14 @@ def _core_attention(shape: LayerShape, *, q: float, k: float, v: float, context:
     """Return the entries of attention proper, from bytes per token of its inputs and its result."""
     heads, cp = shape.hf.num_heads / shape.layout.tp, shape.layout.cp
     statistics = heads * FP32
-    if shape.core == "packed":
+    if shape.kernel == "packed":
         # The result is the next linear's input, and the values a view of the product, but for latent attention's.
         return {"keys and queries": q + k + (v if shape.hf.mla is not None else 0.0), "softmax": statistics}
-    if shape.core == "varlen":
+    if shape.kernel == "varlen":
         if shape.hf.mla is None:
             return {"keys and queries": q + k, "softmax": statistics}
         return {"keys and queries": q + k + q, "softmax": q + statistics}
-    if shape.core == "eager":
+    if shape.kernel == "eager":
         scores = heads * max(shape.seqlen, 1) * (FP32 + shape.itemsize)
         return {"keys and queries": (q + k + v) * shape.padding, "softmax": scores * shape.padding}
     slots = shape.padding if cp == 1 else 1.0

@@ -72,7 +72,7 @@ def read_machine(
         raise UserError(f"--gpu={gpu!r}: legal: {', '.join(HARDWARE)}")
     has_te = layers == "te" or (layers == "auto" and not is_missing("transformer_engine"))
     if gpu_memory:
-        memory: int | None = parse_bytes(gpu_memory, option="--gpu-memory")
+        memory: int | None = parse_bytes(gpu_memory)
     else:
         memory = round(HARDWARE[gpu].memory) if gpu else smallest_gpu()
     return Machine(gpus, gpus_per_node, memory, has_te, server_link * 1e9 / 8)

@@ -213,7 +213,7 @@ def test_attention_follows_the_kernel_of_a_gpu(settings: dict[str, Any], kernel:
     kept, of_local = (training_pass(each, each.actor, 0)[ACTIVATIONS] for each in (te, setup))
     assert kept <= of_local
     shape = shape_of(setup, setup.actor, moe=False)
-    assert shape.core == kernel
+    assert shape.kernel == kernel
     assert (shape.padding > 1) == (kernel in ("classes", "eager") and setup.config.trainer.microbatch.packing)
 
 
@@ -269,7 +269,7 @@ def test_four_thousand_ranks_in_less_than_a_second() -> None:
 )
 def test_only_sizes_of_gpus_are_read(text: str, size: int | None) -> None:
     with pytest.raises(UserError, match="--gpu-memory=") if size is None else nullcontext():
-        assert parse_bytes(text, option="--gpu-memory") == size
+        assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("name", packaged.names())
