@@ -79,11 +79,6 @@ def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
     return problems
 
 
-def pod_name(run: JobSetRun, node: int) -> str:
-    """Return the host name of a node's pod."""
-    return f"{run.name}-node-0-{node}"
-
-
 def render(run: JobSetRun, facts: RecipeFacts) -> str:
     """Return the manifests as YAML; comments on top say how to start the run."""
     head = (
@@ -127,7 +122,7 @@ def _container(run: JobSetRun, facts: RecipeFacts) -> dict[str, object]:
     key = {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}}
     values = {"HOME": "/cache", **variables(run.env)}
     options = [*run.launcher_options, "--node-rank", "$(JOB_COMPLETION_INDEX)"]  # Kubernetes puts the number in
-    options += ["--master-addr", f"{pod_name(run, 0)}.{run.name}", "--master-port", "29500"]
+    options += ["--master-addr", f"{run.name}-node-0-0.{run.name}", "--master-port", "29500"]  # the pod of node 0
     settings = [setting.replace("$(", "$$(") for setting in facts.overrides]  # else a variable's value
     return {
         "image": run.image,

@@ -205,13 +205,6 @@ FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below the ports of outgoing connection
 STEP_STRIDE = 97  # ports between steps of one job, which may run at the same time
 
 
-def is_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several tasks of a step, without a launcher."""
-    if "RANK" in environment or "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
-        return False
-    return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-
-
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a task, which becomes the rank of its number."""
     names = ("STEP_NUM_TASKS", "STEP_NUM_NODES", "PROCID", "NODEID", "LOCALID", "JOB_ID", "STEP_ID", "STEP_NODELIST")
@@ -253,6 +246,6 @@ def become_rank(environment: MutableMapping[str, str] | None = None) -> None:
     MASTER_ADDR and MASTER_PORT that a script has set stay: the network of the ranks may have other names.
     """
     given = os.environ if environment is None else environment
-    if is_one_of_several(given):
+    if "RANK" not in given and "SLURM_STEP_ID" in given and given.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         own = {name: given[name] for name in ("MASTER_ADDR", "MASTER_PORT") if given.get(name)}
         given.update({**rank_variables(given), **own})
