@@ -178,6 +178,11 @@ class _Row(NamedTuple):
         """Return the number of its tokens."""
         return len(self.opening) + sum(len(_ids(part)) for part, _, _ in self.parts)
 
+    def oldest(self, version: int) -> int:
+        """Return the version of its oldest token that trains; `version` where no turn says its own."""
+        of_turns = [part.versions for part, _, trains in self.parts if isinstance(part, Turn) and trains]
+        return min((min(versions) for versions in of_turns if versions), default=version)
+
 
 def _rows(trajectory: Trajectory) -> Iterator[_Row]:
     """Yield the rows of a trajectory, each up to its last turn that trains; a failed one has its prompt only."""
@@ -212,7 +217,7 @@ def rows_of(
     def column(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
-    lengths, oldest = column([row.length for row in rows]), column([version] * len(rows))
+    lengths, oldest = column([row.length for row in rows]), column([row.oldest(version) for row in rows])
     width = int(lengths.max()) if len(rows) else 0
     tokens, versions = torch.zeros(2, len(rows), width, dtype=torch.int64)
     mask, kept = torch.zeros(2, len(rows), width, dtype=torch.bool)
@@ -222,8 +227,6 @@ def rows_of(
     for number, row in enumerate(rows):
         end = len(row.opening)
         tokens[number, :end] = column(row.opening)
-        known = [part.versions for part, _, trains in row.parts if isinstance(part, Turn) and trains and part.versions]
-        oldest[number] = min(map(min, known), default=version)
         for part, of_turn, trains in row.parts:
             begin, end = end, end + len(_ids(part))
             here = (number, slice(begin, end))
