@@ -131,9 +131,8 @@ def prompt_reader(
         return reader
     stop_ids = {*tokens.stop_ids, *dict(token_endings(tokenizer, chat_template=chat))}
     end_id = tokens.stop_ids[0] if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    train_on = getattr(kind, "train_on", "assistant")
-    as_given = partial(ExampleReading, form=kind.form, train_on=train_on, stop_ids=frozenset(stop_ids), end_id=end_id)
-    return replace(reader, as_given=as_given)
+    how = partial(ExampleReading, form=kind.form, train_on=kind.train_on, stop_ids=frozenset(stop_ids), end_id=end_id)
+    return replace(reader, as_given=how)
 
 
 def build_prompts(
