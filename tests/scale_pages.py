@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.activations import num_microbatches
-from mega_rl.plan.cost import HARDWARE, RATES, StepTime, step_time
+from mega_rl.plan.cost import HARDWARE, Hardware, StepTime, step_time
 from mega_rl.plan.memory import FitVerdict, judge, memory_of_stages
 from mega_rl.plan.report import seconds
 from mega_rl.plan.search import is_legal
@@ -127,7 +127,8 @@ def block(run: ScaleRun) -> str:
 
 def coefficients() -> str:
     """Return a table of the cost model's coefficients, with those that all GPUs share below it."""
-    values = {name: [f"{getattr(each, name):g}" for each in HARDWARE.values()] for name in RATES}
+    rates = [one.name for one in fields(Hardware)]
+    values = {name: [f"{getattr(each, name):g}" for each in HARDWARE.values()] for name in rates}
     rows = [[f"`{name}`", *row] for name, row in values.items() if len(set(row)) > 1]
     shared = ", ".join(f"`{name}` {row[0]}" for name, row in values.items() if len(set(row)) == 1)
     return "\n".join([*_rows(["", *HARDWARE], rows), "", f"On all: {shared}."]) + "\n"

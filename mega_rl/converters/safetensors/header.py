@@ -8,6 +8,7 @@ and nothing in a file is ever executed.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.untrusted import JsonFields, is_shape, parse_object, shorten
+from mega_rl.untrusted import JsonFields, is_shape, parse_object, read_at, shorten
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's limit, also applied to an index
@@ -81,26 +82,32 @@ def read_entries(path: Path) -> dict[str, HeaderEntry]:
             without gap or overlap.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if length > MAX_HEADER_BYTES:
-                raise UserError(
-                    f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors "
-                    "file, fetch it again"
-                )
-            # At most the file's size: the length is only a claim, and `read` allocates what it is asked for.
-            text = file.read(min(length, size))
+            size = os.fstat(file.fileno()).st_size
+            header = read_header_bytes(file.fileno(), size, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return parse_entries(parse_json(header[8:], path), path, size, start=len(header))
+
+
+def read_header_bytes(fd: int, size: int, path: Path) -> bytes:
+    """Return length and text of the header of a file of `size` bytes. Raises UserError."""
+    prefix = read_at(fd, 0, 8, path)
     if len(prefix) < 8:
         raise UserError(f"{path}: {size} bytes are not a safetensors file; fetch the file again")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES:
+        raise UserError(
+            f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors file, fetch "
+            "it again"
+        )
+    # At most the file's size: the length is only a claim, and memory for it is allocated.
+    text = read_at(fd, 8, min(length, size), path)
     if len(text) < length:
         raise UserError(
             f"{path}: truncated, {size} bytes do not hold the header of {length} bytes; fetch the file again"
         )
-    return parse_entries(parse_json(text, path), path, size, start=8 + length)
+    return prefix + text
 
 
 def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict[str, HeaderEntry]:

@@ -15,9 +15,8 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path, PurePosixPath
-from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ from mega_rl.converters.safetensors.header import (
 from mega_rl.converters.safetensors.quantised import BYTES_PER_VALUE, Packed, block_size, decode, pair
 from mega_rl.disk import IOV_MAX
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.untrusted import shorten
+from mega_rl.untrusted import is_plain_path, shorten
 
 # Bytes of a map, and of decoded blocks, that one thread holds at a time. Smaller maps cost more than they save.
 _WINDOW_BYTES = 8 << 20
@@ -121,9 +120,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -143,10 +140,6 @@ class CheckpointReader:
         result = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, (0, _columns(info)), [result.view(-1, _columns(info))] if result.numel() else [])
         return result
-
-    def read_rows(self, name: str, low: int, high: int) -> Tensor:
-        """Return rows [low, high) as [high - low, columns]."""
-        return self.read_block(name, (low, high), (0, _columns(self.tensors[name])))
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
         """Return rows and columns, each (low, high), as [rows, columns] in the tensor's dtype."""
@@ -314,7 +307,7 @@ def _read_sharded(root: Path) -> dict[str, TensorInfo]:
     problems: list[str] = []
     by_shard: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        if _is_inside(shard):
+        if is_plain_path(shard):  # by its text: in a hub cache the files themselves are links out of the folder
             by_shard.setdefault(shard, []).append(name)
         else:
             problems.append(
@@ -322,7 +315,7 @@ def _read_sharded(root: Path) -> dict[str, TensorInfo]:
             )
     tensors: dict[str, TensorInfo] = {}
     for shard, names in sorted(by_shard.items()):
-        if not _is_file(root / shard):
+        if not os.path.isfile(root / shard):
             problems.append(
                 f"{root / shorten(shard)}: no such file, but the index puts {len(names)} tensors there "
                 f"({shorten(names[0])}, ...)"
@@ -346,24 +339,6 @@ def _read_sharded(root: Path) -> dict[str, TensorInfo]:
     if problems:
         raise UserErrors(problems)
     return tensors
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name too long for the file system
-        return False
-
-
-def _is_inside(shard: Any) -> bool:
-    """Return whether a path of the index names a file below the checkpoint.
-
-    By its text: in a hub cache the files themselves are links out of the folder.
-    """
-    if not isinstance(shard, str) or not shard or "\\" in shard or "\0" in shard:
-        return False
-    path = PurePosixPath(shard)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def _columns(info: TensorInfo) -> int:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
 from mega_rl.environment import own_cores, python_module
 from mega_rl.errors import LAST_WORD, UserError
@@ -194,9 +194,7 @@ class StopSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

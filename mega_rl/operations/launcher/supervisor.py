@@ -14,7 +14,7 @@ from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, 
 from mega_rl.operations.launcher.ranks import INNOCENT, SIGNALS, STOPPED, Assignment, RankEnd, StopSignals
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
 from mega_rl.operations.observations import in_words
-from mega_rl.tracking.health.records import LOST_PEER_CODE, SAVE_S, UNSAID
+from mega_rl.tracking.health.records import LOST_PEER_CODE, SAVE_S, UNSAID, ending
 
 log = logging.getLogger(__name__)
 
@@ -65,18 +65,8 @@ def failure_of(ends: Sequence[RankEnd], *, world_size: int) -> RunFailure | None
         lost = first.code == LOST_PEER_CODE
         what = "lost the connection to" if lost else "waited trainer.timeout_s in a collective for"
         return RunFailure(f"{who} {what} {others}", RunError.exit_code)
-    said = 0 < first.code < UNSAID
-    return RunFailure(f"{who} {ending(first.code)}", _exit_code(first), said=said)
-
-
-def ending(exit_code: int) -> str:
-    """Return how a rank ended, from the code of its `RankEnd`."""
-    if exit_code >= UNSAID:
-        return f"ended with exit code {exit_code - UNSAID} before its work was done"
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    name = name_of_signal(-exit_code)
-    return f"was killed by {name}" + (": perhaps the machine is out of memory" if name == "SIGKILL" else "")
+    perhaps = ": perhaps the machine is out of memory" if first.code == -signal.SIGKILL else ""
+    return RunFailure(f"{who} {ending(first.code)}{perhaps}", _exit_code(first), said=0 < first.code < UNSAID)
 
 
 def stop_code(ends: Sequence[RankEnd], number: int) -> int:

@@ -114,7 +114,7 @@ class TensorBoardSink(NullSink):
     """
 
     def __init__(self, directory: Path, *, resume_step: int, config_text: str = "") -> None:
-        """config_text: the config as YAML. Raises ImportError without the tensorboard package."""
+        """config_text: the config as YAML."""
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary  # a second of import time that only this sink needs
@@ -229,11 +229,8 @@ def make_sink(
     public = without_secrets(settings or {})
     sinks: list[MetricsSink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)]
     if config.tensorboard:
-        try:
-            text = yaml.safe_dump(public, sort_keys=False) if public else ""
-            sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step, config_text=text))
-        except ImportError:
-            logger.warning("metrics.tensorboard=true, but the tensorboard package is not installed: metrics.jsonl only")
+        text = yaml.safe_dump(public, sort_keys=False) if public else ""
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step, config_text=text))
     if config.rollout_interval and config.rollout_samples:
         sinks.append(RolloutDump(run_dir / "rollouts", resume_step=resume_step))
     run = TrackedRun(
