@@ -34,6 +34,19 @@ class Evaluated(NamedTuple):
     minibatches: Sequence[Experience]  # every epoch's, in order
 
 
+@dataclass(frozen=True)
+class PolicyGradientRules:
+    """Choices of a policy gradient."""
+
+    # Evaluate the actor before the updates. Otherwise the rollout engine's log-probs stand in: in steps of a single
+    # on-policy update until the loss takes the log-probs of its forward, in other steps as the old policy.
+    recompute_old_logprobs: bool = True
+    filter_truncated: bool = False  # responses that length cut off do not train
+    last_turn: bool = False  # only the last turn of each trajectory trains
+    interval: int = 0  # the actor's updates between two calls of `publish` within a step; 0: none
+    publish: Callable[[], Metrics] = dict  # sends the actor's weights; collective
+
+
 @dataclass
 class PolicyGradient:
     """Algorithm that turns rewards into advantages and updates critic and actor on mini-batches."""
@@ -47,21 +60,15 @@ class PolicyGradient:
     reward_kl: RewardKL | None  # KL penalty in token rewards
     kl: KLController
     update_reference: Callable[[int], Metrics]  # given the steps done; collective
+    rules: PolicyGradientRules
     stage: Stages
     log: StepLog
-    # Evaluate the actor before the updates. Otherwise the rollout engine's log-probs stand in: in steps of a single
-    # on-policy update until the loss takes the log-probs of its forward, in other steps as the old policy.
-    recompute_old_logprobs: bool = True
-    filter_truncated: bool = False  # responses that length cut off do not train
-    last_turn: bool = False  # only the last turn of each trajectory trains
-    interval: int = 0  # the actor's updates between two calls of `publish` within a step; 0: none
-    publish: Callable[[], Metrics] = dict  # sends the actor's weights; collective
 
     def evaluate(self, batch: Batch, step: int) -> Evaluated:
         """Return log-probs, values, advantages and mini-batches of a batch; raises RolloutMismatchError."""
         ranks, rollout = self.minibatches.ranks, batch.rollout
         old = TokenOutputs(logprobs=rollout.rollout_logprobs)
-        if self.recompute_old_logprobs:
+        if self.rules.recompute_old_logprobs:
             with self.stage("old_logprobs"):
                 old = self.actor.evaluate(rollout)
                 self.log.add(self.guard(rollout, old))
@@ -71,9 +78,9 @@ class PolicyGradient:
             experience = build_experience(
                 rollout, batch.rewards, outputs=outputs,
                 estimator=self.estimator, reward_kl=self.reward_kl, greedy=batch.greedy, sum_over_ranks=ranks.sum,
-                last_turn=self.last_turn,
+                last_turn=self.rules.last_turn,
             )  # fmt: skip
-            if self.filter_truncated:
+            if self.rules.filter_truncated:
                 experience = narrowed(experience, rollout.finished[:, None])
             has_reference, has_critic = self.reference is not None, self.critic is not None
             self.log.add(experience_metrics(experience, ranks, has_reference=has_reference, has_critic=has_critic))
@@ -87,11 +94,11 @@ class PolicyGradient:
                 updates = [self.critic.update(minibatch, step=step) for minibatch in evaluated.minibatches]
                 self.log.add(mean_metrics(updates))
         # The first update compares the rollout's log-probs with its own forward if no forward came before.
-        inspect = None if self.recompute_old_logprobs else self.guard
-        updates, size = list[Metrics](), self.interval or max(len(evaluated.minibatches), 1)
+        inspect = None if self.rules.recompute_old_logprobs else self.guard
+        updates, size = list[Metrics](), self.rules.interval or max(len(evaluated.minibatches), 1)
         for first in range(0, len(evaluated.minibatches), size):
             if first:
-                self.log.add(self.publish())
+                self.log.add(self.rules.publish())
             with self.stage("update_actor"):
                 for minibatch in evaluated.minibatches[first : first + size]:
                     updates.append(self.actor.update(minibatch, step=step, inspect=inspect))
@@ -131,7 +138,7 @@ def build_experience(
     """Return the rollout with advantages and returns.
 
     outputs: empty for a role that the run lacks. greedy: [P] float32, rewards of greedy responses. last_turn: as in
-    `PolicyGradient`; statistics count only what trains. Failed samples have no response token: every statistic is
+    `PolicyGradientRules`; statistics count only what trains. Failed samples have no response token: every statistic is
     one of the samples that have an answer.
     """
     old, ref, critic = outputs

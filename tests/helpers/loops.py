@@ -15,7 +15,7 @@ from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.loop import Resident, Stages, StepLog, Trainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
-from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient
+from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
 from mega_rl.trainer.selection import AtOnce, Stock
 from mega_rl.types import Metrics, Rollout
@@ -118,7 +118,7 @@ class FakeRun:
             ),
             "reward_kl": None,
             "guard": MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks()),
-            "recompute_old_logprobs": True,
+            "rules": PolicyGradientRules(),
             "kl": KLController(0.0),
             "update_reference": lambda done: {},
             "staleness": lambda rollout: {},
@@ -154,8 +154,8 @@ class FakeRun:
         )  # fmt: skip
         algorithm = PolicyGradient(
             self.actor, self.critic, self.reference, self.estimator, self.minibatches, self.guard,
-            reward_kl=self.reward_kl, kl=self.kl, update_reference=self.update_reference,
-            stage=stage, log=log, recompute_old_logprobs=self.recompute_old_logprobs,
+            reward_kl=self.reward_kl, kl=self.kl, update_reference=self.update_reference, rules=self.rules,
+            stage=stage, log=log,
         )  # fmt: skip
         dumps = DumpRollouts(
             self.metrics, read_ids, lambda ids: "+".join(map(str, ids)), stage,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,7 +42,7 @@ from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, Rescoring, StalenessGuard, usual_limits
-from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient
+from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.rows import Overlong
 from mega_rl.trainer.selection import AtOnce, StepVersions, Stock
 from mega_rl.types import Rollout
@@ -214,11 +214,11 @@ def build_algorithm(
     )  # fmt: skip
     if stream is None or changes is None:
         return algorithm, []
-    algorithm.interval = rollout.sglang.sync.interval
-    algorithm.publish = partial(stream.publish_within, stage.publish)
+    publish = partial(stream.publish_within, stage.publish)
+    algorithm.rules = replace(algorithm.rules, interval=rollout.sglang.sync.interval, publish=publish)
     rescoring = Rescoring(
         run.roles.actor, guard, changes, stream.newest, rollout.verify_interval,
-        algorithm.recompute_old_logprobs, stage, step_log,
+        algorithm.rules.recompute_old_logprobs, stage, step_log,
     )  # fmt: skip
     return algorithm, [rescoring]
 
@@ -246,10 +246,12 @@ def build_policy_gradient(
         reward_kl=method.reward_kl(roles.kl),
         kl=roles.kl,
         update_reference=roles.update_reference,
+        rules=PolicyGradientRules(
+            # A single on-policy update takes the old log-probs from its own forward.
+            recompute_old_logprobs=not (algorithm.old_logprobs == "rollout" or method.on_policy),
+            filter_truncated=filter_truncated,
+            last_turn=algorithm.train_turns == "last",
+        ),
         stage=stage,
         log=step_log,
-        # A single on-policy update takes the old log-probs from its own forward.
-        recompute_old_logprobs=not (algorithm.old_logprobs == "rollout" or method.on_policy),
-        filter_truncated=filter_truncated,
-        last_turn=algorithm.train_turns == "last",
     )

@@ -15,6 +15,7 @@ from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.loop import Event, StepLog, fit_together
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
+from mega_rl.trainer.policy_gradient import PolicyGradientRules
 from mega_rl.types import Metrics, Rewards, TokenOutputs
 from mega_rl.workers.models import reference_updates
 from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
@@ -88,7 +89,7 @@ def test_weights_are_published_within_steps(interval: int) -> None:
     trainer = run.build()
     algorithm: Any = trainer.algorithm
     send: Any = lambda: run.events.append("within") or {"sync/own": 1.0}  # noqa: E731
-    algorithm.interval, algorithm.publish = interval, send
+    algorithm.rules = dataclasses.replace(algorithm.rules, interval=interval, publish=send)
     trainer.fit()
     updates = run.events.count("update_actor") // 3
     every = [["update_actor", *(["within"] if interval and n % interval == 0 else [])] for n in range(1, updates)]
@@ -232,7 +233,7 @@ def test_a_rollout_engine_with_other_weights_stops_the_run() -> None:
 def single_update(trainer: FakeRun) -> FakeRun:
     """The trainer with one update a step, whose forward gives the old log-probs."""
     trainer.minibatches = dataclasses.replace(trainer.minibatches, minibatch_size=4)
-    trainer.recompute_old_logprobs = False
+    trainer.rules = PolicyGradientRules(recompute_old_logprobs=False)
     return trainer
 
 
