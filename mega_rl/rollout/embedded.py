@@ -87,10 +87,10 @@ class HFRolloutEngine:
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
-        self._weights: dict[str, Tensor] = weights_on_disk(self.model)
+        self.weights = weights_on_disk(self.model)  # by their names in the checkpoint, as the model holds them
         self._adapters = list[str]()  # weights that come anew in each update, next to a base that stays
         if shares is not None and self.model is shares.model:
-            self._weights, self._adapters = dict(shares._weights), list(shares._adapters)
+            self.weights, self._adapters = dict(shares.weights), list(shares._adapters)
         self._written: set[int] = set()
         self._weight_version: int | None = None
 
@@ -210,7 +210,7 @@ class HFRolloutEngine:
             return True
         linear = {one.weight.data_ptr(): one for one in self.model.modules() if isinstance(one, nn.Linear)}
         layers = {}
-        for name, weight in self._weights.items():
+        for name, weight in self.weights.items():
             module, layer = name.removesuffix(WEIGHT), linear.get(weight.data_ptr())
             if name.endswith(WEIGHT) and module.rpartition(".")[2] in adapter.targets:
                 if layer is None or layer.weight.shape != weight.shape:
@@ -218,7 +218,7 @@ class HFRolloutEngine:
                 layers[module] = layer
         for module, layer in layers.items():
             layer.adapter = LinearAdapter(layer, adapter).to(layer.weight).requires_grad_(False)
-            self._weights |= {module + A: layer.adapter.a, module + B: layer.adapter.b}
+            self.weights |= {module + A: layer.adapter.a, module + B: layer.adapter.b}
             self._adapters += [module + A, module + B]
         return True
 
@@ -231,30 +231,26 @@ class HFRolloutEngine:
         named = list(weights)
         problems = []
         for name, tensor in named:
-            if name not in self._weights:
+            if name not in self.weights:
                 problems.append(f"{name}: the model has no such weight")
-            elif self._weights[name].shape != tensor.shape:
-                problems.append(f"{name}: shape {list(tensor.shape)}, the model's is {list(self._weights[name].shape)}")
+            elif self.weights[name].shape != tensor.shape:
+                problems.append(f"{name}: shape {list(tensor.shape)}, the model's is {list(self.weights[name].shape)}")
         if problems:
             raise ValueError("the rollout model cannot take these weights:\n" + "\n".join(problems))
         for name, tensor in named:
-            self._weights[name].copy_(tensor)
-            self._written.add(self._weights[name].data_ptr())
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type in which the model holds a weight; KeyError for an unknown name."""
-        return self._weights[name].dtype
+            self.weights[name].copy_(tensor)
+            self._written.add(self.weights[name].data_ptr())
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
         """Return each named weight's checksum as the model holds it; KeyError for an unknown name."""
-        return {name: checksum(self._weights[name], self._weights[name].dtype) for name in names}
+        return {name: checksum(self.weights[name], self.weights[name].dtype) for name in names}
 
     def finish_update(self, version: int) -> None:
         """Let later rollouts carry `version`. Raises RuntimeError naming weights not written since the last call."""
-        missing = [name for name, tensor in self._weights.items() if tensor.data_ptr() not in self._written]
+        missing = [name for name, tensor in self.weights.items() if tensor.data_ptr() not in self._written]
         if missing:
             raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
-        self._written -= {self._weights[name].data_ptr() for name in self._adapters or self._weights}
+        self._written -= {self.weights[name].data_ptr() for name in self._adapters or self.weights}
         self._weight_version = version
 
 
@@ -371,7 +367,7 @@ class EmbeddedWeightSync:
             num_tensors += 1
             progress.report(num_bytes, self._num_bytes or None, unit="B")
             if verify:
-                sent[name] = checksum(tensor, self._engine.dtype_of(name))
+                sent[name] = checksum(tensor, self._engine.weights[name].dtype)
         if verify:
             self._compare(sent)
         self._engine.finish_update(self.weight_version + 1)

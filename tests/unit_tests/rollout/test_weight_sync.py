@@ -18,7 +18,7 @@ class DamagingEngine:
     """A real engine behind a line that changes what passes."""
 
     def __init__(self, engine: HFRolloutEngine, damage: Callable[[str, Tensor], Tensor | None]) -> None:
-        self.engine = engine
+        self.engine, self.weights = engine, engine.weights
         self.damage = damage
         self.finished: list[int] = []
 
@@ -28,9 +28,6 @@ class DamagingEngine:
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
         return self.engine.checksums(names)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self.engine.dtype_of(name)
 
     def finish_update(self, version: int) -> None:
         self.engine.finish_update(version)
