@@ -197,6 +197,12 @@ class Running(Generic[Result]):
         self._thread.join(seconds)
         return self._thread.is_alive()
 
+    def outcome(self) -> Result:
+        """Return the result of work that has ended, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        return cast(Result, self.result)
+
     def _run(self, work: Callable[[], Result]) -> None:
         try:
             self.result = work()

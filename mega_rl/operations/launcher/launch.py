@@ -34,7 +34,7 @@ from mega_rl.operations.launcher.nodes import (
 )
 from mega_rl.operations.launcher.ranks import KEY, LOOPBACK, NodeRanks, StopSignals, listen
 from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
-from mega_rl.operations.launcher.supervisor import Conclusion, Supervisor
+from mega_rl.operations.launcher.supervisor import Conclusion, RestartPolicy, Supervisor
 from mega_rl.tracking.health.records import SAVE_S
 from mega_rl.tracking.progress import printable
 from mega_rl.tracking.progress.terminal import ERASE_LINE
@@ -153,7 +153,7 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
                 master_addr=settings.master_addr if several else LOOPBACK,
                 health=health,
                 progress=RunProgress(Path(settings.run_dir), health, newest, resume=settings.resume),
-                max_restarts=settings.max_restarts,
+                restarts=RestartPolicy(settings.max_restarts),
                 stop=stop,
             ).run()
         except RunError as error:
