@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.launcher.channel import Channel, ChannelLost, Door, Joining, Message
+from mega_rl.operations.launcher.channel import JOIN_S, Channel, ChannelLost, Door, Joining, Message
 from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd, RankStore
 from mega_rl.operations.launcher.run_health import RunHealth
 from mega_rl.untrusted import read_record, shown
@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 
 START, SIGNAL, END, KILL, FINISH = "start", "signal", "end", "kill", "finish"  # orders of node 0
 ENDED, STOPPED_BY = "ended", "stopped by"  # reports to it
-JOIN_S = 600.0  # images are pulled, disks are mounted
 REMIND_S = 30.0
 POLL_S = 0.05
 FINISH_S = 5.0  # for launchers that were told to end to hang up
@@ -115,18 +114,10 @@ class RemoteNode:
 RunNode: TypeAlias = LocalNode | RemoteNode
 
 
-def gather(
-    members: list[RunNode],
-    size: int,
-    door: Door,
-    *,
-    command: str,
-    stopped: Callable[[], bool],
-    join_s: float,
-) -> None:
+def gather(members: list[RunNode], size: int, door: Door, *, command: str, stopped: Callable[[], bool]) -> None:
     """Let launchers in until a run has its nodes, or a signal came; sort them.
 
-    command: digest that launchers must join with. Raises RunError with the missing numbers after `join_s` seconds.
+    command: digest that launchers must join with. Raises RunError with the missing numbers after `JOIN_S` seconds.
     """
     begun, reminded = time.monotonic(), 0.0
     refused: list[RunNode] = []
@@ -144,11 +135,11 @@ def gather(
                 node.order(FINISH, code=UserError.exit_code, line=line)
         waited = time.monotonic() - begun
         names = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {size}"
-        if waited >= join_s:
-            raise RunError(f"the launcher of {names} has not joined within {join_s:g} s; look at its output there")
+        if waited >= JOIN_S:
+            raise RunError(f"the launcher of {names} has not joined within {JOIN_S:g} s; look at its output there")
         if waited - reminded >= REMIND_S:
             reminded = waited
-            log.info("waiting for the launcher of %s, for %.0f of at most %.0f s", names, waited, join_s)
+            log.info("waiting for the launcher of %s, for %.0f of at most %.0f s", names, waited, JOIN_S)
         time.sleep(POLL_S)
     members.sort(key=lambda node: node.number)
 
