@@ -155,7 +155,6 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
             conclusion = Conclusion(error.exit_code, str(error))
         finally:
             local.ranks.close()
-            local.close_store()
             finish(nodes, conclusion.code, conclusion.line)
         return conclusion
 

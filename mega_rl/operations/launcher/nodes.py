@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.channel import JOIN_S, Channel, ChannelLost, Door, Joining, Message
-from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd, RankStore
+from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd
 from mega_rl.operations.launcher.run_health import RunHealth
 from mega_rl.untrusted import read_record, shown
 
@@ -35,31 +35,18 @@ def signal_number(message: Message) -> int:
 
 
 class LocalNode:
-    """The ranks of this process's node; on node 0 also the store of all ranks."""
+    """The ranks of this process's node."""
 
     number = 0  # node 0 asks only itself and its remote nodes
 
     def __init__(self, ranks: NodeRanks, health: RunHealth) -> None:
         self.ranks, self._health = ranks, health
-        self._store: RankStore | None = None
-
-    def open_store(self, address: str) -> int:
-        """Open the store of a generation and return its port."""
-        self.close_store()
-        self._store = RankStore(address)
-        return self._store.port
-
-    def close_store(self) -> None:
-        """Close the store."""
-        if self._store is not None:
-            self._store.close()
-        self._store = None
+        self.lifeline: int | None = None  # on node 0; see `RankStore`
 
     def order(self, kind: str, **values: object) -> None:
         """Carry out an order of node 0 for the ranks. Raises ValueError for wrong values."""
         if kind == START:
-            lifeline = None if self._store is None else self._store.lifeline
-            self.ranks.start(read_record(Assignment, values), lifeline=lifeline)
+            self.ranks.start(read_record(Assignment, values), lifeline=self.lifeline)
         elif kind == SIGNAL:
             self.ranks.signal(signal_number(values))
         elif kind == END:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, LocalNode, RunNode
-from mega_rl.operations.launcher.ranks import INNOCENT, SIGNALS, STOPPED, Assignment, RankEnd, StopSignals
+from mega_rl.operations.launcher.ranks import INNOCENT, SIGNALS, STOPPED, Assignment, RankEnd, RankStore, StopSignals
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
 from mega_rl.operations.observations import in_words
 from mega_rl.tracking.health.records import LOST_PEER_CODE, SAVE_S, UNSAID, ending
@@ -219,23 +219,24 @@ class Supervisor:
 
     def _run_generation(self, number: int, resume: str) -> GenerationState:
         """Start the ranks and return when all have ended."""
+        size = len(self.nodes)
         self.health.clear()
-        port = self.local.open_store(self.master_addr)
-        for place, node in enumerate(self.nodes):
-            assignment = Assignment(number, place, len(self.nodes), self.nproc, self.master_addr, port, resume)
-            node.order(START, **asdict(assignment))
-        state = GenerationState(len(self.nodes) * self.nproc, time.monotonic)
-        next_look = time.monotonic() + OVERDUE_EVERY_S
-        while not state.over:
-            self._pass_on(state)
-            self._take_news(state)
-            if state.running and time.monotonic() >= next_look:
-                next_look = time.monotonic() + OVERDUE_EVERY_S
-                if (cause := self.health.overdue()) is not None:
-                    state.fail(cause)
-            self._carry_out(state)
-            time.sleep(POLL_S)
-        self.local.close_store()
+        with RankStore(self.master_addr) as store:
+            self.local.lifeline = store.lifeline
+            for place, node in enumerate(self.nodes):
+                assignment = Assignment(number, place, size, self.nproc, self.master_addr, store.port, resume)
+                node.order(START, **asdict(assignment))
+            state = GenerationState(size * self.nproc, time.monotonic)
+            next_look = time.monotonic() + OVERDUE_EVERY_S
+            while not state.over:
+                self._pass_on(state)
+                self._take_news(state)
+                if state.running and time.monotonic() >= next_look:
+                    next_look = time.monotonic() + OVERDUE_EVERY_S
+                    if (cause := self.health.overdue()) is not None:
+                        state.fail(cause)
+                self._carry_out(state)
+                time.sleep(POLL_S)
         return state
 
     def _take_news(self, state: GenerationState) -> None:
