@@ -8,14 +8,15 @@ and nothing in a file is ever executed.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.untrusted import JsonFields, is_shape, parse_object, shorten
+from mega_rl.untrusted import JsonFields, is_plain_path, is_shape, parse_object, read_at, shorten
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's limit, also applied to an index
@@ -82,26 +83,32 @@ def read_entries(path: Path) -> dict[str, HeaderEntry]:
             without gap or overlap.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if length > MAX_HEADER_BYTES:
-                raise UserError(
-                    f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors "
-                    "file, fetch it again"
-                )
-            # At most the file's size: the length is only a claim, and `read` allocates what it is asked for.
-            text = file.read(min(length, size))
+            size = os.fstat(file.fileno()).st_size
+            header = read_header_bytes(file.fileno(), size, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return parse_entries(parse_json(header[8:], path), path, size, start=len(header))
+
+
+def read_header_bytes(fd: int, size: int, path: Path) -> bytes:
+    """Return length and text of the header of a file of `size` bytes. Raises UserError."""
+    prefix = read_at(fd, 0, 8, path)
     if len(prefix) < 8:
         raise UserError(f"{path}: {size} bytes are not a safetensors file; fetch the file again")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES:
+        raise UserError(
+            f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors file, fetch "
+            "it again"
+        )
+    # At most the file's size: the length is only a claim, and memory for it is allocated.
+    text = read_at(fd, 8, min(length, size), path)
     if len(text) < length:
         raise UserError(
             f"{path}: truncated, {size} bytes do not hold the header of {length} bytes; fetch the file again"
         )
-    return parse_entries(parse_json(text, path), path, size, start=8 + length)
+    return prefix + text
 
 
 def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict[str, HeaderEntry]:
@@ -170,7 +177,7 @@ def _read_sharded(root: Path) -> dict[str, HeaderEntry]:
     problems: list[str] = []
     by_shard: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        if _is_inside(shard):
+        if is_plain_path(shard):  # by its text: in a hub cache the files themselves are links out of the folder
             by_shard.setdefault(shard, []).append(name)
         else:
             problems.append(
@@ -178,7 +185,7 @@ def _read_sharded(root: Path) -> dict[str, HeaderEntry]:
             )
     tensors: dict[str, HeaderEntry] = {}
     for shard, names in sorted(by_shard.items()):
-        if not _is_file(root / shard):
+        if not os.path.isfile(root / shard):
             problems.append(
                 f"{root / shorten(shard)}: no such file, but the index puts {len(names)} tensors there "
                 f"({shorten(names[0])}, ...); download or copy it again"
@@ -202,24 +209,6 @@ def _read_sharded(root: Path) -> dict[str, HeaderEntry]:
     if problems:
         raise UserErrors(problems)
     return tensors
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name too long for the file system
-        return False
-
-
-def _is_inside(shard: Any) -> bool:
-    """Return whether a path of the index names a file below the checkpoint.
-
-    By its text: in a hub cache the files themselves are links out of the folder.
-    """
-    if not isinstance(shard, str) or not shard or "\\" in shard or "\0" in shard:
-        return False
-    path = PurePosixPath(shard)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def _entry(name: str, raw: Any, path: Path, start: int, problems: list[str]) -> HeaderEntry | None:

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -116,9 +115,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -138,10 +135,6 @@ class CheckpointReader:
         result = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, (0, _columns(info)), [result.view(-1, _columns(info))] if result.numel() else [])
         return result
-
-    def read_rows(self, name: str, low: int, high: int) -> Tensor:
-        """Return rows [low, high) as [high - low, columns]."""
-        return self.read_block(name, (low, high), (0, _columns(self.tensors[name])))
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
         """Return rows and columns, each (low, high), as [rows, columns] in the tensor's dtype."""

@@ -27,7 +27,7 @@ from mega_rl.plan.setup import models_of
 
 ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.source.path"
 # Properties of a checkpoint that its forward does not depend on.
-_NOT_COMPUTED = ("eos_token_ids", "pad_token_id", "dtype", "initializer_range", "prefixes", "quantization")
+_NOT_COMPUTED = ("dtype", "initializer_range", "prefixes", "quantization")
 
 
 def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
