@@ -746,8 +746,8 @@ TABLE: Table = {
     ("gpu", "engines/models/test_moe.py"): [
         (
             "fused permutation of tokens where bits must repeat",
-            "te and moe.permute_fusion and not deterministic",
-            "te and moe.permute_fusion",
+            "te and not deterministic",
+            "te",
         )
     ],
     ("gpu", "test_environment.py"): [

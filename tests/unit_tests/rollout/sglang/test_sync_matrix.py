@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import AdapterConfig, MegatronConfig, RolloutConfig, SglangConfig, SglangSyncConfig
+from mega_rl.config.schema import AdapterConfig, MegatronConfig, RolloutConfig
+from mega_rl.config.schema.rollout import SglangConfig, SglangSyncConfig
 from mega_rl.converters.architecture import Adapter
 from mega_rl.rollout.sglang.control import Control, Endpoint, Keys, ServerError
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, telling_lines
