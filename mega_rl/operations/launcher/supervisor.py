@@ -227,17 +227,21 @@ class Supervisor:
                 assignment = Assignment(number, place, size, self.nproc, self.master_addr, store.port, resume)
                 node.order(START, **asdict(assignment))
             state = GenerationState(size * self.nproc, time.monotonic)
-            next_look = time.monotonic() + OVERDUE_EVERY_S
-            while not state.over:
-                self._pass_on(state)
-                self._take_news(state)
-                if state.running and time.monotonic() >= next_look:
-                    next_look = time.monotonic() + OVERDUE_EVERY_S
-                    if (cause := self.health.overdue()) is not None:
-                        state.fail(cause)
-                self._carry_out(state)
-                time.sleep(POLL_S)
+            self._watch(state)
         return state
+
+    def _watch(self, state: GenerationState) -> None:
+        """Pass on signals, news and orders until all ranks have ended."""
+        next_look = time.monotonic() + OVERDUE_EVERY_S
+        while not state.over:
+            self._pass_on(state)
+            self._take_news(state)
+            if state.running and time.monotonic() >= next_look:
+                next_look = time.monotonic() + OVERDUE_EVERY_S
+                if (cause := self.health.overdue()) is not None:
+                    state.fail(cause)
+            self._carry_out(state)
+            time.sleep(POLL_S)
 
     def _take_news(self, state: GenerationState) -> None:
         for place, node in enumerate(self.nodes):
