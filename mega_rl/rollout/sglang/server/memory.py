@@ -53,8 +53,8 @@ def memory_fraction(setting: float, *, total: int, policy: int, weights: int, tp
     if not weights <= setting * total <= total - kept:
         raise UserError(
             f"{_SETTING}={setting:g}: of a device's {_gib(total)} a colocated server needs at least {_gib(weights)} "
-            f"for weights and leaves {_gib(kept)} to the trainer, for the policy that it sends and what it keeps; set "
-            "0 to have the fraction computed"
+            f"for weights and leaves {_gib(kept)} to the trainer, for the policy that it sends and what it keeps; "
+            "leave it out to have the fraction computed"
         )
     return setting
 
