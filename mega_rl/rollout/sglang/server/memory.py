@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import merge_failures, raise_together
@@ -149,11 +150,8 @@ def release_at_start(pool: StartedServers, ranks: Ranks, *, timeout_s: float) ->
     """Let every server that has just started release its memory; collective. Raises RunError on all ranks."""
 
     def release(index: int) -> None:
-        control = Control(pool.endpoints[index], timeout_s=timeout_s)
-        try:
+        with closing(Control(pool.endpoints[index], timeout_s=timeout_s)) as control:
             release_memory(control, tuple(reversed(TAGS)))
-        finally:
-            control.close()
 
     _, own = each([index for index in range(len(pool.endpoints)) if pool.owner(index) == ranks.rank], release)
     failed = merge_failures(own, ranks)
