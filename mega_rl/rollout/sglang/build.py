@@ -263,9 +263,7 @@ def connect(
             adapters=AdapterPush(weights, servers, world) if weights.apart else None,
             keeps=keeps,
         ),
-        memory=ServersMemory(
-            world, table.own, pool, released=TAGS if pool.colocated else ()
-        ),  # released at their start
+        memory=ServersMemory(world, table.own, pool, released=TAGS if pool.colocated else ()),  # since their start
         concurrency=sum(near.values()) or per_rank,  # joined servers leave: deadlines hold for one
         adapter=adapter,
         _table=table,

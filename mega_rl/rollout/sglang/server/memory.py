@@ -72,7 +72,7 @@ def _gib(size: int) -> str:
 
 
 class ServersMemory:
-    """Device memory of all servers on the trainer's devices, by `workers.residency.TAGS`.
+    """Device memory of all servers on the trainer's devices, by `TAGS`.
 
     It stops a server that fails: only then its memory is known to be free. It starts again as any lost server does.
     """
