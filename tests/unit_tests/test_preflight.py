@@ -24,7 +24,7 @@ BASE = ("model.path=m", "data.train_files=[d.jsonl]")
 ROLES = ("algorithm.advantage=gae", "model.ref_path=r", "model.critic_path=c", "algorithm.kl=loss")
 HTTP = ("reward.source=http", "reward.source.url=https://rewards.example/score")
 MODEL = ("reward.source=model", "reward.source.path=r")
-NO_INDEX = "m/model.safetensors.index.json: not an index of shards; it needs a 'weight_map' of tensor to file"
+INDEX = "m/model.safetensors.index.json: "
 ONE_LABEL = "; a reward model is a sequence-classification checkpoint with one label"
 
 
@@ -135,14 +135,14 @@ def architecture(**changes: object) -> None:
 DAMAGE: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     "other format": (
         lambda: Path("m/model.safetensors").rename("m/pytorch_model.bin"), (),
-        "m: holds neither model.safetensors nor model.safetensors.index.json; save the model again as safetensors",
+        "m: holds neither model.safetensors nor model.safetensors.index.json; pickled .bin weights are never loaded, ",
     ),
     "missing shard": (
         lambda: index({"w": "a.safetensors"}), (),
-        "m/a.safetensors: missing, though the index names it; download or copy it again",
+        "m/a.safetensors: no such file, but the index puts 1 tensors there (w, ...); download or copy it again",
     ),
-    "shard outside": (lambda: index({"w": "../m/model.safetensors"}), (), NO_INDEX),
-    "no index": (lambda: index([]), (), NO_INDEX),
+    "shard outside": (lambda: index({"w": "../m/model.safetensors"}), (), INDEX + "w is in '../m/model.saf"),
+    "no index": (lambda: index([]), (), INDEX + "weight_map is list, must be an object"),
     "truncated": (
         lambda: weights(end=-2), (),
         "m/model.safetensors: truncated, 76 bytes of the 78 that its header lists; fetch the file again",
