@@ -38,11 +38,7 @@ app = Commands(name="verify", help="Check that parallel layouts and engines comp
 
 Model = Annotated[
     Path,
-    typer.Option(
-        "--model",
-        metavar="HF_DIR",
-        help="Hugging Face checkpoint (folder, or name on the Hub); with --twin a config.json does.",
-    ),
+    typer.Option(metavar="HF_DIR", help="Checkpoint (folder, or name on the Hub); with --twin a config.json does."),
 ]
 NAMES = typer.Option(
     "--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2; rl and replay also take fsdp2, and 1 for one rank."
