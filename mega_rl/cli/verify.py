@@ -195,8 +195,8 @@ def replay(
             if not as_json:
                 origin = f"recorded on {step.world_size} rank(s) of {step.layout}"
                 _print_differences(f"step {step.step}, {origin}; replayed: {layout.title}", differences)
-                if first is not None:
-                    typer.echo(f"{layout.title}: {in_words(first)}")
+            if first is not None and not as_json:
+                typer.echo(f"{layout.title}: {in_words(first)}")
     good = all(fact["good"] for fact in facts)
     if as_json:
         print_json({"record": str(record.folder), "step": step.step, "good": good, "layouts": facts})
