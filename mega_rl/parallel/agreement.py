@@ -179,8 +179,7 @@ def run_beside_meetings(
             ended.set()
     while meetings.wait(beat_s):  # the others' work; each of their waits has its deadline
         pass
-    if meetings.error is not None:
-        raise meetings.error
+    meetings.outcome()
     return result
 
 

@@ -176,7 +176,7 @@ class _Clock:
         shared = layout.tp * layout.cp if setup.spec != "hf" else 1
         parts = {COMPUTING: work / shared / (self.hardware.peak * self.hardware.matmul_share)}
         for each in pass_traffic(setup, model, forward, training, pp_rank):
-            hidden = each.use == "pipeline" and setup.config.engine.megatron.overlap_p2p
+            hidden = each.use == "pipeline" and layout.vpp > 1
             parts[each.use] = parts.get(each.use, 0.0) + (0.0 if hidden else self.message(each))
         return parts
 

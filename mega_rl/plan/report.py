@@ -38,11 +38,11 @@ class MemoryPlan:
     """The plan of a legal run."""
 
     setup: RunSetup
-    memory: list[RankMemory]  # of one rank of each pipeline stage
+    memory: list[RankMemory]  # one rank of each pipeline stage
     verdict: FitVerdict
     proposal: Proposal | None  # the cheapest change for a run that does not fit
-    traffic: Sequence[Traffic]  # of the fullest rank
-    time: StepTime | None  # of a step; None without a kind of GPU
+    traffic: Sequence[Traffic]  # messages of the fullest rank
+    time: StepTime | None  # None without a kind of GPU
     candidates: Sequence[Candidate] | None  # layouts that fit; None: not asked for
 
 

@@ -36,7 +36,6 @@ MANY_METHODS: dict[str, int] = {
 READ_THE_ENVIRONMENT = [
     "cli/app.py",
     "cli/launch.py",
-    "cli/output.py",
     "cli/train.py",
     "cli/verify.py",
     "converters/live/copying.py",

@@ -25,11 +25,9 @@ from torch import Tensor
 
 from mega_rl.converters.safetensors.header import (
     PLAIN_NAMES,
-    HeaderEntry,
+    checkpoint_entries,
     matrix_shape,
     name_prefixes,
-    read_checkpoint,
-    read_entries,
     renamed,
 )
 from mega_rl.converters.safetensors.quantised import BYTES_PER_VALUE, Packed, block_size, decode, pair
@@ -80,14 +78,10 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return every tensor of one file by name. Raises UserError or UserErrors as `read_entries`."""
-    return _infos(read_entries(path))
-
-
-def _infos(entries: Mapping[str, HeaderEntry]) -> dict[str, TensorInfo]:
+    """Return every tensor of a file or checkpoint by name. Raises as `checkpoint_entries`."""
     return {
-        name: TensorInfo(name, DTYPES[dtype], shape, file, offset, nbytes)
-        for name, dtype, shape, file, offset, nbytes in entries.values()
+        name: TensorInfo(name, DTYPES[entry.dtype], entry.shape, entry.file, entry.offset, entry.nbytes)
+        for name, entry in checkpoint_entries(path).items()
     }
 
 
@@ -105,7 +99,7 @@ class CheckpointReader:
         self.prefixes = PLAIN_NAMES  # how the names of the language model begin on disk
         self.tensors: dict[str, TensorInfo] = dict(tensors or {})
         if tensors is None:
-            infos = pair(_infos(read_checkpoint(self.path)), block_size(self.path))
+            infos = pair(read_header(self.path), block_size(self.path))
             self.prefixes = name_prefixes(infos)
             self.tensors = {renamed(name, self.prefixes, PLAIN_NAMES): info for name, info in infos.items()}
             if len(self.tensors) < len(infos):

@@ -209,7 +209,7 @@ class StopSignals:
 
 
 class RankStore:
-    """A store's process, as its launcher sees it. The port answers at once."""
+    """Context manager of a store's process. The port answers at once."""
 
     def __init__(self, address: str) -> None:
         """address: an address of this machine.
@@ -234,7 +234,10 @@ class RankStore:
         finally:
             os.close(read)
 
-    def close(self) -> None:
+    def __enter__(self) -> RankStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """End the store; the ranks have ended."""
         os.close(self.lifeline)
         self._child.end()

@@ -18,7 +18,7 @@ from mega_rl.converters.families import FAMILIES, KnownBug
 from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config, release_problems
 from mega_rl.converters.plan.parameters import adapter_problems
-from mega_rl.converters.safetensors.header import read_checkpoint
+from mega_rl.converters.safetensors.header import checkpoint_entries
 from mega_rl.data.downloads import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError
@@ -70,22 +70,14 @@ def check_weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> I
     paths = {key: Path(path) for key, path in checkpoint_paths(config).items() if key in checkpoints}
     for key, path in paths.items():
         try:
-            read_checkpoint(path)
+            checkpoint_entries(path)
         except UserError as error:
-            yield from (f"{key}: {problem}" for problem in str(error).splitlines())
+            yield from (f"{key}: {line}" for line in str(error).splitlines())
     if ACTOR in paths and (config.checkpoint.hf_final or config.checkpoint.hf_interval):
         try:
             companions(paths[ACTOR])
         except UserError as error:
             yield f"{ACTOR}: {error}"
-
-
-def tensor_shape(directory: Path, name: str) -> list[int] | None:
-    """Return a tensor's shape from its file; None if it is missing or damaged."""
-    try:
-        return list(read_checkpoint(directory)[name].shape)
-    except (UserError, KeyError):
-        return None
 
 
 def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:

@@ -38,7 +38,7 @@ MEGATRON = "engine.megatron"
 # Settings of three recipes that were written before anything was computed, with the embedded engine.
 OF_32B = {
     **{f"{MEGATRON}.tp": 8, f"{MEGATRON}.sequence_parallel": True, f"{MEGATRON}.pp": 4, f"{MEGATRON}.vpp": 2},
-    **{f"{MEGATRON}.overlap_p2p": True, "model.recompute": "full", "algorithm.advantage": "grpo"},
+    **{"model.recompute": "full", "algorithm.advantage": "grpo"},
     **{"rollout.n": 16, "rollout.max_new_tokens": 4096, "trainer.prompts_per_step": 256},
 }
 OF_8B = {
