@@ -250,7 +250,7 @@ class ServerRouter:
             now = self._loop.time()
             job.deadline = now + generation.deadline_s(len(generation.jobs) + 1)
             generation.began = generation.began if generation.jobs else now
-            generation.jobs[job] = generation.group.create_task(self._see_to_end(generation, job))
+            generation.jobs[job] = generation.group.create_task(_see_to_end(generation, job, self._sample))
 
         def drop() -> None:
             if job in generation.jobs:
@@ -304,23 +304,6 @@ class ServerRouter:
             self._generation = generation.group = None
             generation.phase.end()
         return generation.result
-
-    async def _see_to_end(self, generation: _Generation, job: _Job) -> None:
-        """Give a sample its end: an answer, or a failure at its deadline."""
-        outcome: Sample | RequestFailure | None
-        try:
-            async with asyncio.timeout_at(job.deadline):
-                outcome = await self._sample(generation, job)
-        except asyncio.CancelledError:
-            if not job.dropped:
-                raise
-            outcome = None
-        except TimeoutError:
-            outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
-        _end(generation, job, outcome, self._loop.time())
-        _dispatch(generation)
-        if not generation.jobs and not generation.is_open:
-            _close(generation)
 
     async def _sample(self, generation: _Generation, job: _Job) -> Sample | RequestFailure | None:
         """Return a whole response, the last failure, or None where no server is left."""
@@ -489,6 +472,28 @@ def _evict(generation: _Generation, replica: Replica, failure: RequestFailure) -
         if job.asked is replica and job.evicted is None and job.attempt is not None:
             job.evicted = failure
             job.attempt.cancel()
+
+
+async def _see_to_end(
+    generation: _Generation,
+    job: _Job,
+    sample: Callable[[_Generation, _Job], Coroutine[Any, Any, Sample | RequestFailure | None]],
+) -> None:
+    """Give a sample its end: an answer, or a failure at its deadline."""
+    outcome: Sample | RequestFailure | None
+    try:
+        async with asyncio.timeout_at(job.deadline):
+            outcome = await sample(generation, job)
+    except asyncio.CancelledError:
+        if not job.dropped:
+            raise
+        outcome = None
+    except TimeoutError:
+        outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
+    _end(generation, job, outcome, asyncio.get_running_loop().time())
+    _dispatch(generation)
+    if not generation.jobs and not generation.is_open:
+        _close(generation)
 
 
 def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | None, now: float) -> None:
