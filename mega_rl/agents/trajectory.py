@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -175,55 +175,45 @@ class _BranchRow(NamedTuple):
     branch: int  # number of the row within its trajectory
     prompt: int  # tokens before the first part
     token_ids: tuple[int, ...]
-    own: tuple[bool, ...]  # after the prompt, as the next two: the token trains
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]  # the weights' versions of the tokens that train
-    scores: tuple[tuple[int, float], ...] = ()  # (position of a turn's last token, its score)
-    turns: tuple[int, ...] = ()  # for each token after the prompt the number of its turn, from 1; 0: it was read
-    routing: tuple[tuple[int, torch.Tensor], ...] = ()  # as of `Branch.routing`
-    kept: tuple[bool, ...] = ()  # of the tokens that train, as of `Turn`
+    own: list[bool]  # of each token after the prompt: it trains
+    turns: list[int]  # of each token after the prompt the number of its turn, from 1; 0: it was read
+    logprobs: list[float]  # of the tokens that train, as the next two
+    versions: list[int]  # of the weights; not of turns that do not say theirs
+    kept: list[bool]  # as of `Turn`
+    scores: list[tuple[int, float]]  # (position of a turn's last token, its score)
+    routing: list[tuple[int, torch.Tensor]]  # as of `Branch.routing`
 
-    def of_tokens(self, version: int) -> tuple[int, ...]:
+    def of_tokens(self, version: int) -> list[int]:
         """Return the version of each token that trains: the oldest, if a turn does not say its own."""
-        count = sum(self.own)
-        return self.versions if len(self.versions) == count else (min(self.versions, default=version),) * count
+        count = len(self.logprobs)
+        return self.versions if len(self.versions) == count else [min(self.versions, default=version)] * count
 
 
-def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
-    """Return a branch as a row, up to its last turn that trains."""
-    own: list[bool] = []
-    logprobs, versions, scores, end = list[float](), list[int](), list[tuple[int, float]](), 0
-    kept = list[bool]()
+def _row(trajectory: Trajectory, branch: Branch, number: int, numbers: Mapping[int, int]) -> _BranchRow:
+    """Return a branch as a row, up to its last turn that trains; numbers: of turns, by identity."""
+    row, end = _BranchRow(trajectory, number, len(branch.opening), (), [], [], [], [], [], [], [*branch.routing()]), 0
     for place, part in enumerate(branch.parts):
         trains = isinstance(part, Turn) and place >= branch.shared
-        own += [trains] * len(_ids(part))
+        row.own.extend([trains] * len(_ids(part)))
+        row.turns.extend([numbers.get(id(part), 0)] * len(_ids(part)))
         if isinstance(part, Turn) and trains:
-            logprobs += part.logprobs
-            versions += part.versions
-            kept += part.kept or [False] * len(part.token_ids)
-            end = len(own)
-            scores += [] if part.score is None else [(len(branch.opening) + end - 1, float(part.score))]
-        else:
-            logprobs += [0.0] * len(_ids(part))
+            row.logprobs.extend(part.logprobs)
+            row.versions.extend(part.versions)
+            row.kept.extend(part.kept or [False] * len(part.token_ids))
+            end = len(row.own)
+            if part.score is not None:
+                row.scores.append((len(branch.opening) + end - 1, float(part.score)))
     ids = branch.token_ids[: len(branch.opening) + end]
-    columns = (tuple(own[:end]), tuple(logprobs[:end]), tuple(versions), tuple(scores))
-    return _BranchRow(trajectory, number, len(branch.opening), ids, *columns, kept=tuple(kept))
+    return row._replace(token_ids=ids, own=row.own[:end], turns=row.turns[:end])
 
 
 def _rows(trajectory: Trajectory) -> list[_BranchRow]:
     """Return the rows of a trajectory; a failed one has its prompt only."""
-    if trajectory.ended() == "error":
-        prompt = trajectory.prompt.token_ids
-        return [_BranchRow(trajectory, 0, len(prompt), prompt, (), (), ())]
     trained = [one for one in trajectory.branches if any(isinstance(part, Turn) for part in one.parts[one.shared :])]
-    turns = {id(turn): place for place, turn in enumerate(trajectory.turns, 1)}
-    return [
-        _row(trajectory, branch, number)._replace(
-            turns=tuple(turns.get(id(part), 0) for part in branch.parts for _ in _ids(part)),
-            routing=tuple(branch.routing()),
-        )
-        for number, branch in enumerate(trained)
-    ]
+    if trajectory.ended() == "error":
+        trained = [Branch(trajectory.prompt.token_ids, most=0)]
+    numbers = {id(turn): place for place, turn in enumerate(trajectory.turns, 1)}
+    return [_row(trajectory, branch, number, numbers) for number, branch in enumerate(trained)]
 
 
 def rows_of(
@@ -238,51 +228,49 @@ def rows_of(
     mixtures and experts of a token, where it has `routing`.
     """
     rows = [row for trajectory in trajectories for row in _rows(trajectory)]
-    prompts, lengths = (
-        torch.tensor(counts, dtype=torch.int64)
-        for counts in ([row.prompt for row in rows], [len(row.token_ids) for row in rows])
-    )
-    width = int(lengths.max()) if len(rows) else 0
+    width = max((len(row.token_ids) for row in rows), default=0)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
-    turn, versions = torch.zeros_like(tokens, dtype=torch.int16), torch.zeros_like(tokens)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
-        mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
-        logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
-        versions[number, mask[number]] = torch.tensor(row.of_tokens(version), dtype=torch.int64)
-        turn[number, row.prompt : len(row.token_ids)] = torch.tensor(row.turns[: len(row.own)], dtype=torch.int16)
-
-    def column(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64)
-
-    scores = torch.tensor([sum(row.trajectory.scores) if row.trajectory.scores else math.nan for row in rows])
-    of_turns = torch.zeros_like(logprobs)
-    for number, row in enumerate(rows):
-        for place, score in row.scores:
-            of_turns[number, place] = score
+    mask, turn = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.int16)
+    of_turns = torch.zeros_like(tokens, dtype=torch.float32)
     routing = torch.full((len(rows), width, *routed), -1, dtype=torch.int16)
     for number, row in enumerate(rows):
+        after_prompt = slice(row.prompt, len(row.token_ids))
+        tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
+        mask[number, after_prompt] = torch.tensor(row.own, dtype=torch.bool)
+        turn[number, after_prompt] = torch.tensor(row.turns, dtype=torch.int16)
+        for place, score in row.scores:
+            of_turns[number, place] = score
         for end, experts in row.routing:
             if end < len(row.token_ids):  # else of a turn after the last one that trains
                 routing[number, end - len(experts) : end] = experts
-    ends = column([ENDS.index(row.trajectory.ended()) for row in rows])
+
+    def column(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64)
+
+    def trained(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
+        """Return [B, S] of the values of all tokens that train, else 0."""
+        return torch.zeros_like(tokens, dtype=dtype).masked_scatter(mask, torch.tensor(list(values), dtype=dtype))
+
+    scores = torch.tensor([sum(row.trajectory.scores) if row.trajectory.scores else math.nan for row in rows])
+    ends = column(ENDS.index(row.trajectory.ended()) for row in rows)
     return Rollout.from_rows(
         tokens,
-        prompt_lengths=prompts,
-        lengths=lengths,
+        prompt_lengths=column(row.prompt for row in rows),
+        lengths=column(len(row.token_ids) for row in rows),
         loss_mask=mask,
-        rollout_logprobs=logprobs,
+        rollout_logprobs=trained((one for row in rows for one in row.logprobs), torch.float32),
         end=ends.to(torch.int8),
-        prompt_index=column([row.trajectory.prompt_index for row in rows]),
-        sample_index=column([row.trajectory.sample_index for row in rows]),
-        weight_version=column([min(row.versions, default=version) for row in rows]),
+        prompt_index=column(row.trajectory.prompt_index for row in rows),
+        sample_index=column(row.trajectory.sample_index for row in rows),
+        weight_version=column(min(row.versions, default=version) for row in rows),
         failed=ends == ENDS.index("error") if with_failed else None,
-        branch=column([row.branch for row in rows]) if with_branches else None,
+        branch=column(row.branch for row in rows) if with_branches else None,
         scores=scores.where(ends != ENDS.index("error"), 0.0) if with_scores else None,
         turn_scores=of_turns if with_scores else None,
         turn=turn,
-        token_versions=versions if with_versions else None,
-        kept=mask.masked_scatter(mask, column([k for row in rows for k in row.kept]).bool()) if with_versions else None,
+        token_versions=(
+            trained((one for row in rows for one in row.of_tokens(version)), torch.int64) if with_versions else None
+        ),
+        kept=trained((one for row in rows for one in row.kept), torch.bool) if with_versions else None,
         routing=routing if all(routed) else None,
     )

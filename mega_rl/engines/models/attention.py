@@ -85,15 +85,7 @@ def packed_sequences(
         return shared_sequences(
             cu_seqlens, max_seqlen, positions=positions, device=device, cp_rank=cp_rank, cp_size=cp_size
         )
-    return PackedSequences(
-        qkv_format=ONE_ROW,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        positions=positions,
-        device=device,
-    )
+    return PackedSequences.of(cu_seqlens, max_seqlen, qkv_format=ONE_ROW, positions=positions, device=device)
 
 
 def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_size: int = 1) -> TokenPositions:
@@ -102,17 +94,8 @@ def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_s
     Of context-parallel slices every boundary is that of the whole sequences, padding included.
     """
     bounds = send(cu_seqlens, positions.device)
-    padded = bounds if cp_size > 1 else None
-    return TokenPositions(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        positions=positions,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-    )
+    padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if cp_size > 1 else {}
+    return TokenPositions.of(bounds, max_seqlen, qkv_format="thd", positions=positions, **padded)
 
 
 def attend_packed(
