@@ -47,8 +47,6 @@ def wrap_chunks(
         )
         for stage, chunk in enumerate(chunks)
     ]
-    for chunk in wrapped:
-        _count_padding(chunk)
     _choose_collectives(wrapped, ddp)
     _hook_into_schedule(config, wrapped, ddp)
     return wrapped
@@ -67,19 +65,6 @@ def _ddp_config(
         num_distributed_optimizer_instances=ddp.optimizer_instances,
         bucket_size=ddp.bucket_size or None,
     )
-
-
-def _count_padding(chunk: DistributedDataParallel) -> None:
-    """Let the padding at the end of each bucket count as part of it.
-
-    Megatron-Core (0.16.1, `DistributedOptimizer.get_parameter_state_dp_zero`) leaves it out when it joins the buckets'
-    optimizer state, and `sharded_param_state_fully_reshardable` then cuts parameters out by offsets that include it:
-    a checkpoint of several buckets had the wrong numbers from the second on.
-    """
-    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DataParallelConfig) -> None:
