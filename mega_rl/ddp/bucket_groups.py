@@ -40,7 +40,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             self.inter_distributed_optimizer_instance_group = self.across
         self.scratch = scratch
         self.fast_gather = dist.get_backend(group) == "gloo"
-        self.grad_reduce_handle: list[Reduction] | None = None
+        self.grad_reduce_handle: Works | None = None
         self.param_gather_handle: Any = None
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -52,11 +52,11 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             self.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         whole = bool(force_all_reduce) or not config.use_distributed_optimizer
-        reductions = [self._reduce(bucket, whole=whole) for bucket in self.buckets]
+        reductions = Works([self._reduce(bucket, whole=whole) for bucket in self.buckets])
         if config.overlap_grad_reduce:
             self.grad_reduce_handle = reductions
         else:
-            wait(reductions)
+            reductions.wait()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Return when every bucket is reduced; with overlap, all its gradients must have been ready."""
@@ -70,7 +70,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             f"the reduction of a bucket has not started: {len(self.per_param_grad_ready_counts)} of "
             f"{len(self.params)} parameters have their gradient"
         )
-        wait(self.grad_reduce_handle)
+        self.grad_reduce_handle.wait()
         self.grad_reduce_handle = None
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -84,8 +84,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             self.param_gather_handle = None
             return
         size = self.group.size()
-        sent = [broadcast_shards(shard_buffer(one.param_data, size), group=self.group) for one in self.buckets]
-        works = Works([work for one in sent for work in one.works])
+        works = Works([broadcast_shards(shard_buffer(one.param_data, size), group=self.group) for one in self.buckets])
         self.param_gather_dispatched = True
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = works
@@ -99,12 +98,6 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             return all_reduce_fp32(gradients, group=self.group, across=self.across, scratch=self.scratch)
         own = shard_buffer(gradients, self.group.size())[self.group.rank()]
         return reduce_scatter_fp32(own, gradients, group=self.group, across=self.across, scratch=self.scratch)
-
-
-def wait(reductions: Sequence[Reduction]) -> None:
-    """Wait for all reductions."""
-    for reduction in reductions:
-        reduction.wait()
 
 
 def use_summing_groups(ddp: DistributedDataParallel, *, scratch: Scratch) -> None:

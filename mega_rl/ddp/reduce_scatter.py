@@ -123,7 +123,7 @@ class Reduction:
 class Works:
     """Handle of several asynchronous operations."""
 
-    works: list[dist.Work]
+    works: Sequence[dist.Work | Reduction | Works]
 
     def wait(self) -> None:
         """Wait for all operations."""
