@@ -131,13 +131,15 @@ class FSDPEngine(ModelEngine):
         for name, buffer in disk_buffers(self.model).items():
             shape = tuple(buffer.shape)
             pieces.append(Piece(f"weights/{name}", shape, whole(shape), buffer.detach(), owned=first))
-        return EngineState(pieces, {} if self.optimizer is None else {STEPS: count_steps(self.optimizer)})
+        states = [] if self.optimizer is None else list(self.optimizer.state.values())
+        return EngineState(pieces, {STEPS: int(states[0]["step"])} if states else {})
 
     def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         steps = check_numbers(self.name, numbers, trains=self.optimizer is not None)
         self._memory.changed()
         if self.optimizer is not None:
-            set_steps(self.optimizer, steps)
+            for state in self.optimizer.state.values():
+                state["step"].fill_(steps)
 
     def _tensors(self) -> Mapping[str, Iterable[Tensor]]:
         shards = sharded_parameters(self.model).values()
@@ -237,17 +239,6 @@ def set_optim(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
     """Let later steps follow these settings; the learning rate comes with each step."""
     for group, decay in zip(optimizer.param_groups, (optim.weight_decay, 0.0), strict=True):
         group.update(weight_decay=decay, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-
-
-def count_steps(optimizer: torch.optim.AdamW) -> int:
-    """Return the number of steps done."""
-    return int(next(iter(optimizer.state.values()))["step"])
-
-
-def set_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
-    """Set the number of steps done."""
-    for state in optimizer.state.values():
-        state["step"].fill_(steps)
 
 
 def gradient_norm(parameters: Iterable[DTensor], ranks: Ranks) -> float:
