@@ -23,7 +23,7 @@ from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.muon import Muon
 from mega_rl.ddp.reduce_scatter import Scratch
-from mega_rl.engines.microbatches import Batching, Finished, collect, was_clipped
+from mega_rl.engines.microbatches import Batching, Finished, collect
 from mega_rl.engines.models.specs import Attention
 from mega_rl.engines.offload import PartsOffload
 from mega_rl.parallel.boxes import EngineState
@@ -148,7 +148,8 @@ class ModelEngine(Engine):
         if inspect is not None:
             metrics |= inspect(minibatch, self._collect(results, minibatch, with_entropy=loss.needs_entropy))
         metrics["grad_norm"] = metrics["grad_norm_max"] = self._apply_gradients(lr, metrics)
-        metrics |= was_clipped(metrics["grad_norm"], self.clip_grad)
+        if self.clip_grad > 0.0:
+            metrics["grad_clipped_fraction"] = float(metrics["grad_norm"] > self.clip_grad)
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))
         return metrics
