@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from mega_rl.config.schema import OptimConfig
 from mega_rl.converters.hf.untabled import accepted
 from mega_rl.data.packing import MicroBatch
-from mega_rl.ddp.access import local, rows_here
+from mega_rl.ddp.access import local, rows_here, whole_tensor
 from mega_rl.ddp.muon import Muon, panels_of_rows
 from mega_rl.ddp.optimizer import MOMENTS
 from mega_rl.ddp.reduce_scatter import Scratch
@@ -27,7 +27,7 @@ from mega_rl.engines.fsdp_model import (
     hidden_outputs,
     sharded_parameters,
 )
-from mega_rl.engines.fsdp_weights import WholeModel, disk_buffers, is_first_copy, whole_tensor
+from mega_rl.engines.fsdp_weights import disk_buffers, is_first_copy, whole_model
 from mega_rl.engines.microbatches import (
     STEPS,
     Finished,
@@ -113,7 +113,7 @@ class FSDPEngine(ModelEngine):
         return self.dtype
 
     def whole_chunks(self) -> list[nn.Module]:
-        return [WholeModel(self.model, sharding=self.sharding, dtype=self.dtype, device=self.device)]
+        return [whole_model(self.model, sharding=self.sharding, dtype=self.dtype, device=self.device)]
 
     def state(self) -> EngineState:
         self.check_state_is_here()
