@@ -43,7 +43,8 @@ def contenders(engine: Any, folder: Path, in_memory: Path) -> dict[str, Callable
     from mega_rl.checkpoint.memory.hosts import Host
     from mega_rl.checkpoint.memory.store import MemoryCheckpoints
     from mega_rl.checkpoint.store import RunCheckpoints
-    from mega_rl.config.schema import CheckpointConfig, MemoryCheckpointConfig
+    from mega_rl.config.schema import CheckpointConfig
+    from mega_rl.config.schema.training import MemoryCheckpointConfig
     from mega_rl.parallel.comm import GroupRanks
 
     ranks, rank = GroupRanks(dist.group.WORLD), dist.get_rank()

@@ -206,7 +206,8 @@ class MegatronStep(Step):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
-        from mega_rl.config.schema import DdpConfig, MegatronOptimizerConfig, OptimConfig
+        from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
+        from mega_rl.config.schema.engine import DdpConfig
         from mega_rl.ddp.optimizer import build_optimizer
         from mega_rl.ddp.wrap import wrap_chunks
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from driver import Report, parser_of
 
 from mega_rl.cli.quickstart import sums
+from mega_rl.cli.quickstart.inputs import write_fresh_model
 from mega_rl.cli.quickstart.run import NUM_RANKS, TASKS, launch, setting
 from mega_rl.rewards.call import load_functions
 from mega_rl.rewards.pool import FunctionRewards, WorkerPool
@@ -69,7 +70,7 @@ def shares_of_step(num_workers: int, steps: int, folder: Path) -> dict[str, floa
     """
     run_dir = folder / f"workers{num_workers}"
     sums.write_data(run_dir / "data", seed=0)
-    sums.write_model(run_dir / "model", seed=0)
+    write_fresh_model(run_dir / "model", sums.TOKENS, seed=0)
     settings = [setting("trainer.run_dir", str(run_dir)), setting("model.path", str(run_dir / "model"))]
     settings += [*TASKS["sums"].overrides(run_dir), f"reward.source.workers={num_workers}", f"trainer.steps={steps}"]
     launch(["train", "--config", "quickstart", *settings, "checkpoint.save_final=false"])

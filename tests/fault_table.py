@@ -229,8 +229,8 @@ TABLE: Table = {
     ("rollout", "rollout/test_hf.py"): [
         (
             "random numbers depend on the place in the batch",
-            "uniform_at(self._keys[rows], step)",
-            "uniform_at(self._keys[: len(rows)], step)",
+            "draw(logits, keys[rows], step)",
+            "draw(logits, keys[: len(rows)], step)",
         ),
         (
             "stop token outside the response",
@@ -241,18 +241,18 @@ TABLE: Table = {
     ("rollout", "rollout/test_weight_sync.py"): [
         (
             "version of the engine's weights not raised",
-            "self._engine.finish_update(self._weight_version + 1)",
-            "self._engine.finish_update(self._weight_version)",
+            "self._engine.finish_update(self.weight_version + 1)",
+            "self._engine.finish_update(self.weight_version)",
         ),
         (
             "reported version is ahead of the engine's weights",
-            'the engine holds; 0 before the first publish."""\n        return self._weight_version\n',
-            'the engine holds; 0 before the first publish."""\n        return self._weight_version + 1\n',
+            "self.weight_version += 1\n        self._num_publishes += 1",
+            "self.weight_version += 2\n        self._num_publishes += 1",
         ),
         (
-            "last bucket of a sync left out",
-            "        size += tensor.nbytes\n    if bucket:\n",
-            "        size += tensor.nbytes\n    if not size:\n",
+            "last weight of a sync left out",
+            "for name, tensor in export():",
+            "for name, tensor in list(export())[:-1]:",
         ),
         (
             "checksums of a sync not compared",
@@ -320,13 +320,17 @@ TABLE: Table = {
         ("lock not exclusive", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB")
     ],
     ("checkpoint", "checkpoint/test_manifest.py", "checkpoint/test_damage.py"): [
-        ("manifest's checksum not verified", "(len(manifest), checksum(manifest))", '(len(manifest), raw["manifest"])')
+        ("manifest's checksum not verified", "if commit != commit_text(manifest).encode():", "if not commit:")
     ],
     ("checkpoint", "checkpoint/test_folders.py", "checkpoint/test_shards.py"): [
         ("COMMIT and manifest without fsync of their folder", "    disk.sync_folder(work)\n", "")
     ],
     ("checkpoint", "checkpoint/test_store.py", "checkpoint/test_manifest.py"): [
-        ("overlapping pieces accepted", "if missing or overlap(pieces[name]) is not None:", "if missing:")
+        (
+            "overlapping pieces accepted",
+            "if (pair := overlap(pieces)) is not None:",
+            "if (pair := overlap(pieces)) and len(pieces) > 9:",
+        )
     ],
     ("checkpoint", "ddp/test_state.py"): [
         (
@@ -427,7 +431,7 @@ TABLE: Table = {
     ("converters", "converters/test_families.py"): [
         (
             "router's bias not exported",
-            '    copy("mlp.router.bias", "mlp.router.bias", "experts", when=["router_bias"]),\n',
+            '    copy("mlp.router.bias", "mlp.router.bias", "experts"),\n',
             "",
         )
     ],
@@ -684,8 +688,8 @@ TABLE: Table = {
     ("gpu", "distributed/test_weight_resharding.py -k fails"): [
         (
             "every rank shares every bucket",
-            "own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None",
-            "own = device.handle(data)",
+            "payload(device.handle(data), bucket, self._weights.dtype) if opens else None",
+            "payload(device.handle(data), bucket, self._weights.dtype)",
         )
     ],
     ("gpu", "parallel/test_strict_nccl.py -k transports"): [
@@ -735,8 +739,8 @@ TABLE: Table = {
     ("gpu", "engines/models/test_moe.py"): [
         (
             "fused permutation of tokens where bits must repeat",
-            "te and moe.permute_fusion and not deterministic",
-            "te and moe.permute_fusion",
+            "te and not deterministic",
+            "te",
         )
     ],
     ("gpu", "test_environment.py"): [

@@ -49,7 +49,8 @@ def train(folder: Path) -> None:
     torch.set_num_threads(1)
     from mega_rl.algorithms.kl import k3
     from mega_rl.algorithms.policy_losses import PPO
-    from mega_rl.config.schema import RolloutConfig, SglangConfig, SglangSyncConfig
+    from mega_rl.config.schema import RolloutConfig
+    from mega_rl.config.schema.rollout import SglangConfig, SglangSyncConfig
     from mega_rl.parallel.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.rollout.sglang.build import connect

@@ -38,7 +38,8 @@ def rank_main(folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangServerConfig, SglangSyncConfig
+    from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangServerConfig
+    from mega_rl.config.schema.rollout import SglangConfig, SglangSyncConfig
     from mega_rl.parallel.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.rollout.sglang.build import connect

@@ -26,7 +26,7 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import broadcast_json, failure_of, first_failure, run_on_one
+from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure, run_on_one
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.tracking import progress
@@ -118,9 +118,7 @@ class RunCheckpoints:
                 lock.take()
                 self._lock = lock
 
-        failure = failure_of(take, self._ranks)
-        if failure is not None:
-            raise UserError(failure)
+        all_succeed(take, self._ranks, error=UserError)
 
     def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
         """Start to save the state after `step` steps; complete on return unless `async_save`; collective.
@@ -133,16 +131,14 @@ class RunCheckpoints:
         self.finish()
         settings, rank = self._settings, self._ranks.rank
         pieces, numbers = self._run.collect()
-        sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
-        sizes[rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
-        counts, sizes_of = self._ranks.sum(sizes).unbind(1)
+        sizes = self._ranks.gather_json(sum(piece.data.nbytes for piece in pieces) if pieces else -1)
         job = SaveJob(folders.temporary(self._root, step), shard_name(rank), settings.timeout_s)
         if rank == 0:
-            shards = [shard_name(other) for other in range(self._ranks.size) if counts[other]]
+            shards = [shard_name(other) for other, size in enumerate(sizes) if size >= 0]
             record = self._run.record(step, state, metrics or {}, numbers)
             job = job._replace(shards=shards, publish=partial(_publish, self._root, settings, record))
         works = bool(pieces) or rank == 0
-        save = self._current = _Save(step, begin, int(sizes_of.sum()), done=not works)
+        save = self._current = _Save(step, begin, sum(size for size in sizes if size >= 0), done=not works)
         failure = failure_of(lambda: self._make_room(save), self._ranks)
         if failure is None:
             failure = failure_of(lambda: self._writing.start(job, pieces) if works else None, self._ranks)
@@ -229,9 +225,7 @@ class RunCheckpoints:
             if self._ranks.rank == 0:
                 folders.begin_history(run_dir, self._restored, step_in_memory=self._restored_step)
 
-        failure = failure_of(move, self._ranks)
-        if failure is not None:
-            raise UserError(failure)
+        all_succeed(move, self._ranks, error=UserError)
         self._memory.begin(restored=self._restored_step is not None)
 
     def _make_room(self, save: _Save) -> None:

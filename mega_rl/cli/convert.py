@@ -118,14 +118,14 @@ def export(
         Path | None,
         typer.Option("--hf", metavar="HF_DIR", help="Whose config, tokenizer, templates to copy.", callback=checkpoint),
     ] = None,
-    shard_gb: Annotated[float, typer.Option("--shard-gb", min=1e-6, help="Largest file, in GB.")] = 5.0,
+    shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest file, in GB.")] = 5.0,
     experts: Annotated[
         Literal["per_expert", "fused"] | None,
-        typer.Option("--experts", help="Tensors of experts; default: as the reference has them."),
+        typer.Option(help="Tensors of experts; default: as the reference has them."),
     ] = None,
     dtype: Dtype = None,
     mtp: Annotated[
-        Literal["keep", "drop"], typer.Option("--mtp", help="Multi-token prediction layers of the reference.")
+        Literal["keep", "drop"], typer.Option(help="Multi-token prediction layers of the reference.")
     ] = "keep",
     overwrite: Overwrite = False,
     jobs: Jobs = None,

@@ -84,7 +84,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace files that are the
 def show(
     recipe: Recipe,
     overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option("--prompts", min=0, help="Prompts of each set that are shown.")] = 2,
+    prompts: Annotated[int, typer.Option(min=0, help="Prompts of each set that are shown.")] = 2,
 ) -> None:
     """Show a recipe's sets of prompts: rows, tokens, shares and epochs that the run draws.
 
@@ -123,9 +123,9 @@ _add(
 @app.command("word-problems")
 def word_problems(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that a repository of the Hub would be.")],
-    train: Annotated[int, typer.Option("--train", help="Questions to train on.", min=1)] = 4000,
-    test: Annotated[int, typer.Option("--test", help="Questions to test with, none of which trains.", min=1)] = 128,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the questions.", min=0)] = 0,
+    train: Annotated[int, typer.Option(help="Questions to train on.", min=1)] = 4000,
+    test: Annotated[int, typer.Option(help="Questions to test with, none of which trains.", min=1)] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of the questions.", min=0)] = 0,
     force: Force = False,
 ) -> None:
     """Write generated easy word problems in the format of GSM8K, for runs without a network."""

@@ -86,7 +86,7 @@ def showing() -> Iterator[None]:
 class Later:
     """A command, or group of commands, whose module is imported when it is called."""
 
-    section: str  # heading in the help; empty: hidden
+    section: str  # heading in the help
     name: str
     place: str  # "module:name" of a function or a `Commands` in mega_rl.cli
     summary: str
@@ -109,9 +109,7 @@ class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for one in self.later:  # the help needs no more
-            self.add_command(
-                TyperCommand(name=one.name, help=one.summary, rich_help_panel=one.section, hidden=not one.section)
-            )
+            self.add_command(TyperCommand(name=one.name, help=one.summary, rich_help_panel=one.section))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the module of the command that is called."""
@@ -122,10 +120,9 @@ class _Group(TyperGroup):
         """Write each command with the whole first sentence of its help."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
-            if not command.hidden:
-                title = getattr(command, "rich_help_panel", None) or "Commands"
-                sections.setdefault(title, []).append((name, summary(command.help)))
-        width = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+            title = getattr(command, "rich_help_panel", None) or "Commands"
+            sections.setdefault(title, []).append((name, summary(command.help)))
+        width = max(map(len, self.commands))
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl([(f"{name:{width}}", text) for name, text in rows])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from math import prod
 from pathlib import Path
 from time import perf_counter
 
@@ -18,14 +17,13 @@ from mega_rl.converters.live.copying import fill_all
 from mega_rl.converters.live.load import LoadReport, check_tensors
 from mega_rl.converters.plan.adapters import A
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, row_copies
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.ddp.access import Whole, WholeChunk, rows_here, whole_tensor
 from mega_rl.engines.fsdp_model import TokenClassifier, sharded_parameters
 from mega_rl.engines.models.adapters import first_a
-from mega_rl.parallel.boxes import Box
 
 EXPERT_TENSORS = 2  # a layer's: gate and up projection, down projection; exported expert by expert
 FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
@@ -71,10 +69,10 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
                 local.copy_(_first_rows(disk[0].name, parameter))
                 kept.append(name)
             elif local.numel():
-                jobs.append((local, list(_copies(disk, rows_here(parameter), parameter.shape))))
+                jobs.append((local, list(row_copies(disk, *rows_here(parameter)))))
         for name, buffer in disk_buffers(model).items():
             disk = list(disk_tensors(hf.family, name, tuple(buffer.shape), hf.own))
-            jobs.append((buffer, list(_copies(disk, Box((0,) * buffer.dim(), tuple(buffer.shape)), buffer.shape))))
+            jobs.append((buffer, list(row_copies(disk, (), tuple(buffer.shape)))))
         written = fill_all(jobs, reader)
         expected = sum(target.numel() for target, _ in jobs)
         assert written == expected, f"{written} elements were written, the shards have {expected}"
@@ -87,25 +85,6 @@ def _first_rows(name: str, parameter: DTensor) -> Tensor:
     if not name.endswith(A):
         return torch.zeros(box.shape)
     return first_a(name.removesuffix(A), tuple(parameter.shape))[box.offset[0] : box.offset[0] + box.shape[0]]
-
-
-def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:
-    """Yield the copies that make the rows of `box` from tensors on disk."""
-    per_row = prod(shape[1:-1])  # elements of the matrix in a row
-    low = box.offset[0] * per_row if shape else 0
-    high = low + matrix_shape(box.shape)[0]
-    for tensor in disk:
-        first, end = max(tensor.row, low), min(tensor.row + tensor.rows, high)
-        if first < end:
-            yield Copy(
-                tensor.name,
-                src_row=first - tensor.row,
-                src_col=0,
-                dst_row=first - low,
-                dst_col=0,
-                rows=end - first,
-                cols=matrix_shape(tensor.shape)[1],
-            )
 
 
 def whole_model(model: nn.Module, *, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> WholeChunk:

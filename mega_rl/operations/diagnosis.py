@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mega_rl.errors import UserError, name_of_signal
+from mega_rl.errors import UserError
 from mega_rl.operations.observations import (
     Observations,
     by_call,
@@ -33,6 +33,7 @@ from mega_rl.tracking.health.records import (
     STOPPED,
     UNSAID,
     RankRecord,
+    ending,
     health_folder,
     read_records,
     silent_s,
@@ -112,15 +113,9 @@ def _death(seen: Observations, memory_ran_out: bool) -> str | None:
         elif code == -SIGKILL:
             resident = 0 if record is None else record.memory.get("resident", 0)
             last += f": perhaps out of memory (it held {resident / 1e9:.1f} GB)"
-        if code is None:
-            return f"{who} has died without a word{last}"
-        if code < 0:
-            return f"{who} was killed by {name_of_signal(-code)}{last}"
-        if code >= UNSAID:
-            in_users = record is not None and record.place is not None and record.place.users
-            last = f", last seen {_doing(record)}" if record is not None and in_users else last
-            return f"{who} ended with exit code {code - UNSAID} before its work was done{last}"
-        return f"{who} ended with exit code {code}{last}"
+        elif code is not None and code >= UNSAID and record is not None and record.place and record.place.users:
+            last = f", last seen {_doing(record)}"
+        return f"{who} {'has died without a word' if code is None else ending(code)}{last}"
     return None
 
 

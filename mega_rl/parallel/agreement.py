@@ -80,11 +80,11 @@ def failure_of(work: Callable[[], None], ranks: Ranks) -> str | None:
     return first_failure(message, ranks)
 
 
-def all_succeed(work: Callable[[], None], ranks: Ranks) -> None:
-    """Call `work` on every rank, as `failure_of`; raise the failure as RunError on all ranks; collective."""
+def all_succeed(work: Callable[[], None], ranks: Ranks, *, error: type[RunError] | type[UserError] = RunError) -> None:
+    """Call `work` on every rank, as `failure_of`; raise the failure as an `error` on all ranks; collective."""
     message = failure_of(work, ranks)
     if message is not None:
-        raise RunError(message)
+        raise error(message)
 
 
 def raise_together(failure: Exception | None, ranks: Ranks, *, error: type[RunError] | type[UserError]) -> None:
@@ -178,8 +178,7 @@ def run_beside_meetings(
             ended.set()
     while meetings.wait(beat_s):  # the others' work; each of their waits has its deadline
         pass
-    if meetings.error is not None:
-        raise meetings.error
+    meetings.outcome()
     return result
 
 

@@ -9,7 +9,7 @@ from mega_rl.config.choices import LOSS
 from mega_rl.config.needs import Role
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import padded_vocab_size
-from mega_rl.plan.activations import PassBytes, forward_pass, training_pass
+from mega_rl.plan.activations import forward_pass, training_pass
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.state import StateBytes, state_of, weight_bytes
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
@@ -119,21 +119,17 @@ def _trainer_phases(
     for role, model in setup.models.items():
         its = setup.for_model(model)
         peak = forward_pass(its, model, its.layout.coordinates(rank).pp_rank)
-        passes.append(_resident(setup, states, role, ("weights",)) | _entries(peak))
+        passes.append(_resident(setup, states, role, ("weights",)) | peak)
     yield MemoryPhase("computing log-probs and values", max(passes, key=lambda entries: sum(entries.values())))
     for role, model in setup.models.items():
         if model.trainable:
             resident = _resident(setup, states, role)
-            training = _entries(training_pass(setup, model, pp_rank))
+            training = training_pass(setup, model, pp_rank)
             if role == "actor":
                 training["teacher's projection"] = projection_bytes(setup, pp_rank)
             yield MemoryPhase(f"training the {role}", resident | training)
             step = {"gradients of main weights": states[role].step}
             yield MemoryPhase(f"the optimizer step of the {role}", resident | step)
-
-
-def _entries(peak: PassBytes) -> dict[str, int]:
-    return {"activations": peak.activations, "logits": peak.logits, "working memory": peak.working}
 
 
 def _generation_phases(setup: RunSetup, states: Mapping[Role, StateBytes]) -> Iterable[MemoryPhase]:

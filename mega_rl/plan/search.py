@@ -231,7 +231,7 @@ def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candid
     if sizes["ep"] > 1 and par.etp == 0 and sizes["tp"] > 1:
         settings[f"{_MEGATRON}.etp"] = 1
     if sizes["pp"] != par.pp:
-        settings |= {f"{_MEGATRON}.vpp": 1, f"{_MEGATRON}.overlap_p2p": False, f"{_MEGATRON}.pipeline": ""}
+        settings |= {f"{_MEGATRON}.vpp": 1, f"{_MEGATRON}.pipeline": ""}
     settings["model.recompute"] = recompute
     new = changed(setup, settings)
     if not is_legal(new) or (verdict := judge(new)).fits is False:

@@ -116,7 +116,6 @@ class Collector:
     log: StepLog
     watch: Callable[[Rollout], None] = lambda rollout: None  # called with every generation that trains
     staleness: Callable[[Rollout], Metrics] = lambda rollout: {}  # raises for samples older than the run allows
-    count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # given the prompts drawn
     success: SuccessMeter | None = None
     stock: Stock | None = None  # groups among which steps choose; None: a step trains on its own prompts
 
@@ -140,7 +139,7 @@ class Collector:
             self.log.add(part_metrics(rewards.parts, rollout, self.ranks))
             rollout, rewards = leave_unscored_out(rollout, rewards)
             rewards, metrics = self.plan.overlong.shape(rollout, rewards, self.ranks)
-            self.log.add(metrics | self.count_data(self.drawn_after(step + 1)))
+            self.log.add(metrics | self.order.metrics(self.drawn_after(step + 1)) | self.order.waits())
         return Batch(samples, rollout, rewards, greedy, dropped)
 
     def drawn_after(self, done: int) -> int:

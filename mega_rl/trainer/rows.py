@@ -263,8 +263,8 @@ def leave_unscored_out(rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rew
     if not left_out.any():
         return rollout, rewards
     scored = scored_rows(rollout, rewards)
-    fields: dict[str, Tensor] = {name: getattr(rollout, name) for name in Rollout.__annotations__}
     mask = rollout.loss_mask & scored[:, None]
+    fields = columns_of(rollout)
     fields |= {"failed": ~scored, "loss_mask": mask, "rollout_logprobs": rollout.rollout_logprobs * mask}
     if rollout.token_versions is not None:
         fields["token_versions"] = rollout.token_versions * mask

@@ -165,7 +165,7 @@ def _tensors(reader: CheckpointReader, twin: Twin, spelled: HFConfig) -> Iterato
         if there not in reader.tensors:
             raise UserError(f"{reader.path}: {there} is missing; 'mega-rl convert verify' lists all that are")
         numel, width = prod(tensor.shape), tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
+        yield name, reader.read_block(there, (0, numel // width), (0, width)).view(tensor.shape)
 
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:

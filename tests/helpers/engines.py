@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),
-    "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "overlap_p2p": True}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
     "cp2": (2, {"cp": 2}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
     "tp2-sp-pp2": (4, {"tp": 2, "sequence_parallel": True, "pp": 2}),

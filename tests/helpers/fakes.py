@@ -29,6 +29,12 @@ class FakePrompts:
     def drawn_after(self, done: int) -> int:
         return 4 * done
 
+    def metrics(self, drawn: int) -> Metrics:
+        return {"data/prompts": float(drawn)}
+
+    def waits(self) -> Metrics:
+        return {}
+
 
 def held_out(prompts: Sequence[Prompt]) -> Callable[..., Evaluation]:
     """Return the maker of a greedy validation on these prompts, given the parts of a run."""

@@ -29,7 +29,7 @@ MANY_PARAMETERS: dict[str, int] = {
 MANY_METHODS: dict[str, int] = {
     "checkpoint/store.py: RunCheckpoints": 16,  # a store's, and steps of a pending save
     "parallel/comm.py: GroupRanks": 13,  # Ranks' collectives over one group
-    "converters/safetensors/reader.py: CheckpointReader": 14,  # tensors, rows, rectangles
+    "converters/safetensors/reader.py: CheckpointReader": 13,  # tensors, rows, rectangles
 }
 
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.

@@ -36,9 +36,6 @@ def layout(par: MegatronConfig, world_size: int, *, section: str = ACTOR) -> Ite
             f"{section}.ep*etp={par.ep}*{etp}={par.ep * etp} does not divide the {stage} ranks of a pipeline "
             f"stage (world size {world_size} / pp {par.pp}); legal products: {listed(divisors(stage))}"
         )
-    if section == ACTOR and par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
-        # Megatron-Core checks this in its training arguments only; its schedule runs and gives wrong gradients.
-        yield f"{ACTOR}.vpp={par.vpp} with pp=2 needs {ACTOR}.overlap_p2p=true; without it gradients are wrong"
 
 
 def fits_models(config: Config, world_size: int, models: Mapping[str, ModelFacts]) -> Iterator[str]:

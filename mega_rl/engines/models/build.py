@@ -74,7 +74,7 @@ def transformer_config(
     kind = DTYPES[model.dtype]
     kwargs: dict[str, Any] = {
         **transformer_config_kwargs(hf),
-        **_parallelism(layout, mtp_layers=_mtp_layers(hf), overlap_p2p=megatron.overlap_p2p),
+        **_parallelism(layout, mtp_layers=_mtp_layers(hf)),
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
         **_mixture(hf, megatron.moe, te=attention.startswith(TE), deterministic=deterministic),
         "pipeline_dtype": kind,
@@ -113,8 +113,8 @@ def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> 
     if hf.moe is None:
         return {}
     return {
-        "moe_grouped_gemm": moe.grouped_experts,
-        "moe_permute_fusion": te and moe.permute_fusion and not deterministic,
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": te and not deterministic,
         "moe_router_fusion": moe.router_fusion,
         "moe_shared_expert_overlap": moe.shared_expert_overlap and hf.moe.shared_ffn_hidden_size > 0,
     }
@@ -144,9 +144,8 @@ def _check(hf: HFConfig, layout: ParallelLayout) -> None:
         )
 
 
-def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) -> dict[str, Any]:
+def _parallelism(layout: ParallelLayout, *, mtp_layers: int) -> dict[str, Any]:
     """Return the settings of a layout in Megatron-Core's words."""
-    overlaps = overlap_p2p and layout.vpp > 1  # a reference may have a layout without virtual stages
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -156,8 +155,9 @@ def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) 
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": layout.sequence_parallel,
-        "overlap_p2p_comm": overlaps,
-        "batch_p2p_comm": not overlaps,
+        # With pp=2 the interleaved schedule gives wrong gradients without overlap: docs/known_upstream_issues.md.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
         "batch_p2p_sync": False,  # a wait of the host for each message, against a race in releases of torch before 2
         "variable_seq_lengths": layout.pp > 1,  # set for each pass: micro-batches may have several shapes
     }

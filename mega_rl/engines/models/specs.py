@@ -91,16 +91,11 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
 def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfig) -> None:
     """Check the settings of experts against the layers `impl`, "te" or "local".
 
-    Raises UserError: experts one after the other in Transformer Engine's layers; a fused router in local ones, or
-    recomputation of grouped experts' activation, for they compute their experts one after the other.
+    Raises UserError: a fused router in local layers, or recomputation of grouped experts' activation, for they compute
+    their experts one after the other.
     """
     if hf.moe is None:
         return
-    if impl == "te" and not moe.grouped_experts:
-        raise UserError(
-            "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped; set it "
-            "to true or engine.megatron.transformer_impl=local"
-        )
     if impl == "local" and moe.router_fusion:
         raise UserError(
             "engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose layers this model "
@@ -342,7 +337,7 @@ def _experts() -> ModuleSpec:
 
 
 def choose_attention(requested: str, *, key: str, hf: HFConfig, impl: Spec, device_type: str, dtype: str) -> Attention:
-    """Return the attention for setting `key` of value `requested`, one of `schema.ATTENTION`.
+    """Return the attention for setting `key` of value `requested`, one of `config.setting.ATTENTION`.
 
     "auto" leaves the choice to Transformer Engine in its layers; elsewhere it is FlashAttention in Hugging Face's
     models where that can run, else sdpa. `dtype` is "bf16" or "fp32".

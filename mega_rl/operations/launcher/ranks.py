@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
 from mega_rl.environment import own_cores, python_module
 from mega_rl.errors import LAST_WORD, UserError
@@ -194,9 +194,7 @@ class StopSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -211,7 +209,7 @@ class StopSignals:
 
 
 class RankStore:
-    """A store's process, as its launcher sees it. The port answers at once."""
+    """Context manager of a store's process. The port answers at once."""
 
     def __init__(self, address: str) -> None:
         """address: an address of this machine.
@@ -236,7 +234,10 @@ class RankStore:
         finally:
             os.close(read)
 
-    def close(self) -> None:
+    def __enter__(self) -> RankStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """End the store; the ranks have ended."""
         os.close(self.lifeline)
         self._child.end()

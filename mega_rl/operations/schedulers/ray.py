@@ -54,14 +54,9 @@ Output: TypeAlias = tuple[int, Sequence[str], int | str | None]
 class RayRun(ClusterRun):
     """A run on nodes of a Ray cluster; every field is an option of the command."""
 
-    cpus_per_node: Annotated[
-        int, typer.Option("--cpus-per-node", min=0, help="CPUs asked of each node; default: one for each rank.")
-    ] = 0
-    address: Annotated[
-        str,
-        typer.Option("--address", help="Ray cluster as HOST:PORT; default: RAY_ADDRESS, or this machine's."),
-    ] = ""
-    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Longest wait for free nodes, in seconds.")] = 600.0
+    cpus_per_node: Annotated[int, typer.Option(min=0, help="CPUs asked of each node; default: one for each rank.")] = 0
+    address: Annotated[str, typer.Option(help="Ray cluster as HOST:PORT; default: RAY_ADDRESS or this machine's.")] = ""
+    wait_s: Annotated[float, typer.Option(min=0, help="Longest wait for free nodes, in seconds.")] = 600.0
     node_restarts: NodeRestarts = 3
 
 

@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TypeAlias
 
 from mega_rl.errors import PeerError, RunError, StalledError, UserError
@@ -30,9 +30,7 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Write the last words. Raises PeerError for an error that another rank has caused."""
         heartbeat, facts = self._heartbeat, self._heartbeat.facts
         if error is None or heartbeat.ended is not None:  # a guard further inside has written the last words

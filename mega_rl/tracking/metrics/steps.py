@@ -92,15 +92,11 @@ class WorkMeter:
         """Add tokens to those of the phase in progress."""
         self.tokens[self.phase] = self.tokens.get(self.phase, 0.0) + tokens
 
-    def take(self) -> float:
-        """Return the operations since the last call."""
-        total, self.total = self.total, 0.0
-        return total
-
-    def take_tokens(self) -> list[float]:
-        """Return the tokens of each of TOKEN_PHASES since the last call."""
-        taken, self.tokens = self.tokens, {}
-        return [taken.get(phase, 0.0) for phase in TOKEN_PHASES]
+    def take(self) -> list[float]:
+        """Return the operations since the last call, and the tokens of each of TOKEN_PHASES."""
+        taken = [self.total, *(self.tokens.get(phase, 0.0) for phase in TOKEN_PHASES)]
+        self.total, self.tokens = 0.0, {}
+        return taken
 
 
 class StepTraces:
@@ -157,7 +153,6 @@ class StepMeter:
     def reset(self) -> None:
         """Begin a step now."""
         self.work.take()
-        self.work.take_tokens()
         self.peak_memory()
         if self.traces is not None:
             self.traces.begin(self.step + 1)
@@ -178,7 +173,7 @@ class StepMeter:
         if self.scores and "time/reward_s" in record and record["time/step_s"] > 0.0:
             record["time/reward_fraction"] = record["time/reward_s"] / record["time/step_s"]
         seconds = sum(record.get(f"time/{name}_s", 0.0) for name in MODEL_PHASES)
-        work = torch.tensor([self.work.take(), *self.work.take_tokens()], dtype=torch.float64)
+        work = torch.tensor(self.work.take(), dtype=torch.float64)
         done, *tokens = (self.ranks.sum(work) / self.ranks.size).tolist()
         for name, number in zip(TOKEN_PHASES, tokens, strict=True):
             if number > 0.0 and record.get(f"time/{name}_s", 0.0) > 0.0:

@@ -173,10 +173,10 @@ def _innermost() -> Phase | None:
     return next((phase for phase in reversed(active()) if phase.thread == thread and not phase.rounds), None)
 
 
-def report(done: float, total: float | None = None, *, unit: str = "", note: str = "") -> None:
+def report(done: float, total: float | None = None, *, unit: str = "") -> None:
     """Set the work done in the innermost phase of this thread; outside of phases do nothing."""
     if (innermost := _innermost()) is not None:
-        innermost.report(done, total, unit=unit, note=note)
+        innermost.report(done, total, unit=unit)
 
 
 def counter(total: float) -> Callable[[float], None]:

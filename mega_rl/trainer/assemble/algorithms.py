@@ -196,7 +196,6 @@ def build_collector(
         log=step_log,
         watch=count,
         staleness=StalenessGuard(versions, run.replicas),
-        count_data=lambda drawn: order.metrics(drawn) | order.waits(),
         success=meter,
         stock=stock or (Stock(AtOnce(run.rollouts.source)) if dynamic.max_generations else None),
     )

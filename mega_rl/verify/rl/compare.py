@@ -21,7 +21,7 @@ from mega_rl.verify.rl.independent.networks import PolicyNetwork, of_response
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
-from mega_rl.verify.rl.trace import read_batch, read_facts, read_figures, shift
+from mega_rl.verify.rl.trace import read_batch, read_figures, read_updates, shift
 
 # Figures of tokens by phase.
 TOKEN_PHASES = {LOGPROBS: ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}
@@ -85,7 +85,7 @@ def follow(
             real = read_figures(folder, own.role, done[own.role])
             done[own.role] += 1
             yield _errors(real, own, start[own.role], of_step)
-    for role, count in Counter(facts["role"] for facts in read_facts(folder)).items():
+    for role, count in Counter(figures.role for figures, _ in read_updates(folder)).items():
         if count > done[role]:
             yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
 

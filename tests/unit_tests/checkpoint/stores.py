@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from mega_rl.checkpoint.store import RunCheckpoints
-from mega_rl.config.schema import CheckpointConfig, MemoryCheckpointConfig
+from mega_rl.config.schema import CheckpointConfig
+from mega_rl.config.schema.training import MemoryCheckpointConfig
 from mega_rl.parallel.boxes import Box, EngineState, Piece, whole
 from mega_rl.parallel.comm import SingleRank
 

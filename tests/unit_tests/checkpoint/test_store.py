@@ -196,7 +196,7 @@ def test_too_little_space_is_found_before_writing(
     assert saving.poll()["checkpoint/failed_saves"] == 1
 
 
-@pytest.mark.parametrize(("box", "what"), [(Box((2, 0), (1, 3)), "lack 3"), (Box((1, 0), (2, 3)), "overlap")])
+@pytest.mark.parametrize(("box", "what"), [(Box((2, 0), (1, 3)), "lack 3"), (Box((1, 0), (2, 3)), ".* overlap")])
 def test_a_state_with_a_hole_is_no_checkpoint(tmp_path: Path, box: Box, what: str) -> None:
     """An engine that owns rows 0 and 1 and, of the rest, a piece that is too short or in the wrong place."""
 
@@ -205,7 +205,7 @@ def test_a_state_with_a_hole_is_no_checkpoint(tmp_path: Path, box: Box, what: st
             parts = [(Box((0, 0), (2, 3)), self.matrix[:2]), (box, self.matrix[: box.shape[0]])]
             return EngineState([Piece("weights/matrix", (4, 3), at, data, owned=True) for at, data in parts], {})
 
-    message = rf"actor/weights/matrix \[4, 3\]: the pieces of all ranks {what}"
+    message = rf"actor/weights/matrix \[4, 3\]: its pieces {what}"
     with pytest.raises(RunError, match=message):
         store(tmp_path, engines={"actor": Holed(1)}).save(1, {})
     assert names(tmp_path) == []

@@ -107,7 +107,7 @@ def test_whole_process_says_one_line(program: Sequence[str]) -> None:
     ("arguments", "line"),
     [
         (["nothing"], "No such command 'nothing'.; see mega-rl --help"),
-        (["train", "--nope"], "No such option: --nope; see mega-rl --help"),
+        (["train", "--nope"], "No such option: --nope (Possible options: --nnodes); see mega-rl --help"),
     ],
 )
 def test_bad_command_lines(arguments: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import AdapterConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig, TorchFsdpConfig
+from mega_rl.config.schema import AdapterConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig
+from mega_rl.config.schema.engine import TorchFsdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import (
     exported,

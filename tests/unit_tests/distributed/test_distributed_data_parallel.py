@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_rl.config.schema import DdpConfig
+from mega_rl.config.schema.engine import DdpConfig
 from mega_rl.parallel.layout import ParallelLayout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import worst_difference
@@ -294,7 +294,7 @@ ENGINES: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str]] = [
     ("ep2 x2 gather", 4, "experts", {"ep": 2}, GATHER, "fp32"),
     ("ep2 x2 instances", 4, "experts", {"ep": 2}, {**INSTANCES, **OVERLAP}, "fp32"),
     ("pp2 x2 gather", 4, "dense", {"pp": 2}, GATHER, "fp32"),
-    ("pp2 vpp2 x2 gather", 4, "dense", {"pp": 2, "vpp": 2, "overlap_p2p": True}, GATHER, "fp32"),
+    ("pp2 vpp2 x2 gather", 4, "dense", {"pp": 2, "vpp": 2}, GATHER, "fp32"),
 ]
 # What two ranks or a neighbour in the list show as well: in `make test-full`.
 FULL_ONLY = ("dp4 overlap", "dp4 instances", "dp4 bf16 messages", "dp2 overlap", "dp2 instances", "ep2 gather")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_rl.config.schema import DdpConfig
+from mega_rl.config.schema.engine import DdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.distributed.test_distributed_data_parallel import Layers, groups_of, own_part, wrapped
 

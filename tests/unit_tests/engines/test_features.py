@@ -90,7 +90,7 @@ CHECKS: dict[str, Check] = {
     "tensor parallel": setting("engine.megatron.tp=2"),
     "sequence parallel": setting("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),
     "pipeline": setting("engine.megatron.pp=2"),
-    "virtual stages": setting("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"),
+    "virtual stages": setting("engine.megatron.pp=2", "engine.megatron.vpp=2"),
     "uneven stages": setting("engine.megatron.pp=2", "engine.megatron.pipeline=Ettttt|tL"),
     "context parallel": setting("engine.megatron.cp=2"),
     "expert parallel": experts("engine.megatron.ep=2"),

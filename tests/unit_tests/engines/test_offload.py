@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig
+from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig
+from mega_rl.config.schema.engine import DdpConfig
 from mega_rl.engines.offload import PartsOffload, StorageOffload
 from mega_rl.errors import RunError
 from mega_rl.protocols import PARTS

@@ -178,7 +178,7 @@ def test_kernels_of_mixtures_are_asked_of_megatron_core(results: dict[str, Any])
         [False, False, False],
         [True, False, False],
         [False, False, False],
-        [False, True, True],
+        [True, True, True],
         [False, False, False],
     ]
 
