@@ -89,6 +89,7 @@ class ModelEngine(Engine):
         self.data_parallel = ranks_of(self.groups.dp)
         # The next mini-batch begins with gradients of zero.
         self._memory = PartsOffload(PARTS, device=self.device, discarded=("gradients",))
+        self._scratches: list[Scratch] = []  # memory that messages arrive in
 
     @property
     @abstractmethod
@@ -115,10 +116,6 @@ class ModelEngine(Engine):
     @abstractmethod
     def _tensors(self) -> Mapping[str, Iterable[Tensor]]:
         """Return this rank's tensors of each of `PARTS`; those that share memory go with the first; collective."""
-
-    @abstractmethod
-    def _scratches(self) -> Sequence[Scratch]:
-        """Return the memory that messages arrive in."""
 
     def _combine(self, full: Tensor) -> Tensor:
         """Return the replica's outputs from those of this rank, [n, B, S] both; collective."""
@@ -229,7 +226,7 @@ class ModelEngine(Engine):
         already.
         """
         tensors = self._tensors()
-        freed = sum(scratch.release() for scratch in self._scratches()) if "gradients" in parts else 0
+        freed = sum(scratch.release() for scratch in self._scratches) if "gradients" in parts else 0
         return freed + self._memory.offload(tensors, parts)
 
     def onload(self, parts: Collection[str] = PARTS) -> None:

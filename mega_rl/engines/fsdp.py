@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -65,6 +65,7 @@ class FSDPEngine(ModelEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.replica = SingleRank()
+        self._scratches = [] if self.scratch is None else [self.scratch]
         if self.optimizer is not None and self.by_muon:
             panels = list(panels_of_rows(sharded_parameters(self.model), self.sharding))
             self.muon = Muon([self.optimizer], panels, self.sharding, self.groups)
@@ -149,9 +150,6 @@ class FSDPEngine(ModelEngine):
             "gradients": [local(parameter.grad) for parameter in shards if parameter.grad is not None],
             "optimizer": [local(each) for state in states for name, each in state.items() if name in MOMENTS],
         }
-
-    def _scratches(self) -> Sequence[Scratch]:
-        return [] if self.scratch is None else [self.scratch]
 
     @property
     def parameters(self) -> list[DTensor]:

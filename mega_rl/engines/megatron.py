@@ -29,7 +29,6 @@ from mega_rl.ddp.access import (
 from mega_rl.ddp.bucket_groups import finish_param_sync, scratches
 from mega_rl.ddp.muon import Muon, panels_of_chunks
 from mega_rl.ddp.optimizer import clip, count_steps, create_state, set_steps, step, torch_optimizers
-from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.base import ModelEngine
@@ -69,6 +68,7 @@ class MegatronEngine(ModelEngine):
         super().__post_init__()
         groups = self.groups
         self.replica = ranks_of(groups.host_replica)  # for the roles: their batches are on the host
+        self._scratches = scratches(self.chunks)
         self._pipeline = ranks_of(groups.pp)
         self._context = ranks_of(groups.cp)
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
@@ -156,9 +156,6 @@ class MegatronEngine(ModelEngine):
             "gradients": chain(gradient_tensors(self.chunks), *map(main_gradients, inner)),
             "optimizer": chain(*map(optimizer_tensors, inner)),
         }
-
-    def _scratches(self) -> Sequence[Scratch]:
-        return scratches(self.chunks)
 
     def _combine(self, full: Tensor) -> Tensor:
         if self._is_last and self._context.size > 1:

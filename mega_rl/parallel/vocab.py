@@ -195,29 +195,12 @@ def write_gradient(
     grad_logprobs, grad_entropy = of_results
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(values[1])
-    results, kernels = (grad_logprobs, grad_entropy), _kernels(logits)
-    if kernels is not None:
-        kernels.write_gradient(logits, local_targets, values, results, columns=columns.count, scale=columns.scale)
-    else:
-        _write_gradient(logits, local_targets, values, results, columns)
-
-
-def _kernels(logits: Tensor) -> ModuleType | None:
-    """Return the kernels where they run: on CUDA with Triton, and rows of neighbouring logits."""
-    return vocab_kernels if logits.is_cuda and logits.stride(1) == 1 else None
-
-
-def _write_gradient(
-    logits: Tensor,
-    local_targets: Tensor,
-    row_values: tuple[Tensor, Tensor, Tensor],
-    of_results: tuple[Tensor, Tensor | None],
-    columns: VocabColumns,
-) -> None:
-    """Write the gradient of logits [T, V / tp] as `write_gradient`, in chunks of rows."""
-    maximum, log_sum, entropy = row_values
-    grad_logprobs, grad_entropy = of_results
     count, scale = columns.count, columns.scale
+    if (kernels := _kernels(logits)) is not None:
+        results = (grad_logprobs, grad_entropy)
+        kernels.write_gradient(logits, local_targets, values, results, columns=count, scale=scale)
+        return
+    maximum, log_sum, entropy = values
     logits[:, count:] = 0
     hit = _hits(local_targets, count)
     for rows in row_chunks(len(logits), columns.chunk_rows if count else 0):
@@ -233,6 +216,11 @@ def _write_gradient(
         at_target = torch.where(hit[rows], -weight, 0.0)[:, None]
         piece.scatter_add_(1, _inside(local_targets[rows], count)[:, None], at_target)
         logits[rows, :count] = piece
+
+
+def _kernels(logits: Tensor) -> ModuleType | None:
+    """Return the kernels where they run: on CUDA with Triton, and rows of neighbouring logits."""
+    return vocab_kernels if logits.is_cuda and logits.stride(1) == 1 else None
 
 
 def _local_sums(

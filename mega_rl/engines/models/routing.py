@@ -89,7 +89,7 @@ class Routing:
         self._weight = self.balance_coef / max(sequences, 1) if training else 0.0
         self._done = [0] * len(self.routers)
         self._open: list[tuple[RoutedTokens, Tensor, Tensor] | None] = [None] * len(self.routers)
-        for module in self._modules():
+        for module in (*self._all(), *(attention for layers in self._attentions for attention in layers)):
             module.reset()
         rows = sum(len(micro.rows) for micro in micros)
         keep = self.record and not training
@@ -165,16 +165,13 @@ class Routing:
     def _all(self) -> list[Router]:
         return [router for routers in self.routers for router in routers]
 
-    def _modules(self) -> list[Expecting]:
-        return [*self._all(), *(attention for layers in self._attentions for attention in layers)]
-
     def _expect_nothing(self) -> None:
         """Reset the routers to upstream's behaviour, and drop the graphs of the last pass.
 
         Upstream's token dispatchers keep tensors of their last forward. Through the graphs of those they hold the
         model's gradient hooks, and so the whole engine, in a circle that Python's garbage collector cannot see.
         """
-        for module in self._modules():
+        for module in (*self._all(), *(attention for layers in self._attentions for attention in layers)):
             module.expect(None)
         for dispatcher in self._dispatchers:
             for name, value in vars(dispatcher).items():
