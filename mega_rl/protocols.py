@@ -127,13 +127,12 @@ class RolloutEngine(Measured, Protocol):
 
     def generate(
         self, prompts: Sequence[Prompt], prompt_index: Sequence[int], *,
-        n: int, seed: tuple[int, ...], greedy: bool = False,
-        limits: Sequence[int] | None = None, draws: Draws | None = None,
+        n: int, seed: tuple[int, ...], greedy: bool = False, draws: Draws | None = None,
     ) -> Rollout:  # fmt: skip
         """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
-        A sample depends only on weights, prompt and (seed, prompt_index, sample number). limits: most new tokens of
-        each prompt's samples. draws: parameters of an evaluation, in place of the engine's own.
+        A sample depends only on weights, prompt and (seed, prompt_index, sample number). draws: parameters of an
+        evaluation, in place of the engine's own.
         """
 
 

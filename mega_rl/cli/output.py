@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,18 +52,13 @@ def plain(value: Any) -> Any:
     return value
 
 
-def is_main() -> bool:
-    """Return whether this process prints: rank 0."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def show(facts: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print, on rank 0, the facts as JSON or else the lines."""
-    if is_main() and as_json:
+    """Print the facts as JSON, or else the lines."""
+    if as_json:
         print_json(facts)
-    elif is_main():
-        for line in lines:
-            typer.echo(line)
+        return
+    for line in lines:
+        typer.echo(line)
 
 
 def names_line(label: str, names: Sequence[str]) -> Iterator[str]:
@@ -76,7 +70,7 @@ def names_line(label: str, names: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def showing() -> Iterator[None]:
-    """Show the block's progress, after the imports that it begins with, on rank 0's terminal."""
+    """Show the block's progress, after the imports that it begins with."""
     progress.show_progress()
     with progress.phase("importing PyTorch"):
         yield

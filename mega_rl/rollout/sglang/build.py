@@ -32,7 +32,7 @@ from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, ser
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.choice import transport_for
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
-from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, control_of, server_of
+from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, server_of
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
 from mega_rl.types import IdRanges
@@ -227,7 +227,7 @@ def connect(
     """Return the connection with servers that are ready; `resources` closes it. hidden_tokens: never in a response."""
     sglang, hf, joined = rollout.sglang, actor.sharding.merged.hf, bool(rollout.sglang.urls)
     servers = {one.index: server_of(pool, one.index, sglang.sync.timeout_s) for one in pool.endpoints}
-    resources.callback(lambda: list(map(Control.close, map(control_of, servers.values()))))
+    resources.callback(lambda: list(map(Control.close, (one.receiver for one in servers.values()))))
     weights = _weights(rollout, dtype, pool, actor, world)
     transport = _transport(rollout, weights, pool, servers.values(), world)
     # After an error ranks or servers may be gone.

@@ -305,7 +305,7 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
         stop_token_ids=[1],
         batch_size=8,
     )
-    EmbeddedWeightSync(engine.export_weights, embedded, bucket_bytes=1 << 20, verify_interval=1).publish()
+    EmbeddedWeightSync(engine.export_weights, embedded, verify_interval=1).publish()
     served = SglangRolloutEngine(
         connection.router,
         everyone=world,
