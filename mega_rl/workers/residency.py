@@ -24,11 +24,10 @@ import torch
 from mega_rl.config.needs import Role
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.boxes import EngineState
-from mega_rl.protocols import Engine, Ranks, WeightSync
+from mega_rl.protocols import PARTS, Engine, Ranks, WeightSync
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory
 from mega_rl.types import Metrics
 
-PARTS = ("parameters", "gradients", "optimizer")
 EVERYTHING = frozenset(PARTS)
 STATE = frozenset(("parameters", "optimizer"))  # parts that checkpoints keep
 PARAMETERS = frozenset(("parameters",))
@@ -61,13 +60,13 @@ class ResidentModels:
         here = {role: frozenset(p for p in PARTS if not e.is_offloaded(p)) for role, e in self.engines.items()}
         leaving = {role: parts - wanted.get(role, NOTHING) for role, parts in here.items()}
         coming = {role: parts - here[role] for role, parts in wanted.items()}
-        offloaded = sum(self.engines[role].offload(**_named(parts)) for role, parts in leaving.items() if parts)
+        offloaded = sum(self.engines[role].offload(parts) for role, parts in leaving.items() if parts)
         if any(leaving.values()):
             self.accelerator.synchronize()
             self.accelerator.empty_cache()
         for role, parts in coming.items():
             if parts:
-                self.engines[role].onload(**_named(parts))
+                self.engines[role].onload(parts)
         self._largest = max(self._largest, self.accelerator.memory_allocated())
         return offloaded
 
@@ -227,7 +226,3 @@ class Residency:
         if self.models.one_at_a_time and layout.others:
             return {}
         return {role: layout.models.get(role, layout.others) for role in self.models.engines}
-
-
-def _named(chosen: frozenset[str]) -> dict[str, bool]:
-    return {part: part in chosen for part in PARTS}

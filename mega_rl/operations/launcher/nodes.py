@@ -41,7 +41,7 @@ class LocalNode:
 
     def __init__(self, ranks: NodeRanks, health: RunHealth) -> None:
         self.ranks, self._health = ranks, health
-        self.lifeline: int | None = None  # on node 0; see `RankStore`
+        self.lifeline: int | None = None  # on node 0; see `rank_store`
 
     def order(self, kind: str, **values: object) -> None:
         """Carry out an order of node 0 for the ranks. Raises ValueError for wrong values."""

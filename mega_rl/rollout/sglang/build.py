@@ -204,12 +204,12 @@ class Connection:
         # Between generation and training the policy may be on the host.
         offloaded = self._actor.is_offloaded("parameters")
         if offloaded:
-            self._actor.onload(gradients=False, optimizer=False)
+            self._actor.onload(("parameters",))
         try:
             self.sync.refit(due)
         finally:
             if offloaded:
-                self._actor.offload(gradients=False, optimizer=False)
+                self._actor.offload(("parameters",))
 
 
 def connect(
