@@ -116,7 +116,6 @@ def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> 
     return {
         "moe_grouped_gemm": True,
         "moe_permute_fusion": te and not deterministic,
-        "moe_router_fusion": moe.router_fusion,
         "moe_shared_expert_overlap": moe.shared_expert_overlap and hf.moe.shared_ffn_hidden_size > 0,
     }
 
