@@ -96,12 +96,11 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
         gradients: Tensor = bucket.grad_data
         if bucket.gradient_scaling_factor != 1.0:
             gradients *= bucket.gradient_scaling_factor
-        op = dist.ReduceOp.AVG if self.ddp_config.average_in_collective else dist.ReduceOp.SUM
         if whole:
-            return all_reduce_fp32(gradients, group=self.group, op=op, across=self.across, scratch=self.scratch)
+            return all_reduce_fp32(gradients, group=self.group, across=self.across, scratch=self.scratch)
         own = shard_buffer(gradients, self.group.size())[self.group.rank()]
         reduction = reduce_scatter_fp32(
-            own, gradients, group=self.group, op=op, across=self.across, async_op=True, scratch=self.scratch
+            own, gradients, group=self.group, across=self.across, async_op=True, scratch=self.scratch
         )
         assert reduction is not None
         return reduction

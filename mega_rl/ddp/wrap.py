@@ -31,8 +31,7 @@ def wrap_chunks(
     also spares its fp32 copy of the logits.
 
     Gradients are summed over data parallel, not averaged: every token's loss already carries its weight in the global
-    mean (`config.calculate_per_token_loss`). With `average_in_collective` DDP divides by dp x cp and the schedule
-    by the number of micro-batches; the engine multiplies every loss by both.
+    mean (`config.calculate_per_token_loss`).
     """
     if ddp.name != "ddp":
         shard = torch_fsdp2.shard_chunks if ddp.name == "torch_fsdp2" else megatron_fsdp.shard_chunks
@@ -67,7 +66,6 @@ def _ddp_config(
         use_distributed_optimizer=distributed_optimizer,
         num_distributed_optimizer_instances=ddp.optimizer_instances,
         bucket_size=ddp.bucket_size or None,
-        average_in_collective=ddp.average_in_collective,
     )
 
 

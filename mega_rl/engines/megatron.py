@@ -123,7 +123,6 @@ class MegatronEngine(ModelEngine):
                 routing=minibatch.routing,
                 training=True,
                 sequences=int(self.data_parallel.sum(torch.tensor(len(minibatch.tokens)))),
-                averaged=not self.config.calculate_per_token_loss,
             )
         over_context = partial(sum_over_context, group=self.groups.cp)
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
