@@ -404,7 +404,7 @@ RL: Table = {
             "if own_ids != prompts[prompt].token_ids and is_foreign:",
             "if len(own_ids) != len(prompts[prompt].token_ids) and is_foreign:",
         ),
-        ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.plan.n)\n", ""),
+        ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.settings.n)\n", ""),
     ],
     ("experience", "rollout/sglang/test_rows.py"): [
         (
