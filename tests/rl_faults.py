@@ -156,8 +156,8 @@ RL: Table = {
         ),
         (
             "KL in the reward without its coefficient",
-            "return self.controller.value * self.estimator(logprobs, ref_logprobs)",
-            "return self.estimator(logprobs, ref_logprobs)",
+            "return self.value * k1(logprobs, ref_logprobs)",
+            "return k1(logprobs, ref_logprobs)",
         ),
     ],
     ("experience", "workers/test_models.py"): [

@@ -18,7 +18,6 @@ FACTS = ModelFacts(
     num_heads=16,
     num_kv_heads=8,
     ffn_hidden_size=96,
-    vocab_size=1000,
     max_position_embeddings=4096,
 )
 EXPERTS = dataclasses.replace(FACTS, num_experts=8, expert_ffn_hidden_size=48)
