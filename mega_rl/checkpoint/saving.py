@@ -80,6 +80,9 @@ class Writer:
     def close(self) -> None:
         """Abandon a job and free the memory; may be called twice."""
         self.stop()
+        self._free()
+
+    def _free(self) -> None:
         if self._staging is not None:
             self._staging.release()
         self._staging = None
@@ -91,9 +94,7 @@ class Writer:
             starts.append(end)
             end += -(-piece.data.nbytes // ALIGNMENT) * ALIGNMENT
         if self._staging is None or self._staging.bytes.nbytes() < end:
-            if self._staging is not None:
-                self._staging.release()
-            self._staging = None
+            self._free()
             self._staging = _allocated(end)
         memory = torch.empty(0, dtype=torch.uint8).set_(self._staging.bytes)
         copies = []

@@ -62,14 +62,9 @@ MATH = ProblemSet(
 )
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for train.jsonl and test.jsonl, as data/gsm8k.")]
-Train = Annotated[
-    str,
-    typer.Option("--train", metavar="ROWS", help="Training rows: name on the Hub, or a Parquet or JSONL file."),
-]
-Test = Annotated[
-    str, typer.Option("--test", metavar="ROWS", help="Test rows: name on the Hub, or a Parquet or JSONL file.")
-]
-Instruction = Annotated[str, typer.Option("--instruction", help='Text after each question; "" for none.')]
+Train = Annotated[str, typer.Option(metavar="ROWS", help="Training rows: name on the Hub, or a Parquet or JSONL file.")]
+Test = Annotated[str, typer.Option(metavar="ROWS", help="Test rows: name on the Hub, or a Parquet or JSONL file.")]
+Instruction = Annotated[str, typer.Option(help='Text after each question; "" for none.')]
 
 
 def _report(rows: Mapping[Path, int]) -> None:
@@ -113,11 +108,7 @@ def _add(name: str, problems: ProblemSet, summary: str) -> None:
 
 
 _add("gsm8k", GSM8K, "Write GSM8K, grade-school word problems: 7,473 to train on and 1,319 to test with.")
-_add(
-    "math",
-    MATH,
-    "Write MATH, competition mathematics: 7,500 to train on and the 500 of MATH-500 to test with.",
-)
+_add("math", MATH, "Write MATH, competition mathematics: 7,500 to train on and the 500 of MATH-500 to test with.")
 
 
 @app.command("word-problems")

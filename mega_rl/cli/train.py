@@ -91,9 +91,7 @@ class LaunchOptions:
         return launch if self.nnodes == 1 else replace(launch, **several)
 
 
-Config = Annotated[
-    Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
-]
+Config = Annotated[Path | None, typer.Option(help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")]
 PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
 ]

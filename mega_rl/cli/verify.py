@@ -38,11 +38,7 @@ app = Commands(name="verify", help="Check that parallel layouts and engines comp
 
 Model = Annotated[
     Path,
-    typer.Option(
-        "--model",
-        metavar="HF_DIR",
-        help="Hugging Face checkpoint (folder, or name on the Hub); with --twin a config.json does.",
-    ),
+    typer.Option(metavar="HF_DIR", help="Checkpoint (folder, or name on the Hub); with --twin a config.json does."),
 ]
 NAMES = typer.Option(
     "--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2; rl and replay also take fsdp2, and 1 for one rank."
@@ -149,17 +145,13 @@ def rl(
         log.info("verifying %s", recipe or "the default algorithm")
         config, layouts = lockstep.prepare_run(run, names, Path(folder))
         header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
-        facts = []
+        facts = list[dict[str, object]]()
         if not as_json:
             _print_header(header)
         every = lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed)
         for layout, updates, problem in every:
-            facts.append(
-                {
-                    **{"layout": layout.name, "ranks": layout.ranks, "good": not problem},
-                    **{"problem": problem, "updates": [asdict(update) for update in updates]},
-                }
-            )
+            fact = {"layout": layout.name, "ranks": layout.ranks, "good": not problem, "problem": problem}
+            facts.append({**fact, "updates": [asdict(update) for update in updates]})
             if not as_json:
                 _print_lockstep(layout, updates, problem, tolerances=allowed)
     good = all(fact["good"] for fact in facts)
@@ -194,15 +186,12 @@ def replay(
         work = Path(name)
         record, plans = prepare(folder, names, work, weights=weights, timeout_s=timeout_s)
         log.info("replaying %s", folder)
-        step, facts = record.description, []
+        step, facts = record.description, list[dict[str, object]]()
         for layout, differences in replay_layouts(record, plans, work, atol=atol):
             first = next((difference for difference in differences if not difference.good), None)
-            facts.append(
-                {
-                    **{"layout": layout.name, "ranks": layout.ranks, "good": first is None},
-                    **{"first": first and first.tensor, "tensors": [asdict(difference) for difference in differences]},
-                }
-            )
+            fact = {"layout": layout.name, "ranks": layout.ranks, "good": first is None}
+            tensors = [asdict(difference) for difference in differences]
+            facts.append({**fact, "first": first and first.tensor, "tensors": tensors})
             if not as_json:
                 origin = f"recorded on {step.world_size} rank(s) of {step.layout}"
                 _print_differences(f"step {step.step}, {origin}; replayed: {layout.title}", differences)
@@ -376,21 +365,20 @@ def _print_lockstep(
         cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
         rows.append((update.title, *cells))
     title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
-    last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
-    print_table(("update", *phases), rows, title=title, last=last)
+    rows.append(("tolerance", *(f"{tolerances[phase]:g}" for phase in phases)))
+    print_table(("update", *phases), rows, title=title)
     typer.echo(f"{layout.name}: " + (f"DIFFERS first at {problem}" if problem else "agrees"))
 
 
 def _print_differences(title: str, differences: Sequence[Difference]) -> None:
     """Print every tensor's largest difference."""
-    typer.echo(title)
     rows = []
     for difference in differences:
         at = "" if difference.worst is None else where(difference.worst)
         word = "equal" if difference.good else f"DIFFERS at {difference.num_beyond:,}"
         largest = f"{difference.largest:.1e}" if difference.largest else "0"
         rows.append((difference.tensor, largest, at, f"{difference.allowed:g}", word))
-    print_table(("tensor", "largest difference", "at", "allowed", "verdict"), rows)
+    print_table(("tensor", "largest difference", "at", "allowed", "verdict"), rows, title=title)
 
 
 def in_words(difference: Difference) -> str:

@@ -241,10 +241,7 @@ class StreamSampler(StepOrder):
                 f"after {at.rows:,} rows of epoch {at.epoch}, in shard {at.shard + 1} of {len(self._reader.shards)}; "
                 "the same command goes on from the last checkpoint"
             )
-        if self._ahead.error is not None:
-            raise self._ahead.error
-        block = self._block = self._ahead.result
-        assert block is not None
+        block = self._block = self._ahead.outcome()
         self._read_ahead()
         return block
 

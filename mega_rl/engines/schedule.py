@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from mega_rl.engines.models.attention import packed_sequences, te_sequences
 from mega_rl.engines.models.heads import hidden_outputs
 from mega_rl.engines.models.routing import Routing
 from mega_rl.parallel.groups import Groups
-from mega_rl.types import Lesson, TokenOutputs
+from mega_rl.types import TokenOutputs
 
 Result = TypeVar("Result")  # a micro-batch's
 # (a micro-batch, the last stage's output) -> (loss, unused token count, result)
@@ -46,15 +46,12 @@ class Schedule:
         outputs: Callable[[Tensor, MicroBatch], TokenOutputs],
         *,
         loss: MicrobatchLoss | None,
-        lesson: Lesson | None = None,
     ) -> list[Finished]:
         """Return one result for each micro-batch on the last pipeline stage, none elsewhere; collective.
 
         outputs: of the logits of a micro-batch. With a loss: forward and backward, gradients finalised. Without:
-        forward only. A `lesson` of these micro-batches has the hidden states of a teacher.
+        forward only.
         """
-        if lesson is not None and lesson.hidden:
-            micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
         finish = partial(_finish_microbatch, loss, outputs)
         return self._run(chunks, micros, finish, forward_only=loss is None)
 

@@ -332,7 +332,7 @@ def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> dict[st
 
 
 def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> dict[str, int]:
-    """Return the bytes at the peak of a pass without gradients, by use: one layer's, or the logits."""
+    """Return the bytes of a pass without gradients by use: of one layer, or the logits."""
     tokens, layout = tokens_of_a_pass(setup), setup.layout
     layers = _layers_of(setup, model, pp_rank)
     gathered = _gathered(setup, model) if setup.spec == "hf" else 0
@@ -404,7 +404,7 @@ def _backward_of(shape: LayerShape, recompute: Recompute) -> float:
 
 
 def _head(setup: RunSetup, model: PlannedModel, tokens: int) -> tuple[int, int, int]:
-    """Return the last stage's (bytes kept around the head, logits, working memory of the head's backward)."""
+    """Return (bytes kept around the head, logits, working memory of the head's backward)."""
     hf, b = model.hf, setup.itemsize
     share = 1 / setup.layout.tp if setup.layout.sequence_parallel else 1.0
     hidden = round(tokens * hf.hidden_size * b * share)

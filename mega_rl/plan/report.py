@@ -28,7 +28,7 @@ from mega_rl.plan.search import Candidate, Proposal, advice, cheapest, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup
 from mega_rl.plan.state import weight_bytes
 from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES
-from mega_rl.tracking.metrics.tables import aligned
+from mega_rl.tracking.progress import aligned
 
 _LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
 
@@ -38,11 +38,11 @@ class MemoryPlan:
     """The plan of a legal run."""
 
     setup: RunSetup
-    memory: list[RankMemory]  # of one rank of each pipeline stage
+    memory: list[RankMemory]  # one rank of each pipeline stage
     verdict: FitVerdict
     proposal: Proposal | None  # the cheapest change for a run that does not fit
-    traffic: Sequence[Traffic]  # of the fullest rank
-    time: StepTime | None  # of a step; None without a kind of GPU
+    traffic: Sequence[Traffic]  # messages of the fullest rank
+    time: StepTime | None  # None without a kind of GPU
     candidates: Sequence[Candidate] | None  # layouts that fit; None: not asked for
 
 

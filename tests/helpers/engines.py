@@ -145,19 +145,14 @@ def load_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
 
 
 def _checkpoints(engine: Any, folder: Path, role: str, model: dict[str, Any] | None = None) -> Any:
+    from mega_rl.checkpoint.run_state import RunState
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.parallel.comm import GroupRanks
 
-    return RunCheckpoints(
-        root=folder,
-        engines={role: engine},
-        ranks=GroupRanks(engine.groups.world),
-        settings=CheckpointConfig(on_error="stop"),
-        identity={"engine": "fsdp" if type(engine).__name__ == "FSDPEngine" else "megatron"},
-        layout=engine.groups.layout,
-        config={"model": model} if model else {},
-        rank_states={},
-    )
+    ranks, layout = GroupRanks(engine.groups.world), str(engine.groups.layout)
+    identity = {"engine": "fsdp" if type(engine).__name__ == "FSDPEngine" else "megatron"}
+    run = RunState({role: engine}, {}, ranks, identity, layout, {"model": model} if model else {})
+    return RunCheckpoints(folder, run, CheckpointConfig(on_error="stop"))
 
 
 def world_size() -> int:

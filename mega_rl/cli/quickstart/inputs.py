@@ -66,7 +66,7 @@ class TaskTokens(NamedTuple):
     """Tokens of a task's texts, and how long a text is at most."""
 
     names: Sequence[str]
-    pattern: str  # of a token
+    pattern: str  # matches a token
     max_positions: int
 
     @classmethod

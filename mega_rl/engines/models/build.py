@@ -270,17 +270,13 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     """
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1, ExpertRowParallelLinear: 1}
     for module in model.modules():
-        dim = dims.get(type(module))
-        if dim is not None and isinstance(module.weight, Tensor):
-            mark_cut(module.weight, dim=dim)
-
-
-def mark_cut(weight: Tensor, *, dim: int) -> None:
-    """Mark a weight as cut along `dim` by tensor parallelism, unless Megatron-Core has marked it."""
-    if not hasattr(weight, "tensor_model_parallel"):
-        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
-    marks = (weight.tensor_model_parallel, weight.partition_dim)  # type: ignore[attr-defined]
-    assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
+        dim, weight = dims.get(type(module)), getattr(module, "weight", None)
+        if dim is None or weight is None:
+            continue
+        if not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+        marks = (weight.tensor_model_parallel, weight.partition_dim)
+        assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
 
 
 def unmark_whole_weights(model: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.accelerator.base import send
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.types import Metrics
+from mega_rl.types import Experience, Metrics, Rollout
 
 LONGEST = torch.iinfo(torch.int16).max
 
@@ -67,20 +67,19 @@ class Routing:
     def begin(
         self,
         micros: Sequence[MicroBatch],
+        batch: Rollout | Experience,
         *,
-        width: int,
-        routing: Tensor | None,
         training: bool,
         sequences: int = 0,
     ) -> None:
-        """Begin a pass over `micros`, on the host, of a batch of padded length `width`.
+        """Begin a pass over the micro-batches of a batch, on the host.
 
-        `routing` is the batch's, [B, width, mixtures, top_k] int16. `sequences` counts the rows of the mini-batch on
-        all data-parallel ranks.
+        `sequences` counts the rows of the mini-batch on all data-parallel ranks.
 
-        Raises RunError: `routing` names experts that the model lacks, or has not one choice per mixture and expert;
+        Raises RunError: its `routing` names experts that the model lacks, or has not one choice per mixture and expert;
         positions are too large to be recorded.
         """
+        width, routing = batch.tokens.size(1), batch.routing
         if self._rows and width > LONGEST:
             raise RunError(f"choices of indexers are recorded up to {LONGEST} tokens, a row here may have {width}")
         self._micros, self._width, self._training = micros, width, training

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 from mega_rl.operations.diagnosis import diagnose, kills_for_memory
 from mega_rl.operations.launcher.ranks import INNOCENT, RankEnd
@@ -66,7 +66,7 @@ class RunHealth:
                 return None
             return f"the run folder {self._run_dir} has not answered for {seconds:.0f} s: its file system hangs"
         look, self._look = self._look, None
-        return _result(look)
+        return look.outcome()
 
     def look(self) -> str | None:
         """Return why ranks count as stuck from one reading of their records, or None."""
@@ -114,13 +114,7 @@ class RunHealth:
         if running.wait(ANSWER_S):
             log.warning("access to %s takes longer than %g s: does the file system hang?", folder, ANSWER_S)
             return otherwise
-        return _result(running)
-
-
-def _result(running: Running[Value]) -> Value:
-    if running.error is not None:
-        raise running.error
-    return cast(Value, running.result)
+        return running.outcome()
 
 
 def _past_deadline(record: RankRecord) -> str | None:

@@ -175,7 +175,7 @@ def silent_s(record: RankRecord, now: float) -> float:
 
 
 def ending(code: int) -> str:
-    """Return how a rank ended: exit code, `UNSAID` added if it is not to be believed; below 0 a signal."""
+    """Return how a rank ended, in words; code: as of `RankEnd`."""
     if code >= UNSAID:
         return f"ended with exit code {code - UNSAID} before its work was done"
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {name_of_signal(-code)}"

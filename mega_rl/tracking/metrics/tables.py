@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from mega_rl.errors import UserError
 from mega_rl.tracking.metrics.records import held_out_reward, read_series
+from mega_rl.tracking.progress import aligned
 from mega_rl.tracking.progress.terminal import clock, standard_error
 
 METRICS = "metrics.jsonl"
@@ -37,13 +36,11 @@ class RoleFacts:
     trains: bool = False
 
 
-def show_startup(
-    roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "", console: Console | None = None
-) -> None:
+def show_startup(roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "") -> None:
     """Print a line for each of the run's roles; empty columns are left out.
 
     For one rank only. prompts, stop_tokens: texts of the last lines, about how prompts are written and where a response
-    ends. console: standard error unless given.
+    ends.
     """
     rows = [_TITLES]
     for role in roles:
@@ -54,17 +51,7 @@ def show_startup(
     head, *cells = ([cell or "-" for cell in row] for row in zip(*shown, strict=True))
     lines = [*aligned(head, cells)]
     lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
-    _print_lines(console or standard_error(), lines)
-
-
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table: the first column to the left, numbers to the right."""
-    padded = []
-    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
-        width = max(map(len, [title, *cells]))
-        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
-        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
-    yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
+    _print_lines(lines)
 
 
 def short_count(number: int) -> str:
@@ -76,16 +63,16 @@ def short_count(number: int) -> str:
     return str(number)
 
 
-def show_summary(run_dir: Path, *, console: Console | None = None) -> None:
-    """Print the summary of a run with metrics. console: standard error unless given."""
+def show_summary(run_dir: Path) -> None:
+    """Print the summary of a run with metrics."""
     rows = summary_rows(run_dir)
     width = max((len(name) for name, _ in rows), default=0)
-    _print_lines(console or standard_error(), [f"{name:<{width}}  {text}" for name, text in rows])
+    _print_lines([f"{name:<{width}}  {text}" for name, text in rows])
 
 
-def _print_lines(console: Console, lines: Sequence[str]) -> None:
+def _print_lines(lines: Sequence[str]) -> None:
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        standard_error().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary_rows(run_dir: Path) -> list[tuple[str, str]]:

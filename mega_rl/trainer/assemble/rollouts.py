@@ -121,7 +121,7 @@ def build_rollouts(
         shared = connection.memory if servers.colocated else None
         devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
         if shared is not None:
-            connection.sync.add_listener(devices.after_send)
+            connection.sync.after_send = devices.after_send
     own_source, pending = None, None
     if inputs.rollouts is not None:
         own_source, pending = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
@@ -212,7 +212,6 @@ def _embedded_sync(
     return EmbeddedWeightSync(
         partial(actor.export_weights, "apart" if apart else "merged"),
         embedded,
-        bucket_bytes=rollout.bucket_mib << 20,
         verify_interval=rollout.verify_interval,
         export_adapters=partial(actor.export_weights, "adapters") if apart else None,
     )

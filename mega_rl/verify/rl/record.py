@@ -155,7 +155,6 @@ class RecordedLearner:
     recorder: Recorder
     role: str
     names: tuple[str, ...]  # recorded fields of an experience
-    _updates: int = field(default=0, init=False)
     _place: tuple[int, int] = field(default=(-1, 0), init=False)  # step, mini-batch
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
@@ -182,8 +181,7 @@ class RecordedLearner:
                 weights={name: kept(weight) for name, weight in engine.export_weights()},
             )
             if self.recorder.is_writer:
-                write_update(self.recorder.folder, self._updates, figures, rows.prompt_index.unique().tolist())
-            self._updates += 1
+                write_update(self.recorder.folder, figures, rows.prompt_index.unique().tolist())
         return metrics
 
 

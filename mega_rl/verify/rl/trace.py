@@ -34,9 +34,9 @@ def shift(tokens: Tensor, sample_index: Tensor) -> Tensor:
     return SHIFT * torch.sin(3.0 * torch.arange(tokens.size(1)) + tokens + sample_index[:, None])
 
 
-def write_update(folder: Path, number: int, figures: Figures, prompts: list[int]) -> None:
-    """Write an update of the real trainer and its prompts; `number` counts the role's updates."""
-    torch.save((vars(figures), prompts), _update_path(folder, figures.role, number))
+def write_update(folder: Path, figures: Figures, prompts: list[int]) -> None:
+    """Write an update of the real trainer and its prompts."""
+    torch.save((vars(figures), prompts), _update_path(folder, figures.role, figures.step, figures.update))
 
 
 def read_batch(folder: Path, step: int) -> StepBatch:
@@ -93,9 +93,9 @@ def _row(rows: dict[str, Tensor], i: int, own: list[int]) -> SampledRow:
     return row
 
 
-def read_figures(folder: Path, role: str, number: int) -> Figures | None:
-    """Return the figures of update `number` of a role, None where the real trainer made none."""
-    path = _update_path(folder, role, number)
+def read_figures(folder: Path, role: str, step: int, update: int) -> Figures | None:
+    """Return the figures of an update of a step, None where the real trainer made none."""
+    path = _update_path(folder, role, step, update)
     return _read_update(path)[0] if path.exists() else None
 
 
@@ -109,8 +109,8 @@ def _rows_path(folder: Path, step: int, kind: str = "") -> Path:
     return folder / f"step{step}{kind and '_'}{kind}.pt"
 
 
-def _update_path(folder: Path, role: str, number: int) -> Path:
-    return folder / f"update_{role}_{number:04d}.pt"
+def _update_path(folder: Path, role: str, step: int, update: int) -> Path:
+    return folder / f"update_{role}_{step:06d}_{update:04d}.pt"
 
 
 def read_updates(folder: Path) -> list[tuple[Figures, list[int]]]:

@@ -77,12 +77,7 @@ def wrapped(
 
     from mega_rl.ddp.wrap import wrap_chunks
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=WIDTH,
-        num_attention_heads=1,
-        calculate_per_token_loss=True,
-    )
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1, calculate_per_token_loss=True)
     chunks: Any = modules
     return wrap_chunks(
         chunks, config=config, ddp=ddp, distributed_optimizer=distributed_optimizer, collection=collection
@@ -302,10 +297,8 @@ ENGINES: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str]] = [
     ("pp2 vpp2 x2 gather", 4, "dense", {"pp": 2, "vpp": 2}, GATHER, "fp32"),
 ]
 # What two ranks or a neighbour in the list show as well: in `make test-full`.
-FULL_ONLY = ("dp4 overlap", "dp4 instances", "dp4 bf16 messages", "dp2 overlap")
-FULL_ONLY += ("dp2 instances", "dp2 bf16 messages overlap", "ep2 gather")
-FULL_ONLY += ("ep2 x2 instances", "pp2 x2 gather", "dp4 gather", "dp2 bf16 messages")
-FULL_ONLY += ("dp2 instances gather",)
+FULL_ONLY = ("dp4 overlap", "dp4 instances", "dp4 bf16 messages", "dp2 overlap", "dp2 instances", "ep2 gather")
+FULL_ONLY += ("dp2 bf16 messages overlap", "pp2 x2 gather", "dp4 gather", "dp2 bf16 messages", "dp2 instances gather")
 assert {case[0] for case in ENGINES} >= set(FULL_ONLY)
 ENGINES = [case for case in ENGINES if FULL or case[0] not in FULL_ONLY]
 RESUMES = covering([(size, settings) for size in (2, 4) for settings in RESUMED])

@@ -72,7 +72,7 @@ def synced_values(name: str, groups: Any, device: torch.device) -> dict[str, Any
         [Layers(4).to(device).cast(dtype)], ddp, collection=groups.collection, distributed_optimizer=sharded
     )[0]
     size, rank = dist.get_world_size(), dist.get_rank()
-    expected = float(sum(range(1, size + 1)))
+    expected = sum(range(1, size + 1))
     error = 0.0
     for step in range(3):
         chunk.zero_grad_buffer()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
 
+from mega_rl.tracking.metrics import tables
 from mega_rl.tracking.metrics.sinks import JsonlSink
 from mega_rl.tracking.metrics.tables import RoleFacts, show_startup, show_summary
 
@@ -26,13 +28,15 @@ def console() -> tuple[Console, io.StringIO]:
 
 def shown(*roles: RoleFacts, stop_tokens: str = "") -> str:
     made, stream = console()
-    show_startup(roles, stop_tokens=stop_tokens, console=made)
+    with patch.object(tables, "standard_error", return_value=made):
+        show_startup(roles, stop_tokens=stop_tokens)
     return stream.getvalue()
 
 
 def summary(run: Path) -> str:
     made, stream = console()
-    show_summary(run, console=made)
+    with patch.object(tables, "standard_error", return_value=made):
+        show_summary(run)
     return stream.getvalue()
 
 
