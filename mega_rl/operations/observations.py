@@ -181,11 +181,6 @@ class Observations:
         said = record is not None and record.ended is not None
         return rank in self.exits or said or self.states.get(rank) == ""
 
-    def may_live(self, rank: int) -> bool:
-        """Return whether a rank may still run: its process lives, or its beats come in time."""
-        record = self.records[rank]
-        return not self.has_ended(rank) and (rank in self.states or not silent_s(record, self.now))
-
     def missing(self) -> list[int]:
         """Return stopped ranks, and ranks that others wait for but that wait in no collective."""
         waiting = {rank: one for rank in self.records if (one := self.waiting(rank)) is not None}
