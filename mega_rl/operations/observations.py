@@ -67,11 +67,11 @@ def collect(run_dir: Path, processes: Mapping[int, int]) -> None:
     """Write state, memory and stacks of this host's ranks (rank -> pid), within `WITHIN_S`."""
     deadline = time.monotonic() + WITHIN_S
 
-    def collect_one(rank: int) -> None:
-        write_stacks(run_dir, rank, processes[rank], stacks_of(processes[rank], deadline=deadline))
+    def collect_one(rank: int, pid: int) -> None:
+        write_stacks(run_dir, rank, pid, stacks_of(pid, deadline=deadline))
 
     with ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="stacks") as pool:
-        list(pool.map(collect_one, processes))
+        list(pool.map(collect_one, processes.keys(), processes.values()))
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:
