@@ -224,7 +224,7 @@ RL: Table = {
         ),
         (
             "a request over an update is as old as the trainer",
-            "[*known, *self.asked.values(), current]",
+            "[*known, *(version for version, _ in self.out.values()), current]",
             "[*known, current]",
         ),
         (

@@ -116,9 +116,7 @@ def build_engine(
 def adopt(engine: ModelEngine, settings: EngineSettings) -> None:
     """Let an engine follow the settings that its runs may each have for themselves."""
     engine.temperature, engine.hidden_tokens = settings.temperature, settings.hidden_tokens
-    engine.export_bucket_bytes = settings.export_bucket_bytes
-    if isinstance(engine, FSDPEngine):
-        engine.clip_grad = settings.optim.clip_grad
+    engine.export_bucket_bytes, engine.clip_grad = settings.export_bucket_bytes, settings.optim.clip_grad
     if isinstance(engine, FSDPEngine) and engine.optimizer is not None:
         set_optim(engine.optimizer, settings.optim)
     if isinstance(engine, MegatronEngine) and engine.optimizer is not None:

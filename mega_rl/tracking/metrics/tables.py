@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mega_rl.errors import UserError
 from mega_rl.tracking.metrics.records import held_out_reward, read_series
+from mega_rl.tracking.progress import aligned
 from mega_rl.tracking.progress.terminal import clock, standard_error
 
 METRICS = "metrics.jsonl"
@@ -50,16 +51,6 @@ def show_startup(roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: 
     lines = [*aligned(head, filled)]
     lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
     _print_lines(lines)
-
-
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table: the first column to the left, numbers to the right."""
-    padded = []
-    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
-        width = max(map(len, [title, *cells]))
-        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
-        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
-    yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
 
 
 def short_count(number: int) -> str:
