@@ -57,7 +57,7 @@ class PolicyGradient:
     estimator: AdvantageEstimator
     minibatches: MinibatchPlan
     guard: Guard  # compares rollout log-probs with the actor's, before any weight changes
-    reward_kl: KLController | None  # of a KL penalty in token rewards
+    reward_kl: KLController | None  # its penalty is in token rewards
     kl: KLController
     update_reference: Callable[[int], Metrics]  # given the steps done; collective
     rules: PolicyGradientRules

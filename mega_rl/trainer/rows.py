@@ -278,7 +278,7 @@ def leave_unscored_out(rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rew
 def shaped_rewards(
     rollout: Rollout, rewards: Rewards, ranks: Ranks, overlong: OverlongConfig, *, max_response_tokens: int
 ) -> tuple[Rewards, Metrics]:
-    """Return rewards with the punishment of long responses, and its mean and the share of filtered samples; collective.
+    """Return rewards with the punishment of long responses, and its metrics; collective.
 
     max_response_tokens: length at which the punishment is the whole penalty.
     """
