@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,16 +25,13 @@ from mega_rl.config.needs import Role
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.boxes import EngineState
 from mega_rl.protocols import PARTS, Engine, Ranks, WeightSync
+from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory
 from mega_rl.types import Metrics
-
-if TYPE_CHECKING:
-    from mega_rl.rollout.sglang.server.memory import ServersMemory
 
 EVERYTHING = frozenset(PARTS)
 STATE = frozenset(("parameters", "optimizer"))  # parts that checkpoints keep
 PARAMETERS = frozenset(("parameters",))
 NOTHING: frozenset[str] = frozenset()
-TAGS = ("weights", "kv_cache")  # servers' memory, in the order in which it is resumed
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 

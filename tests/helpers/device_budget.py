@@ -149,7 +149,7 @@ class BudgetProcess:
 
     def start(self) -> None:
         self.starts += 1
-        fraction = self.settings.mem_fraction or DEFAULT_FRACTION
+        fraction = self.settings.args.get("mem_fraction_static", DEFAULT_FRACTION)
         self._static = [int(fraction * (device.total - device.used)) for device in self._devices]
 
     def wait_ready(self) -> Endpoint:
