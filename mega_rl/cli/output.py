@@ -16,24 +16,14 @@ from typer.core import TyperCommand, TyperGroup
 from mega_rl.tracking import progress
 
 SHOWN = 20  # names listed of each kind; --json has them all
-WIDTH = 200  # columns of a table that does not go to a terminal
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", last: Sequence[str] = ()
-) -> None:
-    """Print a table. last: cells of one more row, under a line."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*columns, box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    if last:
-        table.add_section()
-        table.add_row(*last)
-    Console(width=None if Console().is_terminal else WIDTH, markup=False, highlight=False).print(table)
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
+    """Print a title and, indented below it, a table."""
+    if title:
+        typer.echo(title)
+    for line in progress.aligned(columns, [*rows]):
+        typer.echo(f"  {line}")
 
 
 def print_json(facts: object) -> None:

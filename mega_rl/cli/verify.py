@@ -365,21 +365,20 @@ def _print_lockstep(
         cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
         rows.append((update.title, *cells))
     title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
-    last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
-    print_table(("update", *phases), rows, title=title, last=last)
+    rows.append(("tolerance", *(f"{tolerances[phase]:g}" for phase in phases)))
+    print_table(("update", *phases), rows, title=title)
     typer.echo(f"{layout.name}: " + (f"DIFFERS first at {problem}" if problem else "agrees"))
 
 
 def _print_differences(title: str, differences: Sequence[Difference]) -> None:
     """Print every tensor's largest difference."""
-    typer.echo(title)
     rows = []
     for difference in differences:
         at = "" if difference.worst is None else where(difference.worst)
         word = "equal" if difference.good else f"DIFFERS at {difference.num_beyond:,}"
         largest = f"{difference.largest:.1e}" if difference.largest else "0"
         rows.append((difference.tensor, largest, at, f"{difference.allowed:g}", word))
-    print_table(("tensor", "largest difference", "at", "allowed", "verdict"), rows)
+    print_table(("tensor", "largest difference", "at", "allowed", "verdict"), rows, title=title)
 
 
 def in_words(difference: Difference) -> str:

@@ -28,7 +28,7 @@ from mega_rl.plan.search import Candidate, Proposal, advice, cheapest, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup
 from mega_rl.plan.state import weight_bytes
 from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES
-from mega_rl.tracking.metrics.tables import aligned
+from mega_rl.tracking.progress import aligned
 
 _LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
 

@@ -79,12 +79,10 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]
-    if hf.delta is not None:
-        kinds = {True: "linear_attention", False: "full_attention"}
-        raw["layer_types"] = [kinds[hf.delta.layers[layer]] for layer in layers]
-    if hf.window is not None and len(set(hf.window.layers)) > 1:
-        kinds = {True: "sliding_attention", False: "full_attention"}
-        raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
+    mixed = hf.window if hf.window is not None and len(set(hf.window.layers)) > 1 else None
+    for kind, special in (("linear_attention", hf.delta), ("sliding_attention", mixed)):
+        if special is not None:
+            raw["layer_types"] = [kind if special.layers[layer] else "full_attention" for layer in layers]
     if "no_rope_layers" in FAMILIES[hf.family].defaults:
         raw["no_rope_layers"] = [int(not hf.unrotated[layer]) for layer in layers]
     if hf.moe is not None:

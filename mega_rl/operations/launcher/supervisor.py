@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, LocalNode, RunNode
-from mega_rl.operations.launcher.ranks import INNOCENT, SIGNALS, STOPPED, Assignment, RankEnd, RankStore, StopSignals
+from mega_rl.operations.launcher.ranks import INNOCENT, SIGNALS, STOPPED, Assignment, RankEnd, StopSignals, rank_store
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
 from mega_rl.operations.observations import in_words
 from mega_rl.tracking.health.records import LOST_PEER_CODE, SAVE_S, UNSAID, ending
@@ -221,10 +221,9 @@ class Supervisor:
         """Start the ranks and return when all have ended."""
         size = len(self.nodes)
         self.health.clear()
-        with RankStore(self.master_addr) as store:
-            self.local.lifeline = store.lifeline
+        with rank_store(self.master_addr) as (port, self.local.lifeline):
             for place, node in enumerate(self.nodes):
-                assignment = Assignment(number, place, size, self.nproc, self.master_addr, store.port, resume)
+                assignment = Assignment(number, place, size, self.nproc, self.master_addr, port, resume)
                 node.order(START, **asdict(assignment))
             state = GenerationState(size * self.nproc, time.monotonic)
             self._watch(state)

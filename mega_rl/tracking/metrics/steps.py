@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -30,17 +30,12 @@ class PhaseTimer:
     belongs to the following step.
     """
 
-    def __init__(
-        self,
-        *,
-        synchronize: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, *, synchronize: Callable[[], None] = lambda: None) -> None:
         """synchronize: waits for the accelerator; called at both ends of each phase."""
-        self._synchronize, self._clock = synchronize, clock
+        self._synchronize = synchronize
         self._running: str | None = None
         self._seconds: dict[str, float] = {}
-        self._step_start = clock()
+        self._step_start = perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -54,24 +49,24 @@ class PhaseTimer:
             )
         self._synchronize()
         self._running = name
-        start = self._clock()
+        start = perf_counter()
         try:
             with progress.phase(name.replace("_", " ")):
                 yield
                 self._synchronize()
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + perf_counter() - start
             self._running = None
 
     def reset(self) -> None:
         """Begin a step now; drop the times so far."""
         assert self._running is None, f"step ends inside phase {self._running!r}"
         self._seconds = {}
-        self._step_start = self._clock()
+        self._step_start = perf_counter()
 
     def metrics(self) -> Metrics:
         """`time/<phase>_s` of each phase, `time/step_s` and `time/coverage` (share of the step); begins a step."""
-        step_s = self._clock() - self._step_start
+        step_s = perf_counter() - self._step_start
         covered = sum(self._seconds.values())
         record = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         record["time/step_s"] = step_s

@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -200,3 +200,13 @@ def printable(text: str) -> str:
     Texts of policies, files and programs could otherwise move the cursor, or look like lines of the log.
     """
     return "".join(c if c.isprintable() or c in "\t\u00a0\u3000" else repr(c)[1:-1] for c in text)
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: the first column to the left, numbers to the right."""
+    padded = []
+    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
+        width = max(map(len, [title, *cells]))
+        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
+        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
+    yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
