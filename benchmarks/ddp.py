@@ -84,7 +84,7 @@ def collective(mebibytes: int, dtype_name: str, rounds: int, *, slowed: bool) ->
     sharded = numel * dtype.itemsize * (ranks - 1) / ranks
 
     def mega_rl() -> None:
-        reduce_scatter_fp32(out["mega_rl"], gradients, group=group, scratch=scratch)
+        reduce_scatter_fp32(out["mega_rl"], gradients, group=group, scratch=scratch).wait()
 
     contenders = {
         "mega_rl": Contender(mega_rl, sharded),

@@ -31,7 +31,7 @@ def serve(folder: Path) -> None:
     from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
     settings = ServerSettings(
-        model_path=folder / "a", host=HOSTS[1], device="cpu", dtype="bfloat16", max_total_tokens=2000,
+        model_path=folder / "a", host=HOSTS[1], device="cpu", dtype="bfloat16", args={"max_total_tokens": 2000},
         start_timeout_s=START_S,
     )  # fmt: skip
     with ServerProcess(settings, index=0, folder=folder) as server:

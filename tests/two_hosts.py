@@ -66,7 +66,7 @@ def rank_main(folder: Path) -> None:
                 tp=nodes,
                 nodes=nodes,
                 device="cpu",
-                max_total_tokens=2000,
+                args={"max_total_tokens": 2000},
                 start_timeout_s=START_S,
             )
             servers = StartedServers(world, settings, count=1, ranks_per_host=1, folder=folder / f"host{rank}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, row_cop
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
-from mega_rl.ddp.access import Whole, rows_here
+from mega_rl.ddp.access import Whole, WholeChunk, rows_here, whole_tensor
 from mega_rl.engines.fsdp_model import TokenClassifier, sharded_parameters
 from mega_rl.engines.models.adapters import first_a
 
@@ -87,58 +87,30 @@ def _first_rows(name: str, parameter: DTensor) -> Tensor:
     return first_a(name.removesuffix(A), tuple(parameter.shape))[box.offset[0] : box.offset[0] + box.shape[0]]
 
 
-class WholeModel(nn.Module):
-    """A sharded model for exporters: the tensors of its checkpoint, gathered one by one; collective."""
+def whole_model(model: nn.Module, *, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> WholeChunk:
+    """Return a sharded model for exporters: the tensors of its checkpoint, gathered one by one; collective.
 
-    def __init__(self, model: nn.Module, *, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
-        """dtype: of the tensors that are not float32 in every model."""
-        super().__init__()
-        hf = sharding.hf
-        in_fp32 = hf.own.float32 if hf.own is not None else ()
-        self._tensors: dict[str, Whole] = {}
-        gatherer = _Gatherer()
-        sources: Mapping[str, Tensor] = {**sharded_parameters(model), **disk_buffers(model)}
-        for name, source in sources.items():
-            kind = torch.float32 if name.endswith(FLOAT32) or name in in_fp32 else dtype
-            for disk in disk_tensors(hf.family, name, tuple(source.shape), hf.own):
-                on_disk = hf.value_head if disk.name == TokenClassifier.HEAD else disk.name
-                read = gatherer.reader(name, source, disk, dtype=kind, device=device)
-                self._tensors[on_disk] = Whole(disk.shape, kind, device, read)
+    dtype: of the tensors that are not float32 in every model.
+    """
+    hf = sharding.hf
+    in_fp32 = hf.own.float32 if hf.own is not None else ()
+    kept: dict[str, Tensor] = {}  # the parameters gathered last, to cut experts out one by one
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield (name on disk, whole tensor)."""
-        yield from self._tensors.items()
-
-
-class _Gatherer:
-    """Gatherer of parameters that keeps the last ones, to cut experts out one by one."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def reader(self, name: str, source: Tensor, disk: DiskTensor, *, dtype: torch.dtype, device: torch.device) -> Any:
-        """Return a function that gives one tensor of the checkpoint out of a parameter."""
+    def read(name: str, source: Tensor, disk: DiskTensor, kind: torch.dtype) -> Tensor:
         if tuple(source.shape) == disk.shape:
-            return lambda: whole_tensor(source, dtype, device)
+            return whole_tensor(source, kind, device)
+        if name not in kept:
+            for old in list(kept)[: len(kept) + 1 - EXPERT_TENSORS]:
+                del kept[old]
+            kept[name] = whole_tensor(source, kind, device)
+        matrix = kept[name].view(matrix_shape(tuple(source.shape)))
+        return matrix[disk.row : disk.row + disk.rows].view(disk.shape)
 
-        def read() -> Tensor:
-            if name not in self._kept:
-                for old in list(self._kept)[: len(self._kept) + 1 - EXPERT_TENSORS]:
-                    del self._kept[old]
-                self._kept[name] = whole_tensor(source, dtype, device)
-            matrix = self._kept[name].view(matrix_shape(tuple(source.shape)))
-            return matrix[disk.row : disk.row + disk.rows].view(disk.shape)
-
-        return read
-
-
-def whole_tensor(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a new whole tensor; collective for a parameter."""
-    if not isinstance(source, DTensor):
-        return source.detach().to(device=device, dtype=dtype, copy=True)
-    # Cast before it travels, and not as a DTensor: what torch remembers of such casts may name a group of the past.
-    rows = source.to_local().detach().to(device=device, dtype=dtype)
-    mesh, placements = source.device_mesh, source.placements
-    return DTensor.from_local(
-        rows, mesh, placements, run_check=False, shape=source.shape, stride=source.stride()
-    ).full_tensor()
+    tensors: dict[str, Whole] = {}
+    sources: Mapping[str, Tensor] = {**sharded_parameters(model), **disk_buffers(model)}
+    for name, source in sources.items():
+        kind = torch.float32 if name.endswith(FLOAT32) or name in in_fp32 else dtype
+        for disk in disk_tensors(hf.family, name, tuple(source.shape), hf.own):
+            on_disk = hf.value_head if disk.name == TokenClassifier.HEAD else disk.name
+            tensors[on_disk] = Whole(disk.shape, kind, device, partial(read, name, source, disk, kind))
+    return WholeChunk(tensors, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -249,10 +248,8 @@ def check_commits(origins: Mapping[str, Origin], everyone: Ranks) -> None:
 
     `origins` are this rank's pinned names by setting.
     """
-    digest = hashlib.sha256(json.dumps(origins, sort_keys=True).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8)  # [32]
-    failure = None
-    if not torch.equal(own, everyone.broadcast(own)):
+    own, failure = json.loads(json.dumps(origins)), None
+    if broadcast_json(own, everyone) != own:
         read = ", ".join(f"{key}={json.dumps(name)}" for key, name in origins.items()) or "local files alone"
         failure = RunError(
             f"rank {everyone.rank} reads other models or data than rank 0: {read}; give names their commit as "

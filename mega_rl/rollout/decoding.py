@@ -141,21 +141,26 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self._max_tokens = max_tokens
         self.num_tokens = 0
-        self._key_buffer: Tensor | None = None  # [B, kv heads, room, head size]
-        self._value_buffer: Tensor | None = None
+        self._buffers = list[Tensor]()  # of keys and of values, [B, kv heads, room, head size]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; return all so far, [B, kv heads, tokens so far, head size]."""
+        new = (key_states, value_states)
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.lazy_initialization(*new)
         first, self.num_tokens = self.num_tokens, self.num_tokens + key_states.shape[2]
         room = max(min(self.num_tokens + max(first, _FIRST_RESERVE), self._max_tokens), self.num_tokens)
-        self._key_buffer = _with_room(self._key_buffer, key_states, first, self.num_tokens, room)
-        self._value_buffer = _with_room(self._value_buffer, value_states, first, self.num_tokens, room)
-        self._key_buffer[:, :, first : self.num_tokens] = key_states
-        self._value_buffer[:, :, first : self.num_tokens] = value_states
-        self.keys = self._key_buffer[:, :, : self.num_tokens]
-        self.values = self._value_buffer[:, :, : self.num_tokens]
+        if first == 0 or self._buffers[0].shape[2] < self.num_tokens:
+            larger = [states.new_empty(*states.shape[:2], room, states.shape[3]) for states in new]
+            for buffer, held in zip(larger, self._buffers, strict=False):  # the first time nothing is held
+                buffer[:, :, :first] = held[:, :, :first]
+            self._buffers = larger
+        for buffer, states in zip(self._buffers, new, strict=True):
+            buffer[:, :, first : self.num_tokens] = states
+        return self._held()
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = (buffer[:, :, : self.num_tokens] for buffer in self._buffers)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -164,23 +169,9 @@ class GrowingLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [R] int64, in that order; a row may be named several times."""
-        assert self._key_buffer is not None, "rows selected from an empty cache"
-        assert self._value_buffer is not None
-        self._key_buffer = self._key_buffer.index_select(0, indices)
-        self._value_buffer = self._value_buffer.index_select(0, indices)
-        self.keys = self._key_buffer[:, :, : self.num_tokens]
-        self.values = self._value_buffer[:, :, : self.num_tokens]
-
-
-def _with_room(buffer: Tensor | None, like: Tensor, num_held: int, num_needed: int, room: int) -> Tensor:
-    """Return `buffer` if `num_needed` tokens fit, else one for `room` tokens with the first `num_held` copied."""
-    if buffer is not None and buffer.shape[2] >= num_needed:
-        return buffer
-    batch_size, num_heads, _, head_size = like.shape
-    larger = like.new_empty(batch_size, num_heads, room, head_size)
-    if buffer is not None:
-        larger[:, :, :num_held] = buffer[:, :, :num_held]
-    return larger
+        assert self._buffers, "rows selected from an empty cache"
+        self._buffers = [buffer.index_select(0, indices) for buffer in self._buffers]
+        self._held()
 
 
 def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:

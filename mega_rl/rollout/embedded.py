@@ -157,9 +157,7 @@ class HFRolloutEngine:
     def _turns(self, requests: Sequence[TurnRequest], keys: KeysOf, draw: Draw) -> list[Turn]:
         """Return a turn for each request; the samples of a prompt read it once."""
         turns = dict[int, Turn]()
-        # Neighbours of like length share a batch: little is padded.
-        order = sorted(range(len(requests)), key=lambda place: (len(requests[place].token_ids), place))
-        for batch in self._batches(order, [len(requests[place].token_ids) for place in order]):
+        for batch in self._batches([len(one.token_ids) for one in requests]):
             own = [requests[place] for place in batch]
             names = [(one.key[0], one.token_ids) for one in own]
             place_of = {name: place for place, name in enumerate(dict.fromkeys(names))}
@@ -188,14 +186,14 @@ class HFRolloutEngine:
         """Return nothing: the trainer's own phases time this engine."""
         return {}
 
-    def _batches(self, places: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Yield places of requests that decode together, of contexts with these lengths, ascending."""
-        pairs, done = list(zip(lengths, places, strict=True)), 0
-        runs = [pairs] if self._left_padded else [list(run) for _, run in groupby(pairs, key=lambda pair: pair[0])]
+    def _batches(self, lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield places of contexts that decode together, neighbours of like length: little is padded."""
+        order, done = sorted(range(len(lengths)), key=lengths.__getitem__), 0
+        runs = [order] if self._left_padded else [list(run) for _, run in groupby(order, key=lengths.__getitem__)]
         for run in runs:
             for first in range(0, len(run), self._batch_size):
-                batch = [place for _, place in run[first : first + self._batch_size]]
-                progress.report(done, len(places), unit="rows")
+                batch = run[first : first + self._batch_size]
+                progress.report(done, len(lengths), unit="rows")
                 yield batch
                 done += len(batch)
 

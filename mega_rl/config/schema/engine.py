@@ -17,7 +17,6 @@ class DataParallelConfig(Kind):
     overlap_param_gather: bool = False
     grad_reduce_in_fp32: bool = True
     reduce_scatter_fp32_accumulation: bool = False
-    average_in_collective: bool = False
     optimizer_instances: int = 1
 
 
@@ -47,7 +46,6 @@ class DdpConfig(_OfMegatron):
         min=0,
     )
     reduce_scatter_fp32_accumulation: bool = setting(False, "Send bf16 gradients and add them in FP32.")
-    average_in_collective: bool = setting(False, "Let the collective average instead of adding.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ class MoeConfig:
         "How tokens reach experts: sent (alltoall, or deepep by package deep_ep), or gathered.",
         choices=("alltoall", "allgather", "deepep"),
     )
-    router_fusion: bool = setting(False, "Choose and weigh experts in one kernel of Transformer Engine.")
     shared_expert_overlap: bool = setting(False, "Compute shared experts on another stream while tokens travel.")
     aux_loss_coef: float = setting(0.0, "Weight of the load-balancing loss; 0 leaves it out.", min=0.0)
     expert_bias_update_rate: float = setting(0.0, "Step of the router's bias against the load; 0 freezes it.", min=0.0)

@@ -60,11 +60,10 @@ def transformer_config(
     the environment of the process, where every model must find the same.
 
     `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
-    micro-batches or of data-parallel ranks, because every token's loss already carries its global weight. Only
-    `engine.megatron.ddp.average_in_collective` needs it off, and the engine then scales the loss up by what is divided.
+    micro-batches or of data-parallel ranks, because every token's loss already carries its global weight.
 
-    Raises UserError: experts or latent attention under tensor parallelism without sequence parallelism, experts with
-    biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
+    Raises UserError: experts or latent attention under tensor parallelism without sequence parallelism, or yarn's
+    positions that context parallelism does not divide.
     """
     _check(hf, layout)
     if hf.delta is not None and deterministic and torch.cuda.is_available():
@@ -85,7 +84,7 @@ def transformer_config(
         "hidden_dropout": 0.0,
         # Fuses nothing without dropout and biases, and torch would compile it anew for eight shapes of packed rows.
         "bias_dropout_fusion": False,
-        "calculate_per_token_loss": not megatron.ddp.average_in_collective,
+        "calculate_per_token_loss": True,
         "attention_backend": AttnBackend[attention.removeprefix(TE)] if attention.startswith(TE) else AttnBackend.auto,
         "deterministic_mode": deterministic,
         "perform_initialization": False,  # every parameter is loaded, or set by its own module
@@ -116,7 +115,6 @@ def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> 
     return {
         "moe_grouped_gemm": True,
         "moe_permute_fusion": te and not deterministic,
-        "moe_router_fusion": moe.router_fusion,
         "moe_shared_expert_overlap": moe.shared_expert_overlap and hf.moe.shared_ffn_hidden_size > 0,
     }
 
@@ -130,11 +128,6 @@ def _check(hf: HFConfig, layout: ParallelLayout) -> None:
         raise UserError(
             f"engine.megatron.sequence_parallel=false: model_type={hf.family} with tp={layout.tp} needs it, having "
             "experts, latent attention or gated delta nets; set engine.megatron.sequence_parallel=true"
-        )
-    if hf.moe is not None and hf.linear_bias and layout.etp > 1:
-        raise UserError(
-            f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of model_type="
-            f"{hf.family} have; use 1 rank of expert tensor parallelism (in training: engine.megatron.etp=1)"
         )
     yarn = hf.rope.yarn
     if layout.cp > 1 and yarn is not None and yarn.original_max_position_embeddings % (2 * layout.cp):
@@ -277,17 +270,13 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     """
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1, ExpertRowParallelLinear: 1}
     for module in model.modules():
-        dim = dims.get(type(module))
-        if dim is not None and isinstance(module.weight, Tensor):
-            mark_cut(module.weight, dim=dim)
-
-
-def mark_cut(weight: Tensor, *, dim: int) -> None:
-    """Mark a weight as cut along `dim` by tensor parallelism, unless Megatron-Core has marked it."""
-    if not hasattr(weight, "tensor_model_parallel"):
-        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
-    marks = (weight.tensor_model_parallel, weight.partition_dim)  # type: ignore[attr-defined]
-    assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
+        dim, weight = dims.get(type(module)), getattr(module, "weight", None)
+        if dim is None or weight is None:
+            continue
+        if not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+        marks = (weight.tensor_model_parallel, weight.partition_dim)
+        assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
 
 
 def unmark_whole_weights(model: torch.nn.Module) -> None:

@@ -104,13 +104,12 @@ def refusals(path: Path) -> dict[str, str]:
             except UserError as error:
                 actual[name] = str(error)
         for part in ("parameters", "gradients", "optimizer"):
-            parts = {each: each == part for each in ("parameters", "gradients", "optimizer")}
-            engine.offload(**parts)
+            engine.offload((part,))
             try:
                 engine.state()
             except RuntimeError as error:
                 actual[f"{part} offloaded"] = str(error)
-            engine.onload(**parts)
+            engine.onload((part,))
     return actual
 
 

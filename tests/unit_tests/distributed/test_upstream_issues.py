@@ -302,8 +302,20 @@ def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
 
 
 def load_as_upstream(engine: Any, folder: Path) -> None:
-    """Saves and loads the optimizer through Megatron-Core's own state dicts."""
+    """Saves and loads the optimizer through Megatron-Core's own state dicts.
+
+    On a CPU it would ask its checkpoint for the step of torch's Adam, and write into views that require grad.
+    """
     from megatron.core import dist_checkpointing
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, position = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][position]
+        with torch.no_grad():
+            set_states(self, model_param, {"step": self.optimizer.state[main_param]["step"], **tensors})
 
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -318,7 +330,9 @@ def load_as_upstream(engine: Any, folder: Path) -> None:
 
     folder.mkdir()
     dist_checkpointing.save(state(is_loading=False), str(folder))
-    engine.optimizer.load_state_dict(dist_checkpointing.load(state(is_loading=True), str(folder))["optimizer"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedOptimizer, "_set_main_param_and_optimizer_states", with_step)
+        engine.optimizer.load_state_dict(dist_checkpointing.load(state(is_loading=True), str(folder))["optimizer"])
 
 
 def long_norms(accelerator: Any) -> dict[str, Any]:

@@ -55,7 +55,7 @@ CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert cand
 )
 def test_forms_of_tests(answer: Any, row: dict[str, Any], program: str, passes: list[bool]) -> None:
     sandbox = local_sandbox()
-    assert [case.run(sandbox, program, 5.0)[0] for case in read_cases(answer, row)] == passes
+    assert [case.run(sandbox, program, 5.0) for case in read_cases(answer, row)] == passes
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -127,25 +126,22 @@ class SglangRolloutEngine:
         def ask() -> None:
             if not requests:
                 requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, draws=draws))
-            rest, answers = unserved(), threading.Semaphore(0)
-
-            def answered(key: Key, outcome: Sample | RequestFailure) -> None:
-                if isinstance(outcome, Sample):
-                    samples[key] = outcome
-                else:
-                    failures[key] = outcome
-                answers.release()
-
+            rest = unserved()
+            answers = {request.key: Future[Sample | RequestFailure]() for request in rest}
             within_s, mixed = self.deadline_s(len(rest)), self._settings.token_versions
             self.router.open(sampling, version=self._version(), deadline_s=lambda _: within_s, mixed_versions=mixed)
             try:
                 for request in rest:
-                    self.router.ask(request, partial(answered, request.key), samples.pop(request.key, None))
-                for _ in rest:
-                    if not answers.acquire(timeout=within_s + SLACK_S):
-                        raise RunError(f"a generation continued {SLACK_S:g} s after its deadline")
+                    self.router.ask(request, answers[request.key].set_result, samples.pop(request.key, None))
+                if wait(answers.values(), within_s + SLACK_S).not_done:
+                    raise RunError(f"a generation continued {SLACK_S:g} s after its deadline")
             finally:
                 self.end()
+            for key, answer in answers.items():
+                if isinstance(outcome := answer.result(), Sample):
+                    samples[key] = outcome
+                else:
+                    failures[key] = outcome
 
         run_on_all(ask, self.everyone)
         self.settle(lambda: len(unserved()), lambda: ask() if unserved() else None)

@@ -23,8 +23,8 @@ def test_right_programs_pass_and_careless_ones_fail() -> None:
     sandbox = local_sandbox()
     for problem in {problem.kind: problem for problem in PROBLEMS}.values():
         cases = read_cases(problem.row["tests"])
-        assert [case.run(sandbox, problem.program(), 5)[0] for case in cases] == [True, True]
-        assert not all(case.run(sandbox, problem.program(careless=True), 5)[0] for case in cases)
+        assert [case.run(sandbox, problem.program(), 5) for case in cases] == [True, True]
+        assert not all(case.run(sandbox, problem.program(careless=True), 5) for case in cases)
 
 
 def test_tokenizer_gives_texts_back_within_the_recipe(tmp_path: Path) -> None:

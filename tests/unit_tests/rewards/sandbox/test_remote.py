@@ -61,7 +61,7 @@ def test_service_runs_the_same_tests(answer: Any, program: str, passes: list[boo
     local_sandbox()
     with serving(run) as service:
         sandbox = build_sandbox(settings(service))
-        assert [case.run(sandbox, program, 2.0)[0] for case in read_cases(answer)] == passes
+        assert [case.run(sandbox, program, 2.0) for case in read_cases(answer)] == passes
     post = service.posts[0]
     assert (post.path, post.body["run_timeout"], post.body["memory_limit_MB"]) == ("/run_code", 2.0, 512)
 
