@@ -259,7 +259,8 @@ def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
         )
     now = {rank: one.process_state for rank, one in seen.records.items() if one.host == host}
     seen = replace(seen, states=now, stacks={})
-    living = [rank for rank in seen.records if seen.may_live(rank)]
+    silent = {rank for rank, one in seen.records.items() if rank not in now and silent_s(one, seen.now)}
+    living = [rank for rank in seen.records if not seen.has_ended(rank) and rank not in silent]
     if living:
         if stacks:
             collect(run_dir, {rank: seen.records[rank].pid for rank in living if rank in now})

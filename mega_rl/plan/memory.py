@@ -32,14 +32,9 @@ class MemoryPhase:
     entries: dict[str, int]  # bytes by use
 
     @property
-    def total(self) -> int:
-        """Return the sum of the entries."""
-        return sum(self.entries.values())
-
-    @property
     def needed(self) -> int:
         """Return the device memory that the phase needs: with the context and the cost of fragmentation."""
-        return round(self.total * (1 + FRAGMENTATION)) + CONTEXT
+        return round(sum(self.entries.values()) * (1 + FRAGMENTATION)) + CONTEXT
 
 
 @dataclass(frozen=True)

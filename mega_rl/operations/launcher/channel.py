@@ -16,11 +16,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
+from mega_rl.operations.launcher.ranks import StopSignals
 from mega_rl.untrusted import parse_object, read_record
 
 log = logging.getLogger(__name__)
@@ -188,10 +189,10 @@ def connect(address: str, port: int, key: bytes, joining: Joining) -> Channel:
     return channel
 
 
-def join(address: str, port: int, key: bytes, joining: Joining, *, stopped: Callable[[], bool]) -> Channel | None:
+def join(address: str, port: int, key: bytes, joining: Joining, stop: StopSignals) -> Channel | None:
     """Call node 0's launcher until it answers, for `JOIN_S` seconds; return None after a signal."""
     deadline = time.monotonic() + JOIN_S
-    while not stopped():
+    while not stop.first:
         try:
             return connect(address, port, key, joining)
         except ChannelLost as error:

@@ -122,16 +122,13 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         interface = interface_of(address) if several else "lo"
         return LocalNode(NodeRanks(settings.program, variables=variables, interface=interface), health)
 
-    def is_stopped() -> bool:
-        return stop.first != 0
-
     key = key_of(variables) if several else b""
     if settings.node_rank > 0:
         joining = Joining(settings.node_rank, socket.gethostname(), settings.digest)
-        channel = join(settings.master_addr, settings.master_port, key, joining, stopped=is_stopped)
-        return (
-            Conclusion(128 + stop.first) if channel is None else follow(channel, node_at(channel.local_address), stop)
-        )
+        channel = join(settings.master_addr, settings.master_port, key, joining, stop)
+        if channel is None:
+            return Conclusion(128 + stop.first)
+        return follow(channel, node_at(channel.local_address), stop)
     with listen(settings.master_addr, settings.master_port) if several else nullcontext() as listener:
         local = node_at(LOOPBACK if listener is None else str(listener.getsockname()[0]))
         nodes: list[RunNode] = [local]
@@ -139,8 +136,7 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         try:
             log.info("starting %d ranks", settings.nnodes * settings.nproc_per_node)
             if listener is not None:
-                door = Door(listener, key)
-                gather(nodes, settings.nnodes, door, command=settings.digest, stopped=is_stopped)
+                gather(nodes, settings.nnodes, Door(listener, key), command=settings.digest, stop=stop)
             conclusion = Supervisor(
                 local,
                 nodes,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.channel import JOIN_S, Channel, ChannelLost, Door, Joining, Message
-from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd
+from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd, StopSignals
 from mega_rl.operations.launcher.run_health import RunHealth
 from mega_rl.untrusted import read_record, shown
 
@@ -101,14 +101,14 @@ class RemoteNode:
 RunNode: TypeAlias = LocalNode | RemoteNode
 
 
-def gather(members: list[RunNode], size: int, door: Door, *, command: str, stopped: Callable[[], bool]) -> None:
+def gather(members: list[RunNode], size: int, door: Door, *, command: str, stop: StopSignals) -> None:
     """Let launchers in until a run has its nodes, or a signal came; sort them.
 
     command: digest that launchers must join with. Raises RunError with the missing numbers after `JOIN_S` seconds.
     """
     begun, reminded = time.monotonic(), 0.0
     refused: list[RunNode] = []
-    while not stopped() and (missing := sorted({*range(size)} - {node.number for node in members})):
+    while not stop.first and (missing := sorted({*range(size)} - {node.number for node in members})):
         for channel, joined in door.arrivals():
             node = RemoteNode(channel, joined)
             if joined.command != command:

@@ -228,7 +228,16 @@ def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
                 f"trainer.timeout_s={config.trainer.timeout_s:g}, the time that other ranks wait for the scores"
             )
     elif "reward.source.path" in checkpoints:
-        yield from _head(Path(reward.model_path), checkpoints["reward.source.path"])
+        hf = checkpoints["reward.source.path"]
+        try:
+            shape: list[int] | None = list(checkpoint_entries(Path(reward.model_path))[hf.value_head].shape)
+        except (UserError, KeyError):
+            shape = None
+        if shape != [1, hf.hidden_size]:
+            yield (
+                f"reward.source.path: {reward.model_path}: {hf.value_head} must have the shape {[1, hf.hidden_size]}, "
+                f"not {shape}; a reward model is a sequence-classification checkpoint with one label"
+            )
         yield from _room(config)
 
 
@@ -242,19 +251,6 @@ def probe_rewards(config: Config) -> Iterator[str]:
             find_service(source.url, source.key_file)
     except UserError as error:
         yield str(error)
-
-
-def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
-    """Yield a problem if a reward model's head has not one label."""
-    try:
-        shape: list[int] | None = list(checkpoint_entries(directory)[hf.value_head].shape)
-    except (UserError, KeyError):
-        shape = None
-    if shape != [1, hf.hidden_size]:
-        yield (
-            f"reward.source.path: {directory}: {hf.value_head} must have the shape {[1, hf.hidden_size]}, not {shape}; "
-            "a reward model is a sequence-classification checkpoint with one label"
-        )
 
 
 def _room(config: Config) -> Iterator[str]:

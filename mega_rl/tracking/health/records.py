@@ -50,10 +50,9 @@ GENERATION = "MEGA_RL_GENERATION"  # environment variable of ranks that a launch
 LOST_PEER_CODE, TIMEOUT_CODE = 75, 76
 INNOCENT_CODES: Mapping[str, int] = {"lost peer": LOST_PEER_CODE, "timeout": TIMEOUT_CODE}  # kind of failure: exit code
 UNSAID = 256  # added to the exit code of a rank whose command did not report that it ends with that code
-LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
 # Messages of ranks that another rank has ended, outside of a run, whose guard names phase and collective.
 BY_OTHERS = {
-    LOST_PEER_CODE: LOST_CONNECTION,
+    LOST_PEER_CODE: "lost the connection to another rank, which has ended; what it said, if anything, is the cause",
     TIMEOUT_CODE: "waited in a collective for a rank that did not come in time",
 }
 

@@ -236,7 +236,6 @@ def make_sink(
         project=config.project,
         name=config.run_name or run_dir.resolve().name,
         run_dir=str(run_dir.resolve()),
-        run_id="",
         config=public,
     )
     for tracker in dict.fromkeys(config.trackers):

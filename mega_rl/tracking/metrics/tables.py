@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mega_rl.errors import UserError
@@ -17,16 +17,14 @@ METRICS = "metrics.jsonl"
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 36
 MOST_VALIDATIONS = 6  # in a row; earlier ones are left out
-_TITLES = ("role", "family", "parameters", "engine", "layout", "attention", "dtype", "trains", "model")
 _UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K"))
 
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """Model of a role, as the table shows it."""
+    """Model of a role, as the table shows it: a column for each field."""
 
     role: str  # "actor"
-    model: str  # a checkpoint directory, a function, an address
     family: str = ""  # config.json's model_type; empty if the role has no model
     parameters: int | None = None  # number in the whole model
     engine: str = ""  # "megatron" or "fsdp"
@@ -34,6 +32,7 @@ class RoleFacts:
     attention: str = ""  # the kernels that run: "sdpa", "te: flash"
     dtype: str = ""  # dtype of computation
     trains: bool = False
+    model: str = ""  # a checkpoint directory, a function, an address
 
 
 def show_startup(roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "") -> None:
@@ -42,14 +41,14 @@ def show_startup(roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: 
     For one rank only. prompts, stop_tokens: texts of the last lines, about how prompts are written and where a response
     ends.
     """
-    rows = [_TITLES]
+    rows = [[column.name for column in fields(RoleFacts)]]
     for role in roles:
         parameters = "" if role.parameters is None else short_count(role.parameters)
-        model = (role.role, role.family, parameters, role.engine, role.layout, role.attention, role.dtype)
-        rows.append((*model, "yes" if role.trains else "no", role.model))
+        cells = {**vars(role), "parameters": parameters, "trains": "yes" if role.trains else "no"}
+        rows.append([str(cell) for cell in cells.values()])
     shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    head, *cells = ([cell or "-" for cell in row] for row in zip(*shown, strict=True))
-    lines = [*aligned(head, cells)]
+    head, *filled = ([cell or "-" for cell in row] for row in zip(*shown, strict=True))
+    lines = [*aligned(head, filled)]
     lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
     _print_lines(lines)
 

@@ -17,8 +17,8 @@ ACTOR = RoleFacts(
     role="actor", model="/models/a[bold]b", family="qwen2", parameters=494_032_768, engine="megatron",
     layout="tp2 dp2", attention="te: flash", dtype="bf16", trains=True,
 )  # fmt: skip
-CRITIC = RoleFacts("critic", "/models/larger", "qwen2", 7_615_616_512, "megatron", "tp2 dp2", "sdpa", "bf16", True)
-REWARD = RoleFacts("reward", "exact_match")
+CRITIC = RoleFacts("critic", "qwen2", 7_615_616_512, "megatron", "tp2 dp2", "sdpa", "bf16", True, "/models/larger")
+REWARD = RoleFacts("reward", model="exact_match")
 
 
 def console() -> tuple[Console, io.StringIO]:
