@@ -377,6 +377,13 @@ TABLE: Table = {
             "return range((layout.ep - 1 - ep_rank) * count, (layout.ep - ep_rank) * count)",
         ),
     ],
+    ("converters", "converters/test_offline.py"): [
+        (
+            "columns that take turns are written side by side",
+            "dst_col = copy.dst_col + low * copy.dst_step",
+            "dst_col = copy.dst_col + low",
+        )
+    ],
     ("converters", "converters/test_hf_config.py"): [
         (
             "sparse attention sees every token, whatever its indexer chooses",

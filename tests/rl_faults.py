@@ -156,8 +156,8 @@ RL: Table = {
         ),
         (
             "KL in the reward without its coefficient",
-            "return self.controller.value * self.estimator(logprobs, ref_logprobs)",
-            "return self.estimator(logprobs, ref_logprobs)",
+            "return self.value * k1(logprobs, ref_logprobs)",
+            "return k1(logprobs, ref_logprobs)",
         ),
     ],
     ("experience", "workers/test_models.py"): [
@@ -404,7 +404,7 @@ RL: Table = {
             "if own_ids != prompts[prompt].token_ids and is_foreign:",
             "if len(own_ids) != len(prompts[prompt].token_ids) and is_foreign:",
         ),
-        ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.plan.n)\n", ""),
+        ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.settings.n)\n", ""),
     ],
     ("experience", "rollout/sglang/test_rows.py"): [
         (

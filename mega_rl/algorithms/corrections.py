@@ -167,4 +167,5 @@ class OPSM(Kind):
         return torch.where(is_far & (tokens.advantages < 0), 0.0, torch.ones_like(tokens.advantages)), {}
 
 
-CORRECTIONS = by_name(AutoCorrection, NoCorrection, TIS, IcePop, GeometricRejection, SequenceRejection, OPSM)
+CORRECTIONS = by_name(TIS, IcePop, GeometricRejection, SequenceRejection, OPSM)
+CHOICES = by_name(AutoCorrection, NoCorrection) | CORRECTIONS

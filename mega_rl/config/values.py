@@ -159,7 +159,6 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     ffn_hidden_size: int
-    vocab_size: int
     max_position_embeddings: int
     multi_latent_attention: bool = False
     delta_key_heads: int = 0  # of gated delta nets; 0: there are none

@@ -8,13 +8,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mega_rl.config.schema import (
-    ChatConfig,
-    DataConfig,
-    SourceConfig,
-    SuccessCurriculum,
-    TrainerConfig,
-)
+from mega_rl.config.schema import ChatConfig, DataConfig, SuccessCurriculum, TrainerConfig
+from mega_rl.config.schema.data import SourceConfig
 from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.hub import dataset_name, hub_shards

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.packaged import read_recipe
 from mega_rl.config.rules.rollout import files_of
-from mega_rl.config.schema import Config, MixtureConfig, Origin
-from mega_rl.config.schema.data import SOURCES
+from mega_rl.config.schema import Config, Origin
+from mega_rl.config.schema.data import SOURCES, MixtureConfig
 from mega_rl.data.hub import (
     DEFAULT_REVISION,
     FAILURES,

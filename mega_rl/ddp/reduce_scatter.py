@@ -219,7 +219,7 @@ def _exchange(
     pieces = []
     for start in range(0, longest, step):
         parts, out = [shard[start : start + step] for shard in shards], output[start : start + step]
-        work, rows = None, parts[0].unsqueeze(0)  # of a group of one
+        work, rows = None, parts[0].unsqueeze(0)  # a group of one sends nothing
         if ranks > 1:
             sizes = [part.numel() for part in parts]
             rows = scratch.lend(ranks * out.numel(), like=input).view(ranks, out.numel())

@@ -111,11 +111,11 @@ class ModelEngine(Engine):
 
     @abstractmethod
     def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
-        """Clip by the global norm and step; return the norm before; collective. metrics: of the update, for errors."""
+        """Clip by the global norm and step; return the norm before; collective. metrics: for errors."""
 
     @abstractmethod
     def _tensors(self) -> Mapping[str, Iterable[Tensor]]:
-        """Return this rank's tensors of each of `PARTS`; those that share memory go with the first; collective."""
+        """Return this rank's tensors of each of `PARTS`, in the order that awards shared memory; collective."""
 
     def _combine(self, full: Tensor) -> Tensor:
         """Return the replica's outputs from those of this rank, [n, B, S] both; collective."""

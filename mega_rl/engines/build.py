@@ -32,7 +32,7 @@ from mega_rl.engines.microbatches import Batching
 from mega_rl.engines.models.build import DTYPES, build_chunks, fuse_weight_gradients, transformer_config
 from mega_rl.engines.models.heads import use_fp32_logits
 from mega_rl.engines.models.routing import Routing
-from mega_rl.engines.models.specs import check_experts, choose_attention, choose_transformer_impl
+from mega_rl.engines.models.specs import check_recompute, choose_attention, choose_transformer_impl
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import SingleRank, ranks_of
 from mega_rl.parallel.groups import Groups
@@ -128,7 +128,7 @@ def _build_megatron(
 ) -> MegatronEngine:
     """Return the model on this rank's part of the layout; common: fields of every engine."""
     hf, megatron, groups, sharding = request.hf, settings.engine.megatron, common["groups"], common["sharding"]
-    check_experts(request.impl, hf, moe=megatron.moe, model=settings.model)
+    check_recompute(request.impl, hf, settings.model)
     model_config = transformer_config(
         hf,
         layout=groups.layout,

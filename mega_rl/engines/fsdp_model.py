@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from mega_rl.config.schema import FsdpConfig
+from mega_rl.config.schema.engine import FsdpConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.untabled import build_empty
 from mega_rl.converters.live.load import model_config

@@ -54,11 +54,6 @@ class StorageOffload:
         """Return whether the storages are offloaded."""
         return self._off is not None
 
-    @property
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory that are kept for the storages."""
-        return sum(copy.host.nbytes() for copy in self._copies.values())
-
     def changed(self) -> None:
         """Note that the storages' values change on the device; the next `offload` copies them."""
         self._is_current = False

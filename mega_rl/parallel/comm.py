@@ -178,7 +178,7 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 def _broadcast_rows(rows: Tensor, sizes: Sequence[Sequence[int]], ranks: GroupRanks) -> Tensor:
-    """Return all ranks' rows, [B] or [B, longest S, ...], in rank order, filled up with zeros.
+    """Return all ranks' rows in rank order, [B] or, filled up with zeros, [B, S, ...].
 
     sizes: (B,) or (B, S) of each rank. The result is all that is allocated: each rank broadcasts its rows out of their
     place in it.

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
 from mega_rl.config.keys import kind_of
-from mega_rl.config.schema import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
-from mega_rl.config.schema.rollout import CODE_TESTS
+from mega_rl.config.schema.rollout import CODE_TESTS, LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.errors import UserError
 from mega_rl.rewards.sandbox import MIB, Limits, Sandbox, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox, Tool

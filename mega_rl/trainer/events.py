@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import RewardKL
+from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses import Correction, SampledTokens
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.schema import CheckpointConfig
@@ -260,7 +260,7 @@ class StepColumns:
     ranks: Ranks  # the data-parallel replicas
     policy: Callable[[Rollout], TokenOutputs] | None = None
     from_sampler: bool = False
-    reward_kl: RewardKL | None = None
+    reward_kl: KLController | None = None
     correction: Correction | None = None
     on_policy: bool = False
 

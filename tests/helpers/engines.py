@@ -16,7 +16,6 @@ from mega_rl.config.schema import (
     CheckpointConfig,
     Config,
     EngineConfig,
-    FsdpConfig,
     MegatronConfig,
     MicrobatchConfig,
     ModelConfig,
@@ -24,6 +23,7 @@ from mega_rl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
+from mega_rl.config.schema.engine import FsdpConfig
 from mega_rl.types import Experience
 
 # name -> (world size, parallel settings)

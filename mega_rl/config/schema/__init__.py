@@ -11,16 +11,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.config.schema.data import (
-    MixtureConfig,
-    SourceConfig,
-    SuccessCurriculum,
-    ValidationConfig,
-)
+from mega_rl.config.schema.data import SuccessCurriculum, ValidationConfig
 from mega_rl.config.schema.engine import (
     DataParallelConfig,
     EngineConfig,
-    FsdpConfig,
     MegatronConfig,
     MegatronOptimizerConfig,
     MoeConfig,
@@ -29,13 +23,10 @@ from mega_rl.config.schema.engine import (
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
-    LocalSandboxConfig,
     OverlongConfig,
-    RemoteSandboxConfig,
     RewardConfig,
     RewardFunctionConfig,
     RewardHttpConfig,
-    RewardSandboxConfig,
     RolloutConfig,
     SglangServerConfig,
 )

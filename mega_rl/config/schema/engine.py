@@ -79,7 +79,6 @@ class MoeConfig:
         "How tokens reach experts: sent (alltoall, or deepep by package deep_ep), or gathered.",
         choices=("alltoall", "allgather", "deepep"),
     )
-    router_fusion: bool = setting(False, "Choose and weigh experts in one kernel of Transformer Engine.")
     shared_expert_overlap: bool = setting(False, "Compute shared experts on another stream while tokens travel.")
     aux_loss_coef: float = setting(0.0, "Weight of the load-balancing loss; 0 leaves it out.", min=0.0)
     expert_bias_update_rate: float = setting(0.0, "Step of the router's bias against the load; 0 freezes it.", min=0.0)

@@ -13,7 +13,7 @@ from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 _ALGORITHMS = "mega_rl.algorithms"
 ESTIMATORS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.advantages").ESTIMATORS
 LOSSES: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.policy_losses").LOSSES
-CORRECTIONS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.corrections").CORRECTIONS
+CORRECTIONS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.corrections").CHOICES
 TRAININGS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.preferences").TRAININGS
 
 

@@ -374,7 +374,6 @@ def facts_of(checkpoint: HFConfig) -> ModelFacts:
         num_heads=checkpoint.num_heads,
         num_kv_heads=checkpoint.num_kv_heads,
         ffn_hidden_size=checkpoint.ffn_hidden_size,
-        vocab_size=checkpoint.vocab_size,
         max_position_embeddings=checkpoint.max_position_embeddings,
         multi_latent_attention=checkpoint.mla is not None,
         delta_key_heads=0 if checkpoint.delta is None else checkpoint.delta.num_key_heads,

@@ -206,7 +206,7 @@ def attend_by_length(attend: Attend, query: Tensor, key: Tensor, value: Tensor, 
 
 
 class Picked(torch.autograd.Function):
-    """Rows of a tensor by `index`; `back` picks the gradients of the tensor's rows from those of the result's."""
+    """Rows of a tensor by `index`; in the backward `back` picks from the result's gradients."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class Picked(torch.autograd.Function):
 
 
 class _ToPacked(torch.autograd.Function):
-    """[slots, ...] padded -> [T, ...] packed; the inverse of `Picked` by classes, on the real slots."""
+    """[slots, ...] padded -> [T, ...] packed: the inverse of `Picked` on the real slots."""
 
     @staticmethod
     def forward(

@@ -62,8 +62,8 @@ def transformer_config(
     `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
     micro-batches or of data-parallel ranks, because every token's loss already carries its global weight.
 
-    Raises UserError: experts or latent attention under tensor parallelism without sequence parallelism, experts with
-    biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
+    Raises UserError: experts or latent attention under tensor parallelism without sequence parallelism, or yarn's
+    positions that context parallelism does not divide.
     """
     _check(hf, layout)
     if hf.delta is not None and deterministic and torch.cuda.is_available():
@@ -115,7 +115,6 @@ def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> 
     return {
         "moe_grouped_gemm": True,
         "moe_permute_fusion": te and not deterministic,
-        "moe_router_fusion": moe.router_fusion,
         "moe_shared_expert_overlap": moe.shared_expert_overlap and hf.moe.shared_ffn_hidden_size > 0,
     }
 
@@ -129,11 +128,6 @@ def _check(hf: HFConfig, layout: ParallelLayout) -> None:
         raise UserError(
             f"engine.megatron.sequence_parallel=false: model_type={hf.family} with tp={layout.tp} needs it, having "
             "experts, latent attention or gated delta nets; set engine.megatron.sequence_parallel=true"
-        )
-    if hf.moe is not None and hf.linear_bias and layout.etp > 1:
-        raise UserError(
-            f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of model_type="
-            f"{hf.family} have; use 1 rank of expert tensor parallelism (in training: engine.megatron.etp=1)"
         )
     yarn = hf.rope.yarn
     if layout.cp > 1 and yarn is not None and yarn.original_max_position_embeddings % (2 * layout.cp):

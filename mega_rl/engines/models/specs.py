@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mega_rl.config.needs import RequestedAttention, Role
-from mega_rl.config.schema import ModelConfig, MoeConfig
+from mega_rl.config.schema import ModelConfig
 from mega_rl.converters.architecture import HFConfig, Mla, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.sharding import Spec
@@ -88,24 +88,10 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
     return "te"
 
 
-def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfig) -> None:
-    """Check the settings of experts against the layers `impl`, "te" or "local".
-
-    Raises UserError: a fused router in local layers, or recomputation of grouped experts' activation, for they compute
-    their experts one after the other.
-    """
+def check_recompute(impl: Spec, hf: HFConfig, model: ModelConfig) -> None:
+    """Raise UserError for recomputation of grouped experts' activation in local layers, which have none."""
     if hf.moe is None:
         return
-    if impl == "local" and moe.router_fusion:
-        raise UserError(
-            "engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose layers this model "
-            "does not have; leave it out, or install mega_rl[gpu] on a machine with CUDA"
-        )
-    if moe.router_fusion and hf.moe.weight_floor is not None:
-        raise UserError(
-            "engine.megatron.moe.router_fusion=true: Transformer Engine's kernel knows no corrections of a softmax, as "
-            f"model_type={hf.family} has; leave it out"
-        )
     selective = model.recompute == "selective"
     if impl == "local" and selective and "moe_act" in model.recompute_modules:
         raise UserError(

@@ -82,7 +82,7 @@ def _run(
         for name, value in run.rollouts.source.metrics().items():
             if name.startswith("agent/"):
                 own[name] = own.get(name, 0.0) + value * (1.0 if "failed" in name else share)
-        progress.report(count // evaluation.plan.n, sum(sizes.values()), unit="prompts")
+        progress.report(count // evaluation.settings.n, sum(sizes.values()), unit="prompts")
 
     with progress.phase("evaluating"):
         return evaluation.run(0, each=each), agents

@@ -18,7 +18,6 @@ FACTS = ModelFacts(
     num_heads=16,
     num_kv_heads=8,
     ffn_hidden_size=96,
-    vocab_size=1000,
     max_position_embeddings=4096,
 )
 EXPERTS = dataclasses.replace(FACTS, num_experts=8, expert_ffn_hidden_size=48)
@@ -364,10 +363,9 @@ FEW_HEADS = dataclasses.replace(FACTS, num_heads=24, num_kv_heads=6)
         (EXPERTS, 3, "M.ep=3 T.prompts_per_step=63 T.minibatch_size=63", "M.ep=3 does not divide the 8 experts"),
         (EXPERTS, 4, "M.ep=8", "M.ep*etp=8*1=8 does not divide the 4 ranks of a pipeline stage"),
         (EXPERTS, 32, "M.etp=32", "M.etp=32 does not divide the feed-forward size 48 of an expert of model.path"),
-        (EXPERTS, 1, "M.moe.router_fusion=true T.deterministic=true", "M.moe.router_fusion=true: the kernel records"),
         (EXPERTS, 1, "M.moe.routing_replay=true", "M.moe.routing_replay=true has no effect: it needs a pass that"),
         (EXPERTS, 1, "M.moe.routing_replay=true A.epochs=2", ""),
-        (EXPERTS, 1, "M.moe.router_fusion=true M.moe.shared_expert_overlap=true", ""),
+        (EXPERTS, 1, "M.moe.shared_expert_overlap=true", ""),
         (dataclasses.replace(EXPERTS, expert_biases=True), 2, "M.tp=2 M.sequence_parallel=true", "M.etp=2: Megatron"),
         (FACTS, 2, "M.ep=2", "M.ep has no effect: model.path has no experts"),
         (FACTS, 1, "M.moe.dispatcher=allgather", "M.moe.dispatcher has no effect: model.path has no experts"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import LocalSandboxConfig
+from mega_rl.config.schema.rollout import LocalSandboxConfig
 from mega_rl.rewards.builtin import resolve
 from mega_rl.rewards.code import CodeTests, code_format, last_program, read_cases, same_text, same_value, specification
 from mega_rl.rewards.sandbox import Execution, SandboxError

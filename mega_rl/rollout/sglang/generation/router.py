@@ -325,9 +325,6 @@ class ServerRouter:
             if isinstance(outcome, RequestFailure):
                 if _failed(generation, job, replica, outcome, retries=self._retries):
                     return outcome
-                self._loop.call_later(
-                    backoff_s(job.request, job.bad_answers + job.disruptions), _dispatch, generation
-                )  # also a busy server's pause ends
             elif outcome is not None and outcome.finish != "partial":
                 replica.answered(self._loop.time())
         return job.partial
@@ -423,8 +420,9 @@ def _serving(generation: _Generation, *states: State) -> list[Replica]:
 
 
 def _failed(generation: _Generation, job: _Job, replica: Replica, failure: RequestFailure, *, retries: int) -> bool:
-    """Record a failed try; return whether it was the sample's last one."""
-    now = asyncio.get_running_loop().time()
+    """Record a failed try, and wake the samples after its pause; return whether it was the sample's last one."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
     job.last = failure.message
     generation.result.failed_tries[failure.kind] += 1
     if failure.charge == "sample":
@@ -433,6 +431,7 @@ def _failed(generation: _Generation, job: _Job, replica: Replica, failure: Reque
         job.disruptions += 1
     wait_s = backoff_s(job.request, job.bad_answers + job.disruptions)
     replica.failed(now, failure, wait_s=wait_s)
+    loop.call_later(wait_s, _dispatch, generation)  # then a busy server's pause ends, too
     elsewhere = any(other is not replica for other in _serving(generation, State.READY))
     job.not_before = now if elsewhere and failure.charge != "sample" else now + wait_s
     # Dying servers must not use up a sample's tries, and a sample that kills servers must not be retried for ever.

@@ -139,8 +139,8 @@ def fusions(checkpoint: str) -> list[dict[str, bool]]:
 
     hf, overrides = read_hf_config(checkpoint), prepare("auto").transformer_config_overrides()
     config = config_of(Path(checkpoint), "1")
-    every = replaced(config, "engine.megatron.moe", router_fusion=True, shared_expert_overlap=True)
-    names = ("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap")
+    every = replaced(config, "engine.megatron.moe", shared_expert_overlap=True)
+    names = ("moe_permute_fusion", "moe_shared_expert_overlap")
     asked = []
     for settings, te, deterministic in (
         (config, False, False),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RemoteSandboxConfig, RewardSandboxConfig
+from mega_rl.config.schema.rollout import RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.errors import UserError
 from mega_rl.rewards.code import build_sandbox, check_sandbox, read_cases
 from tests.helpers.sandboxes import local_sandbox
