@@ -246,9 +246,6 @@ def _done(seen: Observations, rank: int) -> bool:
     return record is not None and record.ended is not None and record.ended.kind not in INNOCENT_CODES
 
 
-GOOD_ENDS = ("done", "stopped")
-
-
 def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
     """Return (lines, exit code): 1 after a hang or failure, else 0."""
     report, host, seen = newest_report(run_dir), socket.gethostname(), observe(run_dir)
@@ -267,7 +264,8 @@ def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
             read = {rank: one for rank in living if (one := read_stacks(run_dir, rank)) is not None}
             seen = replace(seen, stacks=read)
         return [*lines_of(seen)], 0
-    if seen.records and all(one.ended is not None and one.ended.kind in GOOD_ENDS for one in seen.records.values()):
+    ends = {None if one.ended is None else one.ended.kind for one in seen.records.values()}
+    if ends and ends <= {"done", "stopped"}:
         return [*lines_of(seen), "", _end_of(seen.records[min(seen.records)])], 0
     if report is not None:
         return [f"{report[0]}:", *report[1].rstrip("\n").splitlines()], 1

@@ -61,16 +61,12 @@ class FitVerdict:
     limit: int | None
 
     @property
-    def phase(self) -> MemoryPhase:
-        """Return the phase that needs most."""
-        return self.memory.peak
-
-    @property
     def sentence(self) -> str:
         """Return the verdict in words, with the three largest uses of the phase."""
-        largest = sorted(self.phase.entries.items(), key=lambda entry: -entry[1])[:3]
+        peak = self.memory.peak
+        largest = sorted(peak.entries.items(), key=lambda entry: -entry[1])[:3]
         uses = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in largest if size)
-        needs = f"rank {self.memory.rank} needs {in_gb(self.phase.needed)} while {self.phase.name} ({uses})"
+        needs = f"rank {self.memory.rank} needs {in_gb(peak.needed)} while {peak.name} ({uses})"
         if self.limit is None:
             return f"{needs}; the memory of a GPU is not known here: give it as --gpu-memory 80G"
         if self.fits:

@@ -118,6 +118,11 @@ def index(names: object) -> None:
     Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+def lacking() -> None:
+    Path("m/model.safetensors").rename("m/a.safetensors")
+    Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+
+
 def weights(data: bytes = b"", *, end: int | None = None, tail: bytes = b"") -> None:
     Path("m/model.safetensors").write_bytes(data or Path("m/model.safetensors").read_bytes()[:end] + tail)
 
@@ -144,6 +149,7 @@ DAMAGE: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
         lambda: index({"w": "../m/model.safetensors"}), (),
         "m/model.safetensors.index.json: w is in '../m/model.safetensors', must be a relative path inside the check",
     ),
+    "shard without a tensor": (lacking, (), "m/a.safetensors: lacks w, which the index puts there"),
     "no index": (
         lambda: index([]), (),
         "m/model.safetensors.index.json: weight_map is list, must be an object from tensor to file name; download",
