@@ -42,25 +42,18 @@ def contenders(engine: Any, folder: Path, in_memory: Path) -> dict[str, Callable
 
     from mega_rl.checkpoint.memory.hosts import Host
     from mega_rl.checkpoint.memory.store import MemoryCheckpoints
+    from mega_rl.checkpoint.run_state import RunState
     from mega_rl.checkpoint.store import RunCheckpoints
-    from mega_rl.config.schema import CheckpointConfig, MemoryCheckpointConfig
+    from mega_rl.config.schema import CheckpointConfig
+    from mega_rl.config.schema.training import MemoryCheckpointConfig
     from mega_rl.parallel.comm import GroupRanks
 
     ranks, rank = GroupRanks(dist.group.WORLD), dist.get_rank()
 
     def store(name: str, *, background: bool = False, memory: int = 0) -> RunCheckpoints:
-        return RunCheckpoints(
-            root=folder / name,
-            engines={"actor": engine},
-            ranks=ranks,
-            settings=CheckpointConfig(
-                async_save=background, keep=1, on_error="stop", memory=MemoryCheckpointConfig(memory)
-            ),
-            identity={},
-            layout="dp2",
-            config={},
-            rank_states={},
-        )
+        in_memory = MemoryCheckpointConfig(memory)
+        settings = CheckpointConfig(async_save=background, keep=1, on_error="stop", memory=in_memory)
+        return RunCheckpoints(folder / name, RunState({"actor": engine}, {}, ranks, {}, "dp2", {}), settings)
 
     stores = {"save": store("save"), "async": store("async", background=True)}
     MemoryCheckpoints.host = staticmethod(lambda: Host("host", "host", in_memory))

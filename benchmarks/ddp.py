@@ -84,7 +84,7 @@ def collective(mebibytes: int, dtype_name: str, rounds: int, *, slowed: bool) ->
     sharded = numel * dtype.itemsize * (ranks - 1) / ranks
 
     def mega_rl() -> None:
-        reduce_scatter_fp32(out["mega_rl"], gradients, group=group, scratch=scratch)
+        reduce_scatter_fp32(out["mega_rl"], gradients, group=group, scratch=scratch).wait()
 
     contenders = {
         "mega_rl": Contender(mega_rl, sharded),
@@ -206,7 +206,8 @@ class MegatronStep(Step):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
-        from mega_rl.config.schema import DdpConfig, MegatronOptimizerConfig, OptimConfig
+        from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
+        from mega_rl.config.schema.engine import DdpConfig
         from mega_rl.ddp.optimizer import build_optimizer
         from mega_rl.ddp.wrap import wrap_chunks
 

@@ -193,7 +193,7 @@ def rollout(*, tiny: bool) -> Iterator[Record]:
                 folder, dtype=torch.bfloat16, device=DEVICE, sampler=sampler, max_new_tokens=new,
                 stop_token_ids=[], batch_size=batch,
             )  # fmt: skip
-            sync = EmbeddedWeightSync(engine.export_weights, embedded, bucket_bytes=256 << 20, verify_interval=1000)
+            sync = EmbeddedWeightSync(engine.export_weights, embedded, verify_interval=1000)
             sync.publish()  # with checksums
             begin = time.perf_counter()
             sent = sync.publish()["sync/bytes"]

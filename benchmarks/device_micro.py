@@ -223,9 +223,7 @@ def ipc(*, tiny: bool) -> Iterator[Record]:
             synchronize()
             begin = time.perf_counter()
             held = [*held[-1:], bucket]
-            receiver.stdin.write(
-                base64.b64encode(pickle.dumps(device.opened(device.handle(bucket)), protocol=4)).decode() + "\n"
-            )
+            receiver.stdin.write(base64.b64encode(pickle.dumps(device.handle(bucket), protocol=4)).decode() + "\n")
             receiver.stdin.flush()
             answer = int(receiver.stdout.readline())
             seconds.append(time.perf_counter() - begin)

@@ -46,11 +46,12 @@ def run(*, tiny: bool) -> Iterator[Record]:
     Samplers of both devices draw alike where their logits, in FP32, round alike.
     """
     from mega_rl.cli.quickstart import sums
+    from mega_rl.cli.quickstart.inputs import write_fresh_model
 
     with tempfile.TemporaryDirectory(prefix="mega_rl_device_") as name:
         folder = Path(name)
         sums.write_data(folder / "data", seed=0)
-        sums.write_model(folder / "model", seed=0)
+        write_fresh_model(folder / "model", sums.TOKENS, seed=0)
         cases = [
             (backend, device) for device in ("cpu", *(["cuda"] if GPU else [])) for backend in ("megatron", "fsdp")
         ]

@@ -18,7 +18,8 @@ from pathlib import Path
 from driver import Report, parser_of
 
 from mega_rl.cli.quickstart import sums
-from mega_rl.cli.quickstart.run import NUM_RANKS, TASKS, launch, setting
+from mega_rl.cli.quickstart.inputs import write_fresh_model
+from mega_rl.cli.quickstart.run import NUM_RANKS, TASKS, launch
 from mega_rl.rewards.call import load_functions
 from mega_rl.rewards.pool import FunctionRewards, WorkerPool
 from mega_rl.rewards.score import Response, ignore
@@ -69,10 +70,10 @@ def shares_of_step(num_workers: int, steps: int, folder: Path) -> dict[str, floa
     """
     run_dir = folder / f"workers{num_workers}"
     sums.write_data(run_dir / "data", seed=0)
-    sums.write_model(run_dir / "model", seed=0)
-    settings = [setting("trainer.run_dir", str(run_dir)), setting("model.path", str(run_dir / "model"))]
-    settings += [*TASKS["sums"].overrides(run_dir), f"reward.source.workers={num_workers}", f"trainer.steps={steps}"]
-    launch(["train", "--config", "quickstart", *settings, "checkpoint.save_final=false"])
+    write_fresh_model(run_dir / "model", sums.TOKENS, seed=0)
+    settings = [*TASKS["sums"].overrides(run_dir, seed=0), f"reward.source.workers={num_workers}"]
+    settings += [f"trainer.steps={steps}", "checkpoint.save_final=false"]
+    launch(["train", "--config", "quickstart", *settings], run_dir)
     records = [one.metrics for one in read_metrics(run_dir / "metrics.jsonl") if "time/reward_s" in one.metrics]
     of_steps = [
         {

@@ -175,7 +175,12 @@ def real_server(folder: Path) -> Iterator[dict[str, str]]:
     from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
     settings = ServerSettings(
-        model_path=folder / "model", tp=1, dtype="bfloat16", device="cpu", max_total_tokens=4096, start_timeout_s=300.0
+        model_path=folder / "model",
+        tp=1,
+        dtype="bfloat16",
+        device="cpu",
+        args={"max_total_tokens": 4096},
+        start_timeout_s=300.0,
     )
     with ServerProcess(settings, index=0, folder=folder) as server:
         endpoint = server.wait_ready()

@@ -78,10 +78,8 @@ class Trainer:
         """
         if Trainer._open is not None:
             raise UserError("another mega_rl.Trainer is open in this process; close it, or use it in a with block")
-        if reward is not None:
-            config = _with_reward(config, reward)
         become_rank()
-        config = check_run(config, has_reward=reward is not None)
+        config = _checked(config, reward)
         accelerator = prepared(config)
         from mega_rl.trainer.assemble import running
 
@@ -146,10 +144,7 @@ def train_together(configs: Sequence[Config], *, rewards: Sequence[RewardFunctio
         raise UserError("another mega_rl.Trainer is open in this process; close it first")
     become_rank()
     check_together(configs)
-    checked = []
-    for config, reward in zip_longest(configs, rewards):
-        named = config if reward is None else _with_reward(config, reward)
-        checked.append(check_run(named, has_reward=reward is not None))
+    checked = [_checked(config, reward) for config, reward in zip_longest(configs, rewards)]
     accelerator = prepared(checked[0])
     from mega_rl.trainer.assemble import running
     from mega_rl.trainer.loop import fit_together
@@ -160,11 +155,14 @@ def train_together(configs: Sequence[Config], *, rewards: Sequence[RewardFunctio
     return [Outcome(steps, stop.exit_code, Path(config.trainer.run_dir)) for config, steps in pairs]
 
 
-def _with_reward(config: Config, reward: RewardFunction) -> Config:
-    """Return the config with the function's name in it, for the run's own records."""
+def _checked(config: Config, reward: RewardFunction | None) -> Config:
+    """Return the config of a run that can start, with its function's name for the run's own records."""
+    if reward is None:
+        return check_run(config)
     if config.reward.source.name != "function":
         raise UserError(
             f"reward: a function is given, but reward.source={config.reward.source}; set reward.source=function"
         )
     name = f"{getattr(reward, '__module__', '')}.{getattr(reward, '__qualname__', type(reward).__qualname__)}"
-    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=f"python:{name}"))
+    named = dataclasses.replace(config.reward, function=f"python:{name}")
+    return check_run(dataclasses.replace(config, reward=named), has_reward=True)

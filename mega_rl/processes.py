@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import IO, Generic, Self, TypeAlias, TypeVar, cast
 
 from mega_rl.environment import python_module
@@ -92,9 +91,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
         self.end()
 
     @property
@@ -152,10 +149,10 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def end(self, grace_s: float = 0.0, *, kill_s: float = KILL_S) -> int | None:
+    def end(self, grace_s: float = 0.0) -> int | None:
         """End the process and its group, close its pipes, return the exit code; repeatable.
 
-        SIGTERM comes first if there is a grace. None: not even SIGKILL has ended it within `kill_s` seconds.
+        SIGTERM comes first if there is a grace. None: not even SIGKILL has ended it within `KILL_S` seconds.
         """
         if grace_s:
             self.signal(signal.SIGTERM)
@@ -165,7 +162,7 @@ class Child:
         self.kill()  # also after the leader's end: it may have left others running
         self.close()
         with contextlib.suppress(ChildDeadlineError):
-            return self.wait(kill_s)
+            return self.wait(KILL_S)
         return None
 
     def close(self) -> None:
@@ -199,6 +196,12 @@ class Running(Generic[Result]):
         """Return whether the work is still running after at most `seconds`."""
         self._thread.join(seconds)
         return self._thread.is_alive()
+
+    def outcome(self) -> Result:
+        """Return the result of work that has ended, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        return cast(Result, self.result)
 
     def _run(self, work: Callable[[], Result]) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mega_rl.parallel.boxes import EngineState
 
 Batch = TypeVar("Batch", Rollout, Experience)
+PARTS = ("parameters", "gradients", "optimizer")  # of a model's memory, which leave the device one by one
 
 
 class Ranks(Protocol):
@@ -102,14 +103,14 @@ class Engine(ModelPasses, StatefulModel, Protocol):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor in training dtype) of every weight, on all ranks; collective."""
 
-    def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
+    def offload(self, parts: Collection[str] = PARTS) -> int:
         """Give back the memory of these parts; returns the bytes; collective."""
 
-    def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+    def onload(self, parts: Collection[str] = PARTS) -> None:
         """Undo `offload` of these parts, bit for bit; gradients are zero then, as before a mini-batch."""
 
     def is_offloaded(self, part: str) -> bool:
-        """Return whether the memory of "parameters", "gradients" or "optimizer" has been given back."""
+        """Return whether the memory of one of `PARTS` has been given back."""
 
     def on_host(self, state: EngineState) -> EngineState:
         """Return pieces of an earlier `state` as views of host copies; `onload` brings their changes."""
@@ -127,13 +128,12 @@ class RolloutEngine(Measured, Protocol):
 
     def generate(
         self, prompts: Sequence[Prompt], prompt_index: Sequence[int], *,
-        n: int, seed: tuple[int, ...], greedy: bool = False,
-        limits: Sequence[int] | None = None, draws: Draws | None = None,
+        n: int, seed: tuple[int, ...], greedy: bool = False, draws: Draws | None = None,
     ) -> Rollout:  # fmt: skip
         """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
-        A sample depends only on weights, prompt and (seed, prompt_index, sample number). limits: most new tokens of
-        each prompt's samples. draws: parameters of an evaluation, in place of the engine's own.
+        A sample depends only on weights, prompt and (seed, prompt_index, sample number). draws: parameters of an
+        evaluation, in place of the engine's own.
         """
 
 

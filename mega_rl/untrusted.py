@@ -163,8 +163,8 @@ def is_checksum(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
 
 
-def is_tensor_name(value: Any) -> TypeGuard[str]:
-    """Return whether a value may name a tensor: a short, printable, plain relative path."""
+def is_plain_path(value: Any) -> TypeGuard[str]:
+    """Return whether a value is a short, printable relative path without . and .., as names of tensors are."""
     named = isinstance(value, str) and len(value) <= 1024 and value.isprintable() and "\\" not in value
     return named and not {"", ".", ".."} & {*value.split("/")}
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from mega_rl.algorithms.evaluation import mean_with_interval
 from mega_rl.cli.quickstart import sums
-from mega_rl.cli.quickstart.inputs import write_rows
+from mega_rl.cli.quickstart.inputs import write_fresh_model, write_rows
 
 RANKS = "--nproc-per-node=2"
 HELD_OUT = 1000
@@ -37,7 +37,7 @@ GIVEN = [
 def main(folder: Path, size: float) -> None:
     """Run every stage in a new folder, and print the table of docs/given_answers.md."""
     sums.write_data(folder / "data", seed=0, num_held_out=HELD_OUT)
-    sums.write_model(folder / "base", seed=0)
+    write_fresh_model(folder / "base", sums.TOKENS, seed=0)
     started, rows = time.perf_counter(), [("base", share(folder, folder / "base"), 0.0)]
 
     def stage(name: str, command: str, model: Path, *settings: str, steps: int) -> Path:

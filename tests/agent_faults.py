@@ -28,15 +28,19 @@ AGENTS: Table = {
     ("agents", "agents/test_trajectory.py"): [
         (
             "tokens that a tool wrote train",
-            "trains = isinstance(part, Turn) and place >= branch.shared",
-            "trains = place >= branch.shared",
+            "[isinstance(part, Turn) and place >= branch.shared for",
+            "[place >= branch.shared for",
         ),
         (
             "a shared turn trains in each branch",
             "fork.parts, fork.shared = branch.parts[:parts], parts",
             "fork.parts = branch.parts[:parts]",
         ),
-        ("an input has its neighbour's experts", "yield place - 1, part.routing", "yield place, part.routing"),
+        (
+            "an input has its neighbour's experts",
+            "routing[number, end - 1 - len(part.routing) : end - 1]",
+            "routing[number, end - len(part.routing) : end]",
+        ),
         (
             "a turn's inputs have the experts of the last turn that read them",
             "turn.routing = turn.routing[known:].clone()",
@@ -73,8 +77,8 @@ AGENTS: Table = {
         ("scores of turns are no reward", "(self.score, *(turn.score for turn in self.turns))", "(self.score,)"),
         (
             "a turn's score stands at its first token",
-            "(len(branch.opening) + end - 1, float(part.score))",
-            "(len(branch.opening) + end - len(part.token_ids), float(part.score))",
+            "of_turns[number, end - 1] = float(part.score or 0.0)",
+            "of_turns[number, begin] = float(part.score or 0.0)",
         ),
         (
             "scores of turns count again at the end",
@@ -121,8 +125,8 @@ AGENTS: Table = {
     ("agents", "agents/test_trajectory.py -k names_its_turn"): [
         (
             "a turn that another row trains is written as read",
-            "for place, turn in enumerate(trajectory.turns, 1)}",
-            "for place, turn in enumerate(trajectory.turns, 1) if len(trajectory.branches) == 1}",
+            "for number, turn in enumerate(trajectory.turns, 1)}",
+            "for number, turn in enumerate(trajectory.turns, 1) if len(trajectory.branches) == 1}",
         ),
     ],
     ("agents", "trainer/assemble/test_own_sources.py"): [

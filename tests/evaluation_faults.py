@@ -28,15 +28,15 @@ EVALUATION: Table = {
     ("evaluation", "trainer/test_validation.py"): [
         (
             "sets of prompts share their random numbers",
-            "replace(draws, stream=crc32(one.name.encode()), first=part.start)",
-            "replace(draws, stream=0, first=part.start)",
+            "stream=crc32(one.name.encode()), first=part.start",
+            "stream=0, first=part.start",
         ),
         (
             "samples without a reward count as wrong",
             "value > above if known else None for value",
             "value > above for value",
         ),
-        ("each part of a set draws the random numbers of the first", "first=part.start)\n", "first=0)\n"),
+        ("each part of a set draws the random numbers of the first", "first=part.start, max_new", "first=0, max_new"),
         ("prompts with fewer than k samples count", "if len(right) >= k]", "if len(right) >= 1]"),
         ("samples without the judged part are wrong", "scored & ~judged.isnan().to(scored.device)", "scored"),
         (

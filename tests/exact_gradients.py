@@ -21,7 +21,7 @@ from torch import Tensor
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.inputs import AdvantageInputs
-from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
+from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController
 from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.statistics import Sequences, SumOverRanks
 from mega_rl.types import Experience, RewardParts, TokenOutputs, row_numbers
@@ -201,7 +201,7 @@ def gradients(world: World, case: Case, groups: Tensor, weights: Tensor, moments
     controller = KLController(BETA)
     penalty = None
     if case.placement == "reward":
-        penalty = RewardKL(controller, KL_ESTIMATORS["k1"]).penalty(experience.old_logprobs, experience.ref_logprobs)
+        penalty = controller.penalty(experience.old_logprobs, experience.ref_logprobs)
     rewards = world.rewards[responses[:, 0], responses[:, 1]]
     greedy = world.rewards[world.greedy].float().expand(count)
     first = world.first[responses[:, 0]]

@@ -229,8 +229,8 @@ TABLE: Table = {
     ("rollout", "rollout/test_hf.py"): [
         (
             "random numbers depend on the place in the batch",
-            "uniform_at(self._keys[rows], step)",
-            "uniform_at(self._keys[: len(rows)], step)",
+            "draw(logits, keys[rows], step)",
+            "draw(logits, keys[: len(rows)], step)",
         ),
         (
             "stop token outside the response",
@@ -241,18 +241,18 @@ TABLE: Table = {
     ("rollout", "rollout/test_weight_sync.py"): [
         (
             "version of the engine's weights not raised",
-            "self._engine.finish_update(self._weight_version + 1)",
-            "self._engine.finish_update(self._weight_version)",
+            "self._engine.finish_update(self.weight_version + 1)",
+            "self._engine.finish_update(self.weight_version)",
         ),
         (
             "reported version is ahead of the engine's weights",
-            'the engine holds; 0 before the first publish."""\n        return self._weight_version\n',
-            'the engine holds; 0 before the first publish."""\n        return self._weight_version + 1\n',
+            "self.weight_version += 1\n        self._num_publishes += 1",
+            "self.weight_version += 2\n        self._num_publishes += 1",
         ),
         (
-            "last bucket of a sync left out",
-            "        size += tensor.nbytes\n    if bucket:\n",
-            "        size += tensor.nbytes\n    if not size:\n",
+            "last weight of a sync left out",
+            "for name, tensor in export():",
+            "for name, tensor in list(export())[:-1]:",
         ),
         (
             "checksums of a sync not compared",
@@ -316,17 +316,24 @@ TABLE: Table = {
         ("gaps in a safetensors header accepted", "if entry.offset != at:", "if entry.offset < at:"),
         ("sizes in a safetensors header accepted", "if nbytes == need:", "if nbytes >= need:"),
     ],
+    ("storage", "test_preflight.py -k damaged"): [
+        ("a shard without a tensor of the index starts a run", "if name not in header", "if not name"),
+    ],
     ("storage", "test_disk.py"): [
         ("lock not exclusive", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB")
     ],
     ("checkpoint", "checkpoint/test_manifest.py", "checkpoint/test_damage.py"): [
-        ("manifest's checksum not verified", "(len(manifest), checksum(manifest))", '(len(manifest), raw["manifest"])')
+        ("manifest's checksum not verified", "if commit != commit_text(manifest).encode():", "if not commit:")
     ],
     ("checkpoint", "checkpoint/test_folders.py", "checkpoint/test_shards.py"): [
         ("COMMIT and manifest without fsync of their folder", "    disk.sync_folder(work)\n", "")
     ],
     ("checkpoint", "checkpoint/test_store.py", "checkpoint/test_manifest.py"): [
-        ("overlapping pieces accepted", "if missing or overlap(pieces[name]) is not None:", "if missing:")
+        (
+            "overlapping pieces accepted",
+            "if (pair := overlap(pieces)) is not None:",
+            "if (pair := overlap(pieces)) and len(pieces) > 9:",
+        )
     ],
     ("checkpoint", "ddp/test_state.py"): [
         (
@@ -369,6 +376,13 @@ TABLE: Table = {
             "return range(ep_rank * count, (ep_rank + 1) * count)",
             "return range((layout.ep - 1 - ep_rank) * count, (layout.ep - ep_rank) * count)",
         ),
+    ],
+    ("converters", "converters/test_offline.py"): [
+        (
+            "columns that take turns are written side by side",
+            "dst_col = copy.dst_col + low * copy.dst_step",
+            "dst_col = copy.dst_col + low",
+        )
     ],
     ("converters", "converters/test_hf_config.py"): [
         (
@@ -427,7 +441,7 @@ TABLE: Table = {
     ("converters", "converters/test_families.py"): [
         (
             "router's bias not exported",
-            '    copy("mlp.router.bias", "mlp.router.bias", "experts", when=["router_bias"]),\n',
+            '    copy("mlp.router.bias", "mlp.router.bias", "experts"),\n',
             "",
         )
     ],
@@ -485,9 +499,9 @@ TABLE: Table = {
     ],
     ("ddp", "distributed/test_distributed_data_parallel.py"): [
         (
-            "gradients of experts scaled wrongly",
-            "gradients *= bucket.gradient_scaling_factor",
-            "gradients *= 2 * bucket.gradient_scaling_factor",
+            "gradients of other optimizer instances left out",
+            "dist.all_reduce(total, group=self.across)",
+            "pass",
         )
     ],
     ("ddp", "distributed/test_finalize_model_grads.py"): [
@@ -553,15 +567,8 @@ TABLE: Table = {
     ("engines", "ddp/test_optimizer.py"): [
         (
             "clipping by half the norm",
-            "max_norm=config.clip_grad, total_norm=norm",
-            "max_norm=config.clip_grad, total_norm=norm / 2",
-        )
-    ],
-    ("engines", "distributed/test_distributed_data_parallel.py"): [
-        (
-            "average over micro-batches not undone",
-            "self.config.calculate_per_token_loss else len(micros) * ",
-            "self.config.calculate_per_token_loss else 1 * ",
+            "max_norm=limit, total_norm=norm",
+            "max_norm=limit, total_norm=norm / 2",
         )
     ],
     ("engines", "distributed/test_layout_invariance.py"): [
@@ -592,8 +599,8 @@ TABLE: Table = {
         ("discarded gradients return as whatever the memory held", "cast(Any, storage).fill_(0)", "cast(Any, storage)"),
         (
             "an update is undone by the host's earlier copy",
-            "self._memory.changed()\n        for chunk in self.chunks:",
-            "for chunk in self.chunks:",
+            "self._memory.changed()\n        results, metrics",
+            "results, metrics",
         ),
     ],
     ("turns", "workers/test_residency.py"): [
@@ -691,8 +698,8 @@ TABLE: Table = {
     ("gpu", "distributed/test_weight_resharding.py -k fails"): [
         (
             "every rank shares every bucket",
-            "own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None",
-            "own = device.handle(data)",
+            "payload(device.handle(data), bucket, self._weights.dtype) if opens else None",
+            "payload(device.handle(data), bucket, self._weights.dtype)",
         )
     ],
     ("gpu", "parallel/test_strict_nccl.py -k transports"): [
@@ -742,8 +749,8 @@ TABLE: Table = {
     ("gpu", "engines/models/test_moe.py"): [
         (
             "fused permutation of tokens where bits must repeat",
-            "te and moe.permute_fusion and not deterministic",
-            "te and moe.permute_fusion",
+            "te and not deterministic",
+            "te",
         )
     ],
     ("gpu", "test_environment.py"): [
@@ -788,8 +795,8 @@ TABLE: Table = {
     ("gpu", "parallel/test_vocab.py"): [
         (
             "a kernel's annotation that Triton's compiler refuses",
-            "logits: tl.tensor, stride: int, targets",
-            "logits: Tensor, stride: int, targets",
+            "sums: tl.tensor, tokens: int",
+            "sums: Tensor, tokens: int",
         )
     ],
     ("gpu", "plan/test_plan.py"): [

@@ -8,8 +8,8 @@ ORDER: Table = {
     ("order", "data/test_conversation.py"): [
         (
             "the answer of the next row after each dropped one",
-            "prompts.append(replace(row.prompt, token_ids=tuple(ids)))",
-            "prompts.append(replace(row.prompt, token_ids=tuple(ids), answer=rows[len(prompts)].prompt.answer))",
+            "prompts.append(prompt)",
+            "prompts.append(replace(prompt, answer=rows[len(prompts)].prompt.answer))",
         )
     ],
     ("order", "trainer/order/test_resumed_orders.py"): [

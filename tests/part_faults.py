@@ -63,7 +63,7 @@ PARTS: Table = {
     ("parts", "trainer/test_overlong.py"): [
         (
             "the punishment of length is no part",
-            'parts = RewardParts((*parts.names, "overlong"), (*parts.weights, self.penalty), values)',
+            'parts = RewardParts((*parts.names, "overlong"), (*parts.weights, overlong.penalty), values)',
             "pass",
         )
     ],

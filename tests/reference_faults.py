@@ -20,7 +20,7 @@ REFERENCE: Table = {
         ),
     ],
     ("reference", "checkpoint/test_resume.py"): [
-        ("checkpoints without the reference", 'checkpoints.add_engine("reference", roles.average)', "pass")
+        ("checkpoints without the reference", 'checkpoints.run.engines["reference"] = roles.average', "pass")
     ],
     ("reference", "trainer/test_loop.py"): [
         (

@@ -134,8 +134,8 @@ RL: Table = {
         ),
         (
             "each random number is used for two tokens",
-            "uniform_at(self._keys[rows], step)",
-            "uniform_at(self._keys[rows], step // 2)",
+            "draw(logits, keys[rows], step)",
+            "draw(logits, keys[rows], step // 2)",
         ),
         (
             "tokens are drawn at a temperature 10 % higher than said",
@@ -144,8 +144,8 @@ RL: Table = {
         ),
         (
             "neighbouring prompts share random numbers",
-            "keys = stream_keys(seed, *numbers.unbind(dim=1))",
-            "keys = stream_keys(seed, *(numbers // numbers.new_tensor([2, 1])).unbind(dim=1))",
+            "torch.tensor([one.key for one in requests], device=self._device)",
+            "torch.tensor([(one.key[0] // 2, *one.key[1:]) for one in requests], device=self._device)",
         ),
     ],
     ("experience", "algorithms/test_exact_gradients.py"): [
@@ -156,8 +156,8 @@ RL: Table = {
         ),
         (
             "KL in the reward without its coefficient",
-            "return self.controller.value * self.estimator(logprobs, ref_logprobs)",
-            "return self.estimator(logprobs, ref_logprobs)",
+            "return self.value * k1(logprobs, ref_logprobs)",
+            "return k1(logprobs, ref_logprobs)",
         ),
     ],
     ("experience", "workers/test_models.py"): [
@@ -224,7 +224,7 @@ RL: Table = {
         ),
         (
             "a request over an update is as old as the trainer",
-            "[*known, *self.asked.values(), current]",
+            "[*known, *(version for version, _ in self.out.values()), current]",
             "[*known, current]",
         ),
         (
@@ -404,13 +404,13 @@ RL: Table = {
             "if own_ids != prompts[prompt].token_ids and is_foreign:",
             "if len(own_ids) != len(prompts[prompt].token_ids) and is_foreign:",
         ),
-        ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.plan.n)\n", ""),
+        ("evaluations check no row", "        check_rows(rows, prompts, self.ranks, samples=self.settings.n)\n", ""),
     ],
     ("experience", "rollout/sglang/test_rows.py"): [
         (
             "the answer of the request after a row's own",
-            "samples.get(request.key, Sample()) for request in requests]",
-            "samples.get(request.key, Sample()) for request in [*requests[1:], *requests[:1]]]",
+            "response(request)) for request in requests),",
+            "response(other)) for request, other in zip(requests, [*requests[1:], *requests[:1]])),",
         )
     ],
     ("fleet", "rollout/sglang/test_fleet.py"): [

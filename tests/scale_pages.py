@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.activations import num_microbatches
-from mega_rl.plan.cost import HARDWARE, RATES, StepTime, step_time
+from mega_rl.plan.cost import HARDWARE, Hardware, StepTime, step_time
 from mega_rl.plan.memory import FitVerdict, judge, memory_of_stages
 from mega_rl.plan.report import seconds
 from mega_rl.plan.search import is_legal
@@ -81,7 +81,6 @@ RUNS = {
             f"{MEGATRON}.tp": 4,
             f"{MEGATRON}.pipeline": "Et*23|t*24|t*24|t*23L",
             f"{MEGATRON}.vpp": 1,
-            f"{MEGATRON}.overlap_p2p": "false",
             f"{MEGATRON}.ep": 16,
             f"{MEGATRON}.etp": 1,
             "rollout.sglang.server.tp": 8,
@@ -101,7 +100,6 @@ RUNS = {
             f"{MEGATRON}.pp": 16,
             f"{MEGATRON}.pipeline": "Et*3|(t*4|)*14t*2L",
             f"{MEGATRON}.vpp": 1,
-            f"{MEGATRON}.overlap_p2p": "false",
             f"{MEGATRON}.ep": 32,
             f"{MEGATRON}.etp": 1,
             "algorithm.correction": "tis",
@@ -129,7 +127,8 @@ def block(run: ScaleRun) -> str:
 
 def coefficients() -> str:
     """Return a table of the cost model's coefficients, with those that all GPUs share below it."""
-    values = {name: [f"{getattr(each, name):g}" for each in HARDWARE.values()] for name in RATES}
+    rates = [one.name for one in fields(Hardware)]
+    values = {name: [f"{getattr(each, name):g}" for each in HARDWARE.values()] for name in rates}
     rows = [[f"`{name}`", *row] for name, row in values.items() if len(set(row)) > 1]
     shared = ", ".join(f"`{name}` {row[0]}" for name, row in values.items() if len(set(row)) == 1)
     return "\n".join([*_rows(["", *HARDWARE], rows), "", f"On all: {shared}."]) + "\n"

@@ -31,7 +31,7 @@ def serve(folder: Path) -> None:
     from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
     settings = ServerSettings(
-        model_path=folder / "a", host=HOSTS[1], device="cpu", dtype="bfloat16", max_total_tokens=2000,
+        model_path=folder / "a", host=HOSTS[1], device="cpu", dtype="bfloat16", args={"max_total_tokens": 2000},
         start_timeout_s=START_S,
     )  # fmt: skip
     with ServerProcess(settings, index=0, folder=folder) as server:
@@ -49,7 +49,8 @@ def train(folder: Path) -> None:
     torch.set_num_threads(1)
     from mega_rl.algorithms.kl import k3
     from mega_rl.algorithms.policy_losses import PPO
-    from mega_rl.config.schema import RolloutConfig, SglangConfig, SglangSyncConfig
+    from mega_rl.config.schema import RolloutConfig
+    from mega_rl.config.schema.rollout import SglangConfig, SglangSyncConfig
     from mega_rl.parallel.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.rollout.sglang.build import connect

@@ -38,7 +38,8 @@ def rank_main(folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangServerConfig, SglangSyncConfig
+    from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangServerConfig
+    from mega_rl.config.schema.rollout import SglangConfig, SglangSyncConfig
     from mega_rl.parallel.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.rollout.sglang.build import connect
@@ -65,7 +66,7 @@ def rank_main(folder: Path) -> None:
                 tp=nodes,
                 nodes=nodes,
                 device="cpu",
-                max_total_tokens=2000,
+                args={"max_total_tokens": 2000},
                 start_timeout_s=START_S,
             )
             servers = StartedServers(world, settings, count=1, ranks_per_host=1, folder=folder / f"host{rank}")

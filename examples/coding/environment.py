@@ -31,7 +31,7 @@ class File:
         if self.text not in self.tested:
             suite = suite_of(TESTS.format(wanted=self.wanted), "f")
             # The tests judge from another process, so that no edit of the file decides its verdict.
-            verdict, _ = await asyncio.to_thread(judge, SANDBOX, 5.0, "tests", code=self.text, suite=suite)
+            verdict = await asyncio.to_thread(judge, SANDBOX, 5.0, "tests", code=self.text, suite=suite)
             failure = str(verdict.get("error")).removeprefix("AssertionError: ")
             self.tested[self.text] = "passed" if verdict.get("passed") is True else failure
         return self.tested[self.text]

@@ -9,7 +9,7 @@ from datetime import date
 from typing import Any, ClassVar
 
 from mega_rl.agents.environment import Environment, Policy
-from mega_rl.agents.templates import Ids, TurnTemplate
+from mega_rl.agents.templates import ASKED, Ids, TurnTemplate
 from mega_rl.agents.tool_servers import McpServer
 from mega_rl.agents.tools import Call, Toolbox, ToolFunction
 from mega_rl.agents.trajectory import Trajectory, Turn
@@ -18,7 +18,6 @@ from mega_rl.data.columns import Message
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 
-_ASKED: list[Message] = [{"role": "user", "content": "?"}]
 TOOL_ANSWER: Message = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": "!"}
 
 
@@ -46,7 +45,7 @@ class Conversation(Environment):
             if self._rule.refused:
                 raise TemplateRefusal(self._rule.refused)
             if self._reopens:
-                self._turns.opening([*_ASKED, (self._rule.stop,), answer])
+                self._turns.opening([*ASKED, (self._rule.stop,), answer])
         except TemplateRefusal as error:
             raise UserError(f"the tokenizer's chat template cannot be used {what}: {error}") from error
 
@@ -94,14 +93,15 @@ class ToolsEnvironment(Conversation):
         """
         if not self.tools:
             raise UserError("tools is empty; set it to functions, as tools = (add, multiply)")
-        self._box = Toolbox(
-            [tool for one in self.tools for tool in (one.tools() if isinstance(one, McpServer) else [one])],
-            self.style,
-            timeout_s=self.call_timeout_s,
-            most_calls=self.most_calls,
-            most_characters=self.most_characters,
-        )
+        tools = [tool for one in self.tools for tool in (one.tools() if isinstance(one, McpServer) else [one])]
+        self._box = self._toolbox(tools)
         self.prove(TOOL_ANSWER, self._box.schemas)
+
+    def _toolbox(self, tools: Sequence[Callable[..., Any] | ToolFunction]) -> Toolbox:
+        return Toolbox(
+            tools, self.style,
+            timeout_s=self.call_timeout_s, most_calls=self.most_calls, most_characters=self.most_characters,
+        )  # fmt: skip
 
     async def run(self, policy: Policy, prompt: Prompt, trajectory: Trajectory) -> None:
         """Take turns and answer their calls until a turn has no call."""

@@ -423,8 +423,7 @@ class Runner:
             if play.stalled:
                 return None not in play.outcomes.values()
             thread.wait(GRACE_S)
-            if thread.error is not None:
-                raise thread.error
+            thread.outcome()
             return True
         finally:
             play.abandoned = True

@@ -169,11 +169,13 @@ class _Refusal(Exception):
         super().__init__(text)
         self.status, self.code = status, code
 
-    def response(self) -> Response:
-        """Return the answer, in the terms of both APIs; clients do not ask again."""
-        kind = _ERRORS.get(self.status, "invalid_request_error")
-        fault = {"type": kind, "code": self.code, "param": None, "message": shorten(str(self), 500)}
-        return JSONResponse({"type": "error", "error": fault}, self.status, {"x-should-retry": "false"})
+
+async def _refuse(request: Request, refusal: Exception) -> Response:
+    """Return the answer, in the terms of both APIs; clients do not ask again."""
+    assert isinstance(refusal, _Refusal)
+    kind = _ERRORS.get(refusal.status, "invalid_request_error")
+    fault = {"type": kind, "code": refusal.code, "param": None, "message": shorten(str(refusal), 500)}
+    return JSONResponse({"type": "error", "error": fault}, refusal.status, {"x-should-retry": "false"})
 
 
 class _Answered(NamedTuple):
@@ -264,7 +266,7 @@ class _Server:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         routes = [Route(path, self._respond, methods=["POST"]) for path in _PATHS]
         routes += [Route(path, self._models) for path in ("/v1/models", "/models", "/v1/models/{name}")]
-        app = Starlette(routes=routes)
+        app = Starlette(routes=routes, exception_handlers={_Refusal: _refuse})
         config = uvicorn.Config(
             app, lifespan="off", ws="none", log_config=None, log_level="warning", access_log=False,
             timeout_keep_alive=3600, timeout_graceful_shutdown=1,
@@ -288,20 +290,15 @@ class _Server:
             self._socket.close()
 
     async def _models(self, request: Request) -> Response:
-        try:
-            self._session(request)
-        except _Refusal as refusal:
-            return refusal.response()
+        self._session(request)
         return JSONResponse(_MODEL if "name" in request.path_params else _MODELS)
 
     async def _respond(self, request: Request) -> Response:
         is_anthropic = request.url.path.endswith("/messages")
+        session = self._session(request)
         try:
-            session = self._session(request)
             body, asked = await _body(request, session.gateway.body_bytes)
             reply = await self._reply(request, session, asked)
-        except _Refusal as refusal:
-            return refusal.response()
         except ClientDisconnect:
             return Response(status_code=400)
         ignored = ", ".join(name for name in _IGNORED if body.get(name) is not None)

@@ -16,7 +16,7 @@ import httpx
 from mega_rl.agents.chat import TOOL_ANSWER, ToolsEnvironment
 from mega_rl.agents.environment import Policy
 from mega_rl.agents.remote import asked, connection, post
-from mega_rl.agents.tools import Call, Toolbox, ToolFunction
+from mega_rl.agents.tools import Call, ToolFunction
 from mega_rl.agents.trajectory import LimitReached, Trajectory
 from mega_rl.data.columns import Message
 from mega_rl.errors import RunError, UserError
@@ -83,12 +83,6 @@ class NemoGym(ToolsEnvironment):
             trajectory.score = float(reward)
         if reached is not None:
             raise reached
-
-    def _toolbox(self, tools: list[ToolFunction]) -> Toolbox:
-        return Toolbox(
-            tools, self.style,
-            timeout_s=self.call_timeout_s, most_calls=self.most_calls, most_characters=self.most_characters,
-        )  # fmt: skip
 
     async def _called(self, http: httpx.AsyncClient, lock: asyncio.Lock, tool: str, /, **arguments: Any) -> str:
         """Return a tool's answer, an error's text included; calls of a turn are made in their order."""

@@ -19,7 +19,7 @@ from mega_rl.data.columns import Message
 Ids: TypeAlias = tuple[int, ...]
 _WORD = "Zq7"  # begins the words that stand for texts in renderings; neither templates nor messages have it
 _DATA = ("user", "tool", "function", "ipython")  # roles whose text is data
-_ASKED: list[Message] = [{"role": "user", "content": "?"}]
+ASKED: list[Message] = [{"role": "user", "content": "?"}]
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys by which templates take an assistant's thoughts
 _FORMS = ("calls", "text calls", "plain")  # how templates take a turn before a tool's message
 _OF_THOUGHTS = ("<think>", "</think>")
@@ -105,7 +105,7 @@ class TurnTemplate:
             names = self._renderer.tokenizer.convert_ids_to_tokens([last, rule.stop])
             raise TemplateRefusal(f"the turn ends with {names[0]}, and the chat template ends it with {names[1]}")
         word = _unused(answers)
-        after = self._renderer.text([*_ASKED, _turn(word, 0, rule.form, answers), *answers], word).split(
+        after = self._renderer.text([*ASKED, _turn(word, 0, rule.form, answers), *answers], word).split(
             f"{word}turn0x"
         )[-1]
         ids = self._renderer.ids(after[self._renderer.closing(after, rule.form)[1] :], word)
@@ -137,7 +137,7 @@ class TurnTemplate:
         """Return the last special token between thoughts and answer, for each way to give thoughts."""
         ends = {self._renderer.added[one] for one in _OF_THOUGHTS[1:] if one in self._renderer.added}
         for thoughts in _THOUGHTS:
-            text = self._renderer.render([*_ASKED, _turn(_WORD, 0, "plain", (), thoughts)], ready=False)
+            text = self._renderer.render([*ASKED, _turn(_WORD, 0, "plain", (), thoughts)], ready=False)
             _, thought, behind = text.partition(f"{_WORD}thought0x")
             between = self._renderer.special.findall(behind.partition(f"{_WORD}turn0x")[0])
             ends |= {self._renderer.added[between[-1]]} if thought and between else set()
@@ -211,7 +211,7 @@ class _Renderer:
 
     def begins(self, text: str, is_whole: bool) -> bool:
         """Return whether a text ends as the template begins a turn; in part, if not is_whole."""
-        asked, ready = (self.render(_ASKED, ready=ready) for ready in (False, True))
+        asked, ready = (self.render(ASKED, ready=ready) for ready in (False, True))
         ready = ready.removeprefix(asked)
         first = self.special.search(ready)
         shortest = first.end() if first and not is_whole else len(ready)
@@ -236,7 +236,7 @@ def _prove(renderer: _Renderer, role: str) -> TurnRule:
 
 def _proved(renderer: _Renderer, form: str, answers: list[Message]) -> TurnRule:
     """Return the rule with turns of a form. Raises TemplateRefusal."""
-    asked, word = _ASKED, f"{_WORD}answer"
+    asked, word = ASKED, f"{_WORD}answer"
     dummy = _turn(_WORD, 0, form, answers)
     after = renderer.rest([*asked, dummy, *answers])
     if after.count(word) != 1:
@@ -264,12 +264,12 @@ def _proved(renderer: _Renderer, form: str, answers: list[Message]) -> TurnRule:
 
 def _rewritten(renderer: _Renderer, form: str, answers: list[Message]) -> str:
     """Return how the template changes a turn before answers; "" if it leaves it whole."""
-    ready, problem, is_sampled = renderer.render(_ASKED), "", False
+    ready, problem, is_sampled = renderer.render(ASKED), "", False
     turn, thought = f"{_WORD}turn0x", f"{_WORD}thought0x"
     for thoughts in ("", "inline", *_THOUGHTS):
         dummy = _turn(_WORD, 0, form, answers, thoughts)
         whole, kept = (
-            renderer.render([*_ASKED, dummy, *more], ready=bool(more)).partition(turn)[0] for more in ([], answers)
+            renderer.render([*ASKED, dummy, *more], ready=bool(more)).partition(turn)[0] for more in ([], answers)
         )
         is_dropped = bool(thoughts) and thought not in whole
         if not whole.startswith(ready) or (is_dropped and (thoughts != "inline" or form != "plain")):
@@ -311,9 +311,9 @@ def _turn(word: str, number: int, form: str, answers: Sequence[Message], thought
 def _earlier(form: str, answers: list[Message]) -> Iterator[list[Message]]:
     """Yield longer conversations before the same turn."""
     said: Message = {"role": "assistant", "content": "!"}
-    yield [{"role": "system", "content": "."}, *_ASKED, said, *_ASKED]
-    for tools_answer in ([], [said, *_ASKED]) if answers[0]["role"] == "tool" else ():
-        yield [*_ASKED, _turn(".", 0, form, answers), *answers, *tools_answer]
+    yield [{"role": "system", "content": "."}, *ASKED, said, *ASKED]
+    for tools_answer in ([], [said, *ASKED]) if answers[0]["role"] == "tool" else ():
+        yield [*ASKED, _turn(".", 0, form, answers), *answers, *tools_answer]
 
 
 def _mapped(message: Message, change: Callable[[str], str]) -> Message:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,18 +63,13 @@ class Branch:
         """Return the tokens that may still come."""
         return self.most - len(self.opening) - sum(len(_ids(part)) for part in self.parts)
 
-    def routing(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the experts that turns have, and the position behind their last input."""
-        place = len(self.opening)
-        for part in self.parts:
-            place += len(_ids(part))
-            if isinstance(part, Turn) and part.routing is not None:
-                yield place - 1, part.routing
-
     def add(self, turn: Turn) -> None:
         """Append a turn whose experts, if it has some, are those of all inputs."""
         if turn.routing is not None:
-            known = max((end for end, _ in self.routing()), default=0)
+            known, place = 0, len(self.opening)
+            for part in self.parts:
+                place += len(_ids(part))
+                known = place - 1 if isinstance(part, Turn) and part.routing is not None else known
             turn.routing = turn.routing[known:].clone()
         self.parts.append(turn)
 
@@ -170,60 +165,40 @@ def score_fault(trajectory: Trajectory, *, is_read: bool) -> str:
     return f"set the score {wrong[0]!r}; legal: a finite number" if wrong else ""
 
 
-class _BranchRow(NamedTuple):
+class _Row(NamedTuple):
+    """A branch as a row of a rollout."""
+
     trajectory: Trajectory
-    branch: int  # number of the row within its trajectory
-    prompt: int  # tokens before the first part
-    token_ids: tuple[int, ...]
-    own: tuple[bool, ...]  # after the prompt, as the next two: the token trains
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]  # the weights' versions of the tokens that train
-    scores: tuple[tuple[int, float], ...] = ()  # (position of a turn's last token, its score)
-    turns: tuple[int, ...] = ()  # for each token after the prompt the number of its turn, from 1; 0: it was read
-    routing: tuple[tuple[int, torch.Tensor], ...] = ()  # as of `Branch.routing`
-    kept: tuple[bool, ...] = ()  # of the tokens that train, as of `Turn`
+    number: int  # of the row within its trajectory
+    opening: tuple[int, ...]
+    parts: Sequence[tuple[Part, int, bool]] = ()  # with the number of a turn from 1, 0: read, and whether it trains
 
-    def of_tokens(self, version: int) -> tuple[int, ...]:
-        """Return the version of each token that trains: the oldest, if a turn does not say its own."""
-        count = sum(self.own)
-        return self.versions if len(self.versions) == count else (min(self.versions, default=version),) * count
+    @property
+    def length(self) -> int:
+        """Return the number of its tokens."""
+        return len(self.opening) + sum(len(_ids(part)) for part, _, _ in self.parts)
+
+    def oldest(self, version: int) -> int:
+        """Return the version of its oldest token that trains; `version` where no turn says its own."""
+        of_turns = [part.versions for part, _, trains in self.parts if isinstance(part, Turn) and trains]
+        return min((min(versions) for versions in of_turns if versions), default=version)
 
 
-def _row(trajectory: Trajectory, branch: Branch, number: int) -> _BranchRow:
-    """Return a branch as a row, up to its last turn that trains."""
-    own: list[bool] = []
-    logprobs, versions, scores, end = list[float](), list[int](), list[tuple[int, float]](), 0
-    kept = list[bool]()
-    for place, part in enumerate(branch.parts):
-        trains = isinstance(part, Turn) and place >= branch.shared
-        own += [trains] * len(_ids(part))
-        if isinstance(part, Turn) and trains:
-            logprobs += part.logprobs
-            versions += part.versions
-            kept += part.kept or [False] * len(part.token_ids)
-            end = len(own)
-            scores += [] if part.score is None else [(len(branch.opening) + end - 1, float(part.score))]
-        else:
-            logprobs += [0.0] * len(_ids(part))
-    ids = branch.token_ids[: len(branch.opening) + end]
-    columns = (tuple(own[:end]), tuple(logprobs[:end]), tuple(versions), tuple(scores))
-    return _BranchRow(trajectory, number, len(branch.opening), ids, *columns, kept=tuple(kept))
-
-
-def _rows(trajectory: Trajectory) -> list[_BranchRow]:
-    """Return the rows of a trajectory; a failed one has its prompt only."""
+def _rows(trajectory: Trajectory) -> Iterator[_Row]:
+    """Yield a trajectory's rows, each up to its last trained turn; a failed one's is its prompt."""
     if trajectory.ended() == "error":
-        prompt = trajectory.prompt.token_ids
-        return [_BranchRow(trajectory, 0, len(prompt), prompt, (), (), ())]
-    trained = [one for one in trajectory.branches if any(isinstance(part, Turn) for part in one.parts[one.shared :])]
-    turns = {id(turn): place for place, turn in enumerate(trajectory.turns, 1)}
-    return [
-        _row(trajectory, branch, number)._replace(
-            turns=tuple(turns.get(id(part), 0) for part in branch.parts for _ in _ids(part)),
-            routing=tuple(branch.routing()),
-        )
-        for number, branch in enumerate(trained)
-    ]
+        yield _Row(trajectory, 0, trajectory.prompt.token_ids)
+        return
+    numbers = {id(turn): number for number, turn in enumerate(trajectory.turns, 1)}
+    count = 0
+    for branch in trajectory.branches:
+        trained = [isinstance(part, Turn) and place >= branch.shared for place, part in enumerate(branch.parts)]
+        while trained and not trained[-1]:
+            trained.pop()
+        if trained:
+            of_turns = [numbers.get(id(part), 0) for part in branch.parts]
+            yield _Row(trajectory, count, branch.opening, [*zip(branch.parts, of_turns, trained, strict=False)])
+            count += 1
 
 
 def rows_of(
@@ -238,51 +213,69 @@ def rows_of(
     mixtures and experts of a token, where it has `routing`.
     """
     rows = [row for trajectory in trajectories for row in _rows(trajectory)]
-    prompts, lengths = (
-        torch.tensor(counts, dtype=torch.int64)
-        for counts in ([row.prompt for row in rows], [len(row.token_ids) for row in rows])
-    )
-    width = int(lengths.max()) if len(rows) else 0
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
-    turn, versions = torch.zeros_like(tokens, dtype=torch.int16), torch.zeros_like(tokens)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
-        mask[number, row.prompt : len(row.token_ids)] = torch.tensor(row.own, dtype=torch.bool)
-        logprobs[number, row.prompt : len(row.token_ids)] = torch.tensor(row.logprobs)
-        versions[number, mask[number]] = torch.tensor(row.of_tokens(version), dtype=torch.int64)
-        turn[number, row.prompt : len(row.token_ids)] = torch.tensor(row.turns[: len(row.own)], dtype=torch.int16)
 
     def column(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
-    scores = torch.tensor([sum(row.trajectory.scores) if row.trajectory.scores else math.nan for row in rows])
-    of_turns = torch.zeros_like(logprobs)
-    for number, row in enumerate(rows):
-        for place, score in row.scores:
-            of_turns[number, place] = score
+    lengths, oldest = column([row.length for row in rows]), column([row.oldest(version) for row in rows])
+    width = int(lengths.max()) if len(rows) else 0
+    tokens, versions = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    mask, kept = torch.zeros(2, len(rows), width, dtype=torch.bool)
+    logprobs, of_turns = torch.zeros(2, len(rows), width, dtype=torch.float32)
+    turn = torch.zeros(len(rows), width, dtype=torch.int16)
     routing = torch.full((len(rows), width, *routed), -1, dtype=torch.int16)
     for number, row in enumerate(rows):
-        for end, experts in row.routing:
-            if end < len(row.token_ids):  # else of a turn after the last one that trains
-                routing[number, end - len(experts) : end] = experts
+        end = len(row.opening)
+        tokens[number, :end] = column(row.opening)
+        for part, of_turn, trains in row.parts:
+            begin, end = end, end + len(_ids(part))
+            here = (number, slice(begin, end))
+            tokens[here], turn[here], mask[here] = column(_ids(part)), of_turn, trains
+            if not isinstance(part, Turn):
+                continue
+            if part.routing is not None:
+                routing[number, end - 1 - len(part.routing) : end - 1] = part.routing
+            if trains:
+                logprobs[here] = torch.tensor(part.logprobs, dtype=torch.float32)
+                versions[here] = column(part.versions) if part.versions and with_versions else oldest[number]
+                kept[here] = torch.tensor(part.kept or False)
+                of_turns[number, end - 1] = float(part.score or 0.0)
+    scores = torch.tensor([sum(row.trajectory.scores) if row.trajectory.scores else math.nan for row in rows])
     ends = column([ENDS.index(row.trajectory.ended()) for row in rows])
     return Rollout.from_rows(
         tokens,
-        prompt_lengths=prompts,
+        prompt_lengths=column([len(row.opening) for row in rows]),
         lengths=lengths,
         loss_mask=mask,
         rollout_logprobs=logprobs,
         end=ends.to(torch.int8),
         prompt_index=column([row.trajectory.prompt_index for row in rows]),
         sample_index=column([row.trajectory.sample_index for row in rows]),
-        weight_version=column([min(row.versions, default=version) for row in rows]),
+        weight_version=oldest,
         failed=ends == ENDS.index("error") if with_failed else None,
-        branch=column([row.branch for row in rows]) if with_branches else None,
+        branch=column([row.number for row in rows]) if with_branches else None,
         scores=scores.where(ends != ENDS.index("error"), 0.0) if with_scores else None,
         turn_scores=of_turns if with_scores else None,
         turn=turn,
         token_versions=versions if with_versions else None,
-        kept=mask.masked_scatter(mask, column([k for row in rows for k in row.kept]).bool()) if with_versions else None,
+        kept=kept if with_versions else None,
         routing=routing if all(routed) else None,
     )
+
+
+def response_rows(
+    responses: Iterable[tuple[Sequence[int], tuple[int, int], Turn | None]], *,
+    version: int, with_failed: bool = False, with_versions: bool = False, routed: tuple[int, int] = (0, 0),
+) -> Rollout:  # fmt: skip
+    """Return a row for each (prompt's tokens, (prompt, sample), response), in their order; None: it failed.
+
+    The other arguments are those of `rows_of`.
+    """
+    trajectories = []
+    for token_ids, (prompt, sample), turn in responses:
+        one = Trajectory(Prompt(prompt, tuple(token_ids), "", None), prompt, sample, limit=0)
+        one.branch.parts += [] if turn is None else [turn]
+        trajectories.append(one)
+    rows = rows_of(trajectories, version=version, with_failed=with_failed, with_versions=with_versions, routed=routed)
+    rows.turn = None  # each response is one turn
+    return rows

@@ -168,3 +168,4 @@ class OPSM(Kind):
 
 
 CORRECTIONS = by_name(TIS, IcePop, GeometricRejection, SequenceRejection, OPSM)
+CHOICES = by_name(AutoCorrection, NoCorrection) | CORRECTIONS

@@ -71,18 +71,6 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, est
     return weight * (value + pull * (logprobs - logprobs.detach()))
 
 
-@dataclass(frozen=True)
-class RewardKL:
-    """The KL penalty as a part of token rewards."""
-
-    controller: KLController
-    estimator: KLEstimator
-
-    def penalty(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Return coefficient times estimate of each token, shaped like the log-probs, to subtract from rewards."""
-        return self.controller.value * self.estimator(logprobs, ref_logprobs)
-
-
 def kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, *, token_weights: Tensor) -> dict[str, Tensor]:
     """Return the token means kl/ref (k3) and kl/ref_k1 in nats, this micro-batch's shares, without gradient.
 
@@ -108,6 +96,10 @@ class KLController:
     value: float
     target: float | None = None  # None: constant
     horizon: int = 1
+
+    def penalty(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """Return coefficient times k1 of each token, shaped like the log-probs, to subtract from its reward."""
+        return self.value * k1(logprobs, ref_logprobs)
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Take the mean KL (nats per token) of a step's `num_sequences` sequences into account.

@@ -300,8 +300,8 @@ def explained_variance(
     values, returns [B, S] float32; mask [B, S] bool. 1 is a perfect critic, 0 one no better than a constant. Where all
     returns are equal (variance 0) the ratio has no meaning and the result is 0.
     """
-    error = global_moments(returns.double() - values.double(), mask, sum_over_ranks=sum_over_ranks)
-    target = global_moments(returns, mask, sum_over_ranks=sum_over_ranks)
-    has_spread = target.variance > 0
-    ratio = error.variance / torch.where(has_spread, target.variance, 1.0)
+    _, error = global_moments(returns.double() - values.double(), mask, sum_over_ranks=sum_over_ranks)
+    _, target = global_moments(returns, mask, sum_over_ranks=sum_over_ranks)
+    has_spread = target > 0
+    ratio = error / torch.where(has_spread, target, 1.0)
     return torch.where(has_spread, 1.0 - ratio, 0.0)

@@ -1,4 +1,4 @@
-"""Losses of given answers: pairs, labelled answers, and scores of a reward model.
+"""Kinds of training, and the losses of given answers: pairs, labelled answers, scores of a reward model.
 
 A row's number is the sum of its tokens' log-probs (or its score), so rows of a pair share a micro-batch. Notation:
 log p of the policy and log q of the reference are sums over an answer, |y| is its number of tokens, d and n stand for
@@ -26,9 +26,31 @@ class TrainingKind(Kind):
 
     form: ClassVar[str] = "prompts"  # its rows: "prompts", "answers", "labelled" answers or "pairs"
     rows: ClassVar[int] = 1  # sequences of each row that train together
+    train_on: str = "assistant"  # tokens of a given answer that train: all turns of the assistant, its last one, or all
     reference: str = ""  # when log-probs of the reference are computed: "step", "once", or "" without one
     scores: ClassVar[bool] = False  # trains a score of whole rows in place of log-probs
     compares: ClassVar[bool] = False  # needs the mean log-ratio of answers to other prompts
+
+
+@dataclass(frozen=True)
+class FromSamples(TrainingKind):
+    """Reinforcement learning from the policy's own samples: `mega-rl train`."""
+
+    name = "rl"
+
+
+@dataclass(frozen=True)
+class Supervised(TrainingKind):
+    """Maximum likelihood of given answers: `mega-rl sft`."""
+
+    name = "sft"
+    form: ClassVar[str] = "answers"
+
+    train_on: str = setting(
+        "assistant",
+        "Tokens that train: all turns of the assistant, its last one, or every token.",
+        choices=("assistant", "last", "all"),
+    )
 
 
 @dataclass(frozen=True)
@@ -209,7 +231,7 @@ class KTO(TrainingKind):
         return weight * (1 - (sign * x).sigmoid()), reward * (sign > 0), reward * (sign <= 0)
 
 
-PREFERENCES = by_name(DPO, IPO, SimPO, ORPO, KTO, RewardModel)
+TRAININGS = by_name(FromSamples, Supervised, DPO, IPO, SimPO, ORPO, KTO, RewardModel)
 
 
 def preference_loss(
@@ -222,7 +244,7 @@ def preference_loss(
     loss_weights: Tensor,
     sequences: Sequences,
 ) -> LossOutput:
-    """Return the loss of a kind in `PREFERENCES` on one micro-batch, a share of the mini-batch's.
+    """Return the loss of pairs or labelled answers on one micro-batch, a share of the mini-batch's.
 
     All tensors have one shape, packed or padded, float32. outputs: log-probs with gradient, or scores of one token for
     each row. worth, baseline: a row's number on each of its tokens: worth is the margin of a pair or the sign of a

@@ -23,22 +23,13 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Count, mean and population variance of the masked elements of every rank; scalar float64 tensors."""
-
-    count: Tensor
-    mean: Tensor
-    variance: Tensor
-
-
-def global_moments(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = identity) -> Moments:
-    """Return the moments of `x[mask]` over all ranks.
+def global_moments(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = identity) -> tuple[Tensor, Tensor]:
+    """Return mean and population variance of `x[mask]` over all ranks, scalar float64 tensors.
 
     x: any shape, floating; mask: same shape, bool. Two passes (the mean first, then squared distances to it) with
     float64 sums, because E[x^2] - E[x]^2 loses every digit when the mean is large against the spread. `sum_over_ranks`
     is called exactly twice, also by a rank without tokens, with float64 tensors of shape [2] and [1]. An empty global
-    batch has count, mean and variance 0.
+    batch has mean and variance 0.
     """
     masked = torch.where(mask, x.double(), 0.0)
     count, total = sum_over_ranks(torch.stack([mask.sum().double(), masked.sum()])).unbind()
@@ -46,7 +37,7 @@ def global_moments(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = id
     mean = total / safe_count
     squares = torch.where(mask, (masked - mean).square(), 0.0).sum()
     variance = sum_over_ranks(squares.reshape(1))[0] / safe_count
-    return Moments(count=count, mean=mean, variance=variance)
+    return mean, variance
 
 
 def whiten(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = identity, eps: float = 1e-8) -> Tensor:
@@ -59,8 +50,8 @@ def whiten(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = identity, 
     give what one rank holding all rows gives, up to the order of float64 sums.
     Source: per-batch advantage normalisation of PPO implementations (Andrychowicz et al. 2021, arXiv:2006.05990, C67).
     """
-    moments = global_moments(x, mask, sum_over_ranks=sum_over_ranks)
-    y = (x.double() - moments.mean) * torch.rsqrt(moments.variance + eps)
+    mean, variance = global_moments(x, mask, sum_over_ranks=sum_over_ranks)
+    y = (x.double() - mean) * torch.rsqrt(variance + eps)
     return torch.where(mask, y, 0.0).to(torch.float32)
 
 

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from mega_rl import disk
 from mega_rl.checkpoint.format.manifest import (
@@ -300,9 +299,7 @@ class RunLock:
         self.take()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def take(self) -> None:

@@ -24,7 +24,7 @@ from mega_rl.checkpoint.run_state import ORDER, RunState, rank_prefix
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, DTYPES
 from mega_rl.errors import RunError, UserError, UserErrors
-from mega_rl.parallel.agreement import all_failures, failure_of, first_failure, run_on_one
+from mega_rl.parallel.agreement import all_failures, all_succeed, first_failure, run_on_one
 from mega_rl.parallel.boxes import Box, Piece, intersection, whole, within
 from mega_rl.protocols import Ranks
 from mega_rl.tracking import progress
@@ -99,9 +99,7 @@ def restore_from(folder: Path, run: RunState, *, fetch: Fetch | None = None) -> 
     """
     ranks = run.ranks
     opened: list[Checkpoint] = []
-    message = failure_of(lambda: opened.append(Checkpoint.open(folder)), ranks)
-    if message is not None:
-        raise DamagedError(message)
+    all_succeed(lambda: opened.append(Checkpoint.open(folder)), ranks, error=DamagedError)
     (checkpoint,) = opened
     manifest = checkpoint.manifest
     _check_run(folder, manifest, run)

@@ -1,12 +1,11 @@
 """One rank's part of a save. A thread writes live state, or a copy during training.
 
-Every rank writes its shard and then a record next to the shard: `.done` with the shard's entry of the manifest, or
-`.failed` with a message. The first rank's thread then waits for the records of all and publishes the checkpoint.
+Every rank writes its shard and then a record next to the shard: `.done`, with the shard's entry of the manifest. The
+first rank's thread then waits for the records of all and publishes the checkpoint. The ranks exchange failures.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from mega_rl import disk
 from mega_rl.checkpoint.format.manifest import WholeTensor
-from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, missing_elements, order, overlap, write_shard
+from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, coverage_fault, order, write_shard
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, as_bytes
 from mega_rl.disk import SaveError
 from mega_rl.parallel.accelerator.base import HostMemory
@@ -81,6 +80,9 @@ class Writer:
     def close(self) -> None:
         """Abandon a job and free the memory; may be called twice."""
         self.stop()
+        self._free()
+
+    def _free(self) -> None:
         if self._staging is not None:
             self._staging.release()
         self._staging = None
@@ -92,9 +94,7 @@ class Writer:
             starts.append(end)
             end += -(-piece.data.nbytes // ALIGNMENT) * ALIGNMENT
         if self._staging is None or self._staging.bytes.nbytes() < end:
-            if self._staging is not None:
-                self._staging.release()
-            self._staging = None
+            self._free()
             self._staging = _allocated(end)
         memory = torch.empty(0, dtype=torch.uint8).set_(self._staging.bytes)
         copies = []
@@ -123,25 +123,22 @@ def _allocated(nbytes: int) -> HostMemory:
 def perform(job: SaveJob, pieces: Sequence[Piece], *, given_up: Callable[[], bool]) -> list[str]:
     """Write the shard and its record; the first rank then waits for all records and publishes.
 
-    Returns problems that did not harm the checkpoint. Raises SaveError, whose message is also in the record.
+    Returns problems that did not harm the checkpoint. Raises SaveError.
     """
     deadline = time.monotonic() + job.timeout_s
     if pieces:
-        try:
-            record, layout = write_part(job.folder / job.shard, pieces, given_up=given_up)
-            text = json.dumps({"shard": record.to_json(), "layout": layout})
-            _tell(job, "done", text)
-        except SaveError as error:
-            with contextlib.suppress(SaveError):  # the ranks exchange failures as well
-                _tell(job, "failed", str(error))
-            raise
+        record, layout = write_part(job.folder / job.shard, pieces, given_up=given_up)
+        # Atomically and last: the first rank may then rename the folder.
+        hidden = _record(job.folder, f".{job.shard}")
+        disk.write_text(hidden, json.dumps({"shard": record.to_json(), "layout": layout}))
+        disk.rename(hidden, _record(job.folder, job.shard))
     if job.publish is None:
         return []
     parts = [json.loads(text) for text in _wait_for_records(job, deadline, given_up)]
     records = tuple(ShardRecord.from_json(part["shard"], job.folder) for part in parts)
     tensors = merge_layouts(part["layout"] for part in parts)
     for name in job.shards:
-        disk.remove_file(_record(job.folder, name, "done"))
+        disk.remove_file(_record(job.folder, name))
     if given_up():
         raise SaveError("given up")
     return job.publish(tensors, records)
@@ -192,46 +189,23 @@ def merge_layouts(texts: Iterable[str]) -> dict[str, WholeTensor]:
                 raise SaveError(f"{name}: is {tensors[name]} on one rank and {whole} on another")
             pieces.setdefault(name, []).append(PieceSpec(name, dtype, tuple(offset), tuple(shape)))
     for name, whole in tensors.items():
-        missing = missing_elements(pieces[name], whole.shape)
-        if missing or overlap(pieces[name]) is not None:
-            what = f"lack {missing} of its elements" if missing > 0 else "overlap"
-            raise SaveError(f"{name} {list(whole.shape)}: the pieces of all ranks {what}; this is a bug")
+        if fault := coverage_fault(pieces[name], whole.shape):
+            raise SaveError(f"{name} {list(whole.shape)}: {fault}; this is a bug")
     return tensors
 
 
 def _wait_for_records(job: SaveJob, deadline: float, given_up: Callable[[], bool]) -> list[str]:
-    """Return the texts of all shards' `.done`. Raises SaveError for `.failed` or lateness."""
+    """Return the texts of all shards' `.done`. Raises SaveError when they are late."""
     wait_s = FIRST_WAIT_S
-    while True:
-        texts = [_text_of(job.folder, shard) for shard in job.shards]
-        missing = [shard for shard, text in zip(job.shards, texts, strict=True) if text is None]
-        if not missing:
-            return [text for text in texts if text is not None]
+    while missing := [shard for shard in job.shards if not _record(job.folder, shard).exists()]:
         if given_up():
             raise SaveError("given up")
         if time.monotonic() > deadline:
             raise SaveError(f"waited {job.timeout_s:g} s for {', '.join(missing)}, which other ranks write")
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+    return [_record(job.folder, shard).read_text(encoding="utf-8") for shard in job.shards]
 
 
-def _text_of(folder: Path, shard: str) -> str | None:
-    """Return the text of a shard's `.done`, None before it is there. Raises SaveError for `.failed`."""
-    failed, done = _record(folder, shard, "failed"), _record(folder, shard, "done")
-    try:
-        if failed.exists():
-            raise SaveError(failed.read_text(encoding="utf-8"))
-        return done.read_text(encoding="utf-8") if done.exists() else None
-    except OSError as error:
-        raise SaveError(f"{done}: {error.strerror}") from error
-
-
-def _tell(job: SaveJob, kind: str, text: str) -> None:
-    """Write this rank's record atomically and last: the first rank may then rename the folder."""
-    hidden = job.folder / f".{Path(job.shard).stem}.{kind}"
-    disk.write_text(hidden, text)
-    disk.rename(hidden, _record(job.folder, job.shard, kind))
-
-
-def _record(folder: Path, shard: str, kind: str) -> Path:
-    return folder / f"{Path(shard).stem}.{kind}"
+def _record(folder: Path, shard: str) -> Path:
+    return (folder / shard).with_suffix(".done")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,8 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import broadcast_json, failure_of, first_failure, run_on_one
-from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.protocols import Ranks, RankState, StatefulModel
+from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure, run_on_one
+from mega_rl.protocols import Ranks
 from mega_rl.tracking import progress
 from mega_rl.types import JsonObject, Metrics
 
@@ -46,7 +44,7 @@ class _Save:
     step: int
     begin: float
     nbytes: int  # over all ranks
-    done: bool  # whether this rank has done its part
+    done: bool = False  # whether this rank has done its part
 
 
 class RunCheckpoints:
@@ -56,26 +54,13 @@ class RunCheckpoints:
     kept; `settings.on_error` decides whether the run then continues.
     """
 
-    def __init__(
-        self,
-        *,
-        root: Path,
-        engines: Mapping[str, StatefulModel],
-        ranks: Ranks,
-        settings: CheckpointConfig,
-        identity: JsonObject,
-        layout: ParallelLayout | str,
-        config: JsonObject,
-        rank_states: Mapping[str, RankState],
-    ) -> None:
-        """engines, rank_states: by name, "actor", "critic". ranks: all ranks of the run. identity, layout, config: as
-        in `RunState`.
-        """
+    def __init__(self, root: Path, run: RunState, settings: CheckpointConfig) -> None:
+        """run: engines and rank states may be added until `restore`; the lock is taken before engines exist."""
         self._root = root.absolute()
-        self._run = RunState(dict(engines), dict(rank_states), ranks, dict(identity), str(layout), dict(config))
-        self._ranks = ranks
+        self.run = run
+        self._ranks = run.ranks
         self._settings = settings
-        self._memory = MemoryCheckpoints(self._root, self._run, settings)
+        self._memory = MemoryCheckpoints(self._root, run, settings)
         self._lock: RunLock | None = None
         self._restored: Path | None = None  # the checkpoint on disk that the run resumed from
         self._restored_step: int | None = None  # step of the checkpoint in memory that the run resumed from
@@ -101,14 +86,6 @@ class RunCheckpoints:
         if kind is None and self._lost and self._settings.on_error == "continue":
             raise RunError(f"{self._lost}; it was the run's last one: the same command resumes from the one before it")
 
-    def add_engine(self, name: str, engine: StatefulModel) -> None:
-        """Add an engine before `restore` and `save`; the lock is taken before engines exist."""
-        self._run.engines[name] = engine
-
-    def add_rank_state(self, name: str, rank_state: RankState) -> None:
-        """Add a rank state before `restore` and `save`."""
-        self._run.rank_states[name] = rank_state
-
     def lock(self) -> None:
         """Keep other runs from writing under `root` until `close`; collective. Raises UserError on all ranks."""
 
@@ -118,9 +95,7 @@ class RunCheckpoints:
                 lock.take()
                 self._lock = lock
 
-        failure = failure_of(take, self._ranks)
-        if failure is not None:
-            raise UserError(failure)
+        all_succeed(take, self._ranks, error=UserError)
 
     def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
         """Start to save the state after `step` steps; complete on return unless `async_save`; collective.
@@ -132,20 +107,17 @@ class RunCheckpoints:
         begin = time.monotonic()
         self.finish()
         settings, rank = self._settings, self._ranks.rank
-        pieces, numbers = self._run.collect()
-        sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
-        sizes[rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
-        counts, sizes_of = self._ranks.sum(sizes).unbind(1)
+        pieces, numbers = self.run.collect()
+        sizes = self._ranks.gather_json(sum(piece.data.nbytes for piece in pieces) if pieces else -1)
         job = SaveJob(folders.temporary(self._root, step), shard_name(rank), settings.timeout_s)
         if rank == 0:
-            shards = [shard_name(other) for other in range(self._ranks.size) if counts[other]]
-            record = self._run.record(step, state, metrics or {}, numbers)
+            shards = [shard_name(other) for other, size in enumerate(sizes) if size >= 0]
+            record = self.run.record(step, state, metrics or {}, numbers)
             job = job._replace(shards=shards, publish=partial(_publish, self._root, settings, record))
-        works = bool(pieces) or rank == 0
-        save = self._current = _Save(step, begin, int(sizes_of.sum()), done=not works)
+        save = self._current = _Save(step, begin, sum(size for size in sizes if size >= 0))
         failure = failure_of(lambda: self._make_room(save), self._ranks)
         if failure is None:
-            failure = failure_of(lambda: self._writing.start(job, pieces) if works else None, self._ranks)
+            failure = failure_of(lambda: self._writing.start(job, pieces), self._ranks)
         if failure is not None:
             self._fail(failure)
         elif not settings.async_save:
@@ -211,7 +183,7 @@ class RunCheckpoints:
             if manifest is not None:
                 self._restored_step = manifest.step
                 return manifest
-        restored = resume(self._root, self._run, self._settings)
+        restored = resume(self._root, self.run, self._settings)
         if restored is None:
             return None
         self._restored, manifest = restored
@@ -229,9 +201,7 @@ class RunCheckpoints:
             if self._ranks.rank == 0:
                 folders.begin_history(run_dir, self._restored, step_in_memory=self._restored_step)
 
-        failure = failure_of(move, self._ranks)
-        if failure is not None:
-            raise UserError(failure)
+        all_succeed(move, self._ranks, error=UserError)
         self._memory.begin(restored=self._restored_step is not None)
 
     def _make_room(self, save: _Save) -> None:

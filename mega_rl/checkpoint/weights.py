@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mega_rl.checkpoint.format.reader import Checkpoint as RunCheckpoint
-from mega_rl.checkpoint.format.reader import StoredPiece
+from mega_rl.checkpoint.format.reader import StoredPiece, as_matrix
 from mega_rl.config.schema import AdapterConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.copying import ShapeAndDtype
 from mega_rl.converters.offline.checkpoint import WeightFiles, open_boxes
 from mega_rl.converters.offline.torch_dist import Chunk, DistTensor
-from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import Home
-from mega_rl.converters.plan.parameters import adapted, disk_tensors, hf_tensors
+from mega_rl.converters.plan.parameters import adapted, disk_tensors, hf_tensors, row_copies
 from mega_rl.converters.plan.sharding import Head, Sharding
-from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader, TensorInfo
 from mega_rl.errors import UserError, UserErrors
 
@@ -87,37 +84,14 @@ def _open_fsdp(
     homes: dict[str, list[Home]] = {}
     wholes: dict[str, ShapeAndDtype] = {}
     for name, of_one in pieces.items():
-        for piece in of_one:
-            stored = f"{name}@{piece.spec.offset[0] if piece.spec.offset else 0}"
-            infos[stored] = TensorInfo(
-                stored, piece.dtype, piece.spec.shape, piece.file, piece.offset, piece.spec.nbytes
-            )
+        infos |= {piece.spec.key: as_matrix(piece) for piece in of_one}
         for disk in disk_tensors(hf.family, name, shapes[name], hf.own):
             on_disk = hf.value_head if disk.name == _FSDP_HEAD and sharding.head == "value" else disk.name
             wholes[on_disk] = ShapeAndDtype(disk.shape, of_one[0].dtype)
-            homes[on_disk] = list(_homes(on_disk, disk.row, disk.shape, name, of_one, shapes[name]))
+            homes[on_disk] = [Home(p.spec.key, copy) for p in of_one for copy in row_copies([disk], *p.box)]
     _check_shapes(folder, hf, sharding.head, wholes)
     files = CheckpointReader(folder, tensors=infos)
     return WeightFiles(folder, "hf", sharding, wholes, files, homes)
-
-
-def _homes(
-    tensor: str,
-    row: int,
-    shape: tuple[int, ...],
-    name: str,
-    pieces: Sequence[StoredPiece],
-    whole: tuple[int, ...],
-) -> Iterator[Home]:
-    """Yield the stored places of a tensor's rows; row: their first in `name`."""
-    rows, columns = matrix_shape(shape)
-    per_index = prod(whole[1:-1])  # rows of the matrix for each index of the first dimension
-    for piece in pieces:
-        first = (piece.spec.offset[0] if piece.spec.offset else 0) * per_index
-        low, high = max(row, first), min(row + rows, first + matrix_shape(piece.spec.shape)[0])
-        if low < high:
-            stored = f"{name}@{piece.spec.offset[0] if piece.spec.offset else 0}"
-            yield Home(stored, Copy(tensor, low - row, 0, low - first, 0, high - low, columns))
 
 
 def _check_shapes(folder: Path, hf: HFConfig, head: Head, wholes: Mapping[str, ShapeAndDtype]) -> None:

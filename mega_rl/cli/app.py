@@ -26,7 +26,7 @@ EXIT_INTERRUPTED = 130
 # after this time found a mistake that rank 0 did not.
 OTHER_RANKS_WAIT_S = 5.0
 
-# In the order of the help. The summary is the first sentence of the command's help; a section "" is hidden.
+# In the order of the help. The summary is the first sentence of the command's help.
 _COMMANDS = (
     Later("Start", "quickstart", "quickstart.run:quickstart",
           "Train a tiny model in minutes on two cores: sums with PPO, word problems with GRPO."),
@@ -91,24 +91,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     word = os.environ.pop(LAST_WORD, "")  # removed, so that programs which a rank starts do not report its end
-    code = run_app(app, given, prog_name="mega-rl")
+    code = _run(given)
     if word:
         os.pwrite(int(word), bytes([code + 1]), int(os.environ["RANK"]))
     return code
 
 
-def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -> int:
-    """Run a typer app with this project's exit codes and one-line errors; return the exit code."""
+def _run(arguments: Sequence[str]) -> int:
+    """Run the command with one-line errors; return the exit code."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.pop("RANK", None)  # a launcher sets both: left over, it would silence a process that is the only one
     try:
-        outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
+        outcome = app(args=list(arguments), prog_name="mega-rl", standalone_mode=False)
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
-    except typer.BadParameter as error:
-        return _report([f"{error.format_message()}; see {prog_name} --help"])
     except typer.TyperException as error:
-        return _report([f"{error}; see {prog_name} --help"])
+        return _report([f"{error.format_message()}; see mega-rl --help"])
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except Exception as error:

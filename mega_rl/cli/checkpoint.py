@@ -32,9 +32,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.ru
 @app.command("list")
 def list_(
     run: Run,
-    metric: Annotated[
-        str, typer.Option("--metric", help="Show this metric; default: that of checkpoint.keep_best.")
-    ] = "",
+    metric: Annotated[str, typer.Option(help="Show this metric; default: that of checkpoint.keep_best.")] = "",
     as_json: Json = False,
 ) -> int:
     """List checkpoints with step, time, size, layout, state. Exit code 1: missing or short files."""
@@ -84,13 +82,9 @@ def verify(
 @app.command()
 def prune(
     run: Run,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="Newest checkpoints kept.")],
-    keep_interval: Annotated[
-        int, typer.Option("--keep-interval", min=0, help="Also keep those whose step is a multiple of this.")
-    ] = 0,
-    keep_best: Annotated[
-        str, typer.Option("--keep-best", help="Also keep the one with the largest value of this metric.")
-    ] = "",
+    keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints kept.")],
+    keep_interval: Annotated[int, typer.Option(min=0, help="Also keep those whose step is a multiple of this.")] = 0,
+    keep_best: Annotated[str, typer.Option(help="Also keep the one with the largest value of this metric.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -123,8 +117,8 @@ def prune(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.run_dir), or one checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
-    step: Annotated[int | None, typer.Option("--step", min=0, help="Of which step; default: the newest.")] = None,
-    role: Annotated[Literal["actor", "critic"], typer.Option("--role", help="Which model: actor or critic.")] = "actor",
+    step: Annotated[int | None, typer.Option(min=0, help="Of which step; default: the newest.")] = None,
+    role: Annotated[Literal["actor", "critic"], typer.Option(help="Which model: actor or critic.")] = "actor",
     reference: Annotated[
         Path | None,
         typer.Option(

@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 
 app = Commands(name="convert", help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.")
 
-Head = Annotated[Literal["lm", "value"], typer.Option("--head", help="value is that of a critic or reward model.")]
-Mtp = Annotated[Literal["drop", "load"], typer.Option("--mtp", help="Multi-token prediction layers.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast weights: bfloat16, float16 or float32.")]
+Head = Annotated[Literal["lm", "value"], typer.Option(help="value is that of a critic or reward model.")]
+Mtp = Annotated[Literal["drop", "load"], typer.Option(help="Multi-token prediction layers.")]
+Dtype = Annotated[str | None, typer.Option(help="Cast weights: bfloat16, float16 or float32.")]
 AllowMissing = Annotated[
-    list[str] | None,
-    typer.Option("--allow-missing", metavar="PATTERN", help="Tensors that may be absent (repeat for more patterns)."),
+    list[str] | None, typer.Option(metavar="PATTERN", help="Tensors that may be absent (repeat for more patterns).")
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing folder, once the new one is complete.")
@@ -42,15 +41,13 @@ HfDir = Annotated[
     Path,
     typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint: folder, or name on the Hub.", callback=checkpoint),
 ]
-Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Threads; default: one per core, at most 8.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Threads; default: one per core, at most 8.")]
 
 
 @app.command()
 @with_options
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Hugging Face or converted checkpoint.", callback=checkpoint)
-    ],
+    path: Annotated[Path, typer.Argument(help="Hugging Face or converted checkpoint.", callback=checkpoint)],
     sizes: LayoutOptions = LayoutOptions(),
     head: Head = "lm",
     mtp: Mtp = "drop",
@@ -118,14 +115,14 @@ def export(
         Path | None,
         typer.Option("--hf", metavar="HF_DIR", help="Whose config, tokenizer, templates to copy.", callback=checkpoint),
     ] = None,
-    shard_gb: Annotated[float, typer.Option("--shard-gb", min=1e-6, help="Largest file, in GB.")] = 5.0,
+    shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest file, in GB.")] = 5.0,
     experts: Annotated[
         Literal["per_expert", "fused"] | None,
-        typer.Option("--experts", help="Tensors of experts; default: as the reference has them."),
+        typer.Option(help="Tensors of experts; default: as the reference has them."),
     ] = None,
     dtype: Dtype = None,
     mtp: Annotated[
-        Literal["keep", "drop"], typer.Option("--mtp", help="Multi-token prediction layers of the reference.")
+        Literal["keep", "drop"], typer.Option(help="Multi-token prediction layers of the reference.")
     ] = "keep",
     overwrite: Overwrite = False,
     jobs: Jobs = None,

@@ -62,14 +62,9 @@ MATH = ProblemSet(
 )
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for train.jsonl and test.jsonl, as data/gsm8k.")]
-Train = Annotated[
-    str,
-    typer.Option("--train", metavar="ROWS", help="Training rows: name on the Hub, or a Parquet or JSONL file."),
-]
-Test = Annotated[
-    str, typer.Option("--test", metavar="ROWS", help="Test rows: name on the Hub, or a Parquet or JSONL file.")
-]
-Instruction = Annotated[str, typer.Option("--instruction", help='Text after each question; "" for none.')]
+Train = Annotated[str, typer.Option(metavar="ROWS", help="Training rows: name on the Hub, or a Parquet or JSONL file.")]
+Test = Annotated[str, typer.Option(metavar="ROWS", help="Test rows: name on the Hub, or a Parquet or JSONL file.")]
+Instruction = Annotated[str, typer.Option(help='Text after each question; "" for none.')]
 
 
 def _report(rows: Mapping[Path, int]) -> None:
@@ -84,7 +79,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace files that are the
 def show(
     recipe: Recipe,
     overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option("--prompts", min=0, help="Prompts of each set that are shown.")] = 2,
+    prompts: Annotated[int, typer.Option(min=0, help="Prompts of each set that are shown.")] = 2,
 ) -> None:
     """Show a recipe's sets of prompts: rows, tokens, shares and epochs that the run draws.
 
@@ -113,19 +108,15 @@ def _add(name: str, problems: ProblemSet, summary: str) -> None:
 
 
 _add("gsm8k", GSM8K, "Write GSM8K, grade-school word problems: 7,473 to train on and 1,319 to test with.")
-_add(
-    "math",
-    MATH,
-    "Write MATH, competition mathematics: 7,500 to train on and the 500 of MATH-500 to test with.",
-)
+_add("math", MATH, "Write MATH, competition mathematics: 7,500 to train on and the 500 of MATH-500 to test with.")
 
 
 @app.command("word-problems")
 def word_problems(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that a repository of the Hub would be.")],
-    train: Annotated[int, typer.Option("--train", help="Questions to train on.", min=1)] = 4000,
-    test: Annotated[int, typer.Option("--test", help="Questions to test with, none of which trains.", min=1)] = 128,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the questions.", min=0)] = 0,
+    train: Annotated[int, typer.Option(help="Questions to train on.", min=1)] = 4000,
+    test: Annotated[int, typer.Option(help="Questions to test with, none of which trains.", min=1)] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of the questions.", min=0)] = 0,
     force: Force = False,
 ) -> None:
     """Write generated easy word problems in the format of GSM8K, for runs without a network."""

@@ -23,7 +23,7 @@ from mega_rl.tracking.report.content import AUDIT, page_of, read_runs
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; seeds of one run become a band.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Page to write; else report.html in the first run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Page to write; else report.html in the first run.")] = None,
 ) -> None:
     """Write curves, warnings, times, settings and samples of runs as one self-contained HTML file."""
     page = out or runs[0] / "report.html"
@@ -40,10 +40,7 @@ def report(
 def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with metrics.records.interval=1.")],
     versions: Annotated[
-        int,
-        typer.Option(
-            "--versions", min=0, metavar="N", help="Most versions of the weights under which log-probs are computed."
-        ),
+        int, typer.Option(min=0, metavar="N", help="Most versions of the weights under which log-probs are computed.")
     ] = 4,
     as_json: Json = False,
 ) -> None:
@@ -65,15 +62,12 @@ def audit(
 
 def doctor(
     run: Annotated[
-        Path | None,
-        typer.Option("--run", help="Folder of a run: show its ranks while it lives, else its newest report."),
+        Path | None, typer.Option(help="Folder of a run: show its ranks while it lives, else its newest report.")
     ] = None,
     stacks: Annotated[bool, typer.Option("--stacks", help="With --run: stacks of the ranks on this machine.")] = False,
     require: Annotated[
         str | None,
-        typer.Option(
-            "--require", metavar="NAME,...", help="Instead fail with a line for each of these that is missing: te,cuda."
-        ),
+        typer.Option(metavar="NAME,...", help="Instead fail with a line for each of these that is missing: te,cuda."),
     ] = None,
 ) -> None:
     """List versions, devices, what works here and what stands in; or look at a run.
@@ -125,24 +119,24 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     gpus: Annotated[
-        int, typer.Option("--gpus", min=0, max=4096, help="Ranks of the run; default: the fewest its layout allows.")
+        int, typer.Option(min=0, max=4096, help="Ranks of the run; default: the fewest its layout allows.")
     ] = 0,
     gpu_memory: Annotated[
-        str, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, as 80G; default: of the GPUs here.")
+        str, typer.Option(metavar="SIZE", help="Memory of one GPU, as 80G; default: of the GPUs here.")
     ] = "",
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of one host.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of one host.")] = 8,
     layers: Annotated[
-        str, typer.Option("--layers", help="Whose layers engine.megatron.transformer_impl=auto is: auto, te or local.")
+        str, typer.Option(help="Whose layers engine.megatron.transformer_impl=auto is: auto, te or local.")
     ] = "auto",
     search: Annotated[
         bool, typer.Option("--search", help="Propose layouts of these GPUs that fit, least work first.")
     ] = False,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="KIND", help="Expected time of a step on a100, h100, h200 or b200, too.")
+        str, typer.Option(metavar="KIND", help="Expected time of a step on a100, h100, h200 or b200, too.")
     ] = "",
-    server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
+    server_gpus: Annotated[int, typer.Option(min=0, help="GPUs of each server that is joined.")] = 0,
     server_link: Annotated[
-        float, typer.Option("--server-link", min=0, metavar="GBIT", help="Gbit per second to a server that is joined.")
+        float, typer.Option(min=0, metavar="GBIT", help="Gbit per second to a server that is joined.")
     ] = 0,
     as_json: Json = False,
 ) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -15,7 +15,6 @@ from mega_rl.data.downloads import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
-Made = TypeVar("Made")
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")]
 Overrides = Annotated[
     list[str] | None,
@@ -28,18 +27,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 class LayoutOptions:
     """Sizes of a layout; every field is an option."""
 
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1
-    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1
-    vpp: Annotated[int, typer.Option("--vpp", min=1, help="Virtual pipeline stages per pipeline rank.")] = 1
-    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size.")] = 1
-    etp: Annotated[int | None, typer.Option("--etp", min=1, help="Tensor-parallel size of experts; default: --tp.")] = (
-        None
-    )
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 1
+    vpp: Annotated[int, typer.Option(min=1, help="Virtual pipeline stages per pipeline rank.")] = 1
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size.")] = 1
+    etp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size of experts; default: --tp.")] = None
     pp_layout: Annotated[
         str | None,
-        typer.Option(
-            "--pp-layout", metavar="LAYOUT", help='Layers of each stage in Megatron-Core\'s notation: "Ett|tt|t|tL".'
-        ),
+        typer.Option(metavar="LAYOUT", help='Layers of each stage in Megatron-Core\'s notation: "Ett|tt|t|tL".'),
     ] = None
 
     def layout(self) -> ParallelLayout:
@@ -61,12 +56,6 @@ def checkpoint(context: typer.Context, parameter: typer.CallbackParam, value: Pa
     option = next((name for name in parameter.opts if name.startswith("-")), None)
     label = option or (parameter.metavar or str(parameter.name).upper()).strip("[]")
     return checkpoint_folder(value, label=label)
-
-
-def made(make: Callable[..., Made], options: object, /, **own: object) -> Made:
-    """Call `make` with `own` and with the options that it has parameters for."""
-    shared = vars(options).keys() & inspect.signature(make).parameters.keys()
-    return make(**{name: vars(options)[name] for name in shared} | own)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

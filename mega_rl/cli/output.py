@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,24 +16,14 @@ from typer.core import TyperCommand, TyperGroup
 from mega_rl.tracking import progress
 
 SHOWN = 20  # names listed of each kind; --json has them all
-WIDTH = 200  # columns of a table that does not go to a terminal
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", last: Sequence[str] = ()
-) -> None:
-    """Print a table. last: cells of one more row, under a line."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*columns, box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    if last:
-        table.add_section()
-        table.add_row(*last)
-    Console(width=None if Console().is_terminal else WIDTH, markup=False, highlight=False).print(table)
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
+    """Print a title and, indented below it, a table."""
+    if title:
+        typer.echo(title)
+    for line in progress.aligned(columns, [*rows]):
+        typer.echo(f"  {line}")
 
 
 def print_json(facts: object) -> None:
@@ -53,18 +42,13 @@ def plain(value: Any) -> Any:
     return value
 
 
-def is_main() -> bool:
-    """Return whether this process prints: rank 0."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def show(facts: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print, on rank 0, the facts as JSON or else the lines."""
-    if is_main() and as_json:
+    """Print the facts as JSON, or else the lines."""
+    if as_json:
         print_json(facts)
-    elif is_main():
-        for line in lines:
-            typer.echo(line)
+        return
+    for line in lines:
+        typer.echo(line)
 
 
 def names_line(label: str, names: Sequence[str]) -> Iterator[str]:
@@ -76,7 +60,7 @@ def names_line(label: str, names: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def showing() -> Iterator[None]:
-    """Show the block's progress, after the imports that it begins with, on rank 0's terminal."""
+    """Show the block's progress, after the imports that it begins with."""
     progress.show_progress()
     with progress.phase("importing PyTorch"):
         yield
@@ -86,7 +70,7 @@ def showing() -> Iterator[None]:
 class Later:
     """A command, or group of commands, whose module is imported when it is called."""
 
-    section: str  # heading in the help; empty: hidden
+    section: str  # heading in the help
     name: str
     place: str  # "module:name" of a function or a `Commands` in mega_rl.cli
     summary: str
@@ -109,9 +93,7 @@ class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for one in self.later:  # the help needs no more
-            self.add_command(
-                TyperCommand(name=one.name, help=one.summary, rich_help_panel=one.section, hidden=not one.section)
-            )
+            self.add_command(TyperCommand(name=one.name, help=one.summary, rich_help_panel=one.section))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the module of the command that is called."""
@@ -122,10 +104,9 @@ class _Group(TyperGroup):
         """Write each command with the whole first sentence of its help."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
-            if not command.hidden:
-                title = getattr(command, "rich_help_panel", None) or "Commands"
-                sections.setdefault(title, []).append((name, summary(command.help)))
-        width = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+            title = getattr(command, "rich_help_panel", None) or "Commands"
+            sections.setdefault(title, []).append((name, summary(command.help)))
+        width = max(map(len, self.commands))
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl([(f"{name:{width}}", text) for name, text in rows])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_rl.cli.launch import become
-from mega_rl.cli.options import Overrides, made, with_options
+from mega_rl.cli.options import Overrides, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.keys import pinned_overrides
 from mega_rl.config.packaged import parse_value, read_recipe
@@ -24,7 +24,6 @@ from mega_rl.disk import replace_text
 from mega_rl.errors import UserError, no_such
 from mega_rl.operations.diagnosis import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
-from mega_rl.operations.launcher.ranks import LOOPBACK
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.operations.schedulers.slurm import become_rank
 from mega_rl.tracking import progress
@@ -39,24 +38,19 @@ if TYPE_CHECKING:
 class LaunchOptions:
     """Ranks to start; every field is an option."""
 
-    nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, help="Start this many ranks on this machine.")
-    ] = None
+    nproc_per_node: Annotated[int | None, typer.Option(min=1, help="Start this many ranks on this machine.")] = None
     max_restarts: Annotated[
         int | None,
         typer.Option(
-            "--max-restarts",
             min=0,
             help=f"Restarts from the newest checkpoint when a rank dies or is stuck; default: {DEFAULT_RESTARTS}.",
         ),
     ] = None
-    nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Nodes; start this command on each of them.")] = 1
-    node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="Number of this node, from 0.")] = 0
-    master_addr: Annotated[
-        str, typer.Option("--master-addr", help="Name or address of node 0, by which the other nodes reach it.")
-    ] = ""
+    nnodes: Annotated[int, typer.Option(min=1, help="Nodes; start this command on each of them.")] = 1
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this node, from 0.")] = 0
+    master_addr: Annotated[str, typer.Option(help="Name or address of node 0, by which the other nodes reach it.")] = ""
     master_port: Annotated[
-        int, typer.Option("--master-port", min=1, max=65535, help="Port at which the launcher of node 0 listens.")
+        int, typer.Option(min=1, max=65535, help="Port at which the launcher of node 0 listens.")
     ] = 29500
 
     @property
@@ -92,13 +86,12 @@ class LaunchOptions:
         """Return the launch of a program, a module and its arguments, on this node."""
         assert self.nproc_per_node is not None
         restarts = DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
-        launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
-        return replace(launch, master_addr=LOOPBACK, master_port=0) if self.nnodes == 1 else launch
+        launch = Launch(tuple(program), self.nproc_per_node, run_dir, restarts, resume)
+        several = {name: getattr(self, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
+        return launch if self.nnodes == 1 else replace(launch, **several)
 
 
-Config = Annotated[
-    Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
-]
+Config = Annotated[Path | None, typer.Option(help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")]
 PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
 ]
@@ -144,7 +137,7 @@ def together(
 def distill(
     launch: LaunchOptions,
     samples: Annotated[
-        Path, typer.Option("--samples", metavar="FILE", help="samples.jsonl that mega-rl eval wrote of the teacher.")
+        Path, typer.Option(metavar="FILE", help="samples.jsonl that mega-rl eval wrote of the teacher.")
     ],
     overrides: Overrides = None,
     config: Config = None,
@@ -232,12 +225,8 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as model.path=HF_DIR validation.n=8.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Recipe whose model, layout, data and rewards are taken.")
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of samples and results.")] = Path(
-        "runs/eval"
-    ),
+    config: Annotated[Path | None, typer.Option(help="Recipe whose model, layout, data and rewards are taken.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of samples and results.")] = Path("runs/eval"),
 ) -> None:
     """Sample a model's answers to prompts and report pass@k, avg@k and maj@k with 95 % intervals."""
     settings = overrides or []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mega_rl import disk
-from mega_rl.cli.options import Json, made, with_options
+from mega_rl.cli.options import Json, with_options
 from mega_rl.cli.output import Commands, plain, print_json, print_table, show
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -38,12 +38,11 @@ app = Commands(name="verify", help="Check that parallel layouts and engines comp
 
 Model = Annotated[
     Path,
-    typer.Option(
-        "--model",
-        metavar="HF_DIR",
-        help="Hugging Face checkpoint (folder, or name on the Hub); with --twin a config.json does.",
-    ),
+    typer.Option(metavar="HF_DIR", help="Checkpoint (folder, or name on the Hub); with --twin a config.json does."),
 ]
+NAMES = typer.Option(
+    "--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2; rl and replay also take fsdp2, and 1 for one rank."
+)
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,15 @@ class VerifyOptions:
     twin: Annotated[
         bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
     ] = False
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option("--dtype", help="Of weights and activations.")] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of weights and activations.")] = "fp32"
     packing: Annotated[bool, typer.Option(help="Pack sequences; else pad them.")] = True
     transformer_impl: Annotated[
-        Literal["auto", "local", "transformer_engine"],
-        typer.Option("--transformer-impl", help="Megatron-Core's layers."),
+        Literal["auto", "local", "transformer_engine"], typer.Option(help="Megatron-Core's layers.")
     ] = "auto"
     tolerance: Annotated[
-        str,
-        typer.Option("--tolerance", metavar="NAME=NUMBER,...", help="logprob, loss, grad_norm, gradient or weight."),
+        str, typer.Option(metavar="NAME=NUMBER,...", help="logprob, loss, grad_norm, gradient or weight.")
     ] = ""
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Of the batch and of random weights.")] = 0
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one launch may take.")] = 1800.0
     as_json: Json = False
 
@@ -72,21 +69,17 @@ class VerifyOptions:
 @with_options
 def layouts(
     model: Model,
-    names: Annotated[
-        str | None,
-        typer.Option(
-            "--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2,ep2; a dozen that the model can have by default."
-        ),
-    ] = None,
+    names: Annotated[str | None, NAMES] = None,
     options: VerifyOptions = VerifyOptions(),
     nproc: Annotated[
         int | None,
-        typer.Option(
-            "--nproc", min=1, help="Run every layout on this number of ranks; data parallelism takes what is left."
-        ),
+        typer.Option(min=1, help="Run every layout on this number of ranks; data parallelism takes what is left."),
     ] = None,
 ) -> None:
-    """Compare the training engine's log-probs, loss, gradients and step on each layout with one rank's."""
+    """Compare the training engine's log-probs, loss, gradients and step on each layout with one rank's.
+
+    Default: a dozen layouts that the model can have.
+    """
     model, asked = _check(model, options)
     names, layers = usual(asked) if names is None else names, 1
     if options.twin:
@@ -103,10 +96,10 @@ def layouts(
 def engines(
     model: Model,
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, help="Run the FSDP engine on one rank, and on this number of ranks.")
+        int, typer.Option(min=1, help="Run the FSDP engine on one rank, and on this number of ranks.")
     ] = 2,
     options: VerifyOptions = VerifyOptions(),
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps before weights are compared.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps before weights are compared.")] = 3,
 ) -> None:
     """Compare log-probs, loss, every gradient and weights after some steps of both engines, on one batch."""
     model, asked = _check(model, options)
@@ -122,13 +115,9 @@ def rl(
             help="Recipe (a YAML file, or the name of a packaged one) and settings that replace its own.",
         ),
     ] = None,
-    names: Annotated[
-        str, typer.Option("--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2, fsdp2; 1 is one rank.")
-    ] = "1,tp2,pp2,dp2,fsdp2",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Trainer steps; two updates each.")] = STEPS,
-    tolerance: Annotated[
-        str, typer.Option("--tolerance", metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")
-    ] = "",
+    names: Annotated[str, NAMES] = "1,tp2,pp2,dp2,fsdp2",
+    steps: Annotated[int, typer.Option(min=1, help="Trainer steps; two updates each.")] = STEPS,
+    tolerance: Annotated[str, typer.Option(metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")] = "",
     self_check: Annotated[
         bool, typer.Option("--self-check", help="Plant faults into the independent trainer: each must be named.")
     ] = False,
@@ -156,17 +145,13 @@ def rl(
         log.info("verifying %s", recipe or "the default algorithm")
         config, layouts = lockstep.prepare_run(run, names, Path(folder))
         header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
-        facts = []
+        facts = list[dict[str, object]]()
         if not as_json:
             _print_header(header)
         every = lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed)
         for layout, updates, problem in every:
-            facts.append(
-                {
-                    **{"layout": layout.name, "ranks": layout.ranks, "good": not problem},
-                    **{"problem": problem, "updates": [asdict(update) for update in updates]},
-                }
-            )
+            fact = {"layout": layout.name, "ranks": layout.ranks, "good": not problem, "problem": problem}
+            facts.append({**fact, "updates": [asdict(update) for update in updates]})
             if not as_json:
                 _print_lockstep(layout, updates, problem, tolerances=allowed)
     good = all(fact["good"] for fact in facts)
@@ -177,16 +162,10 @@ def rl(
 
 def replay(
     folder: Annotated[Path, typer.Argument(metavar="RECORD", help="Folder of a record, as RUN/records/step_000001.")],
-    names: Annotated[
-        str,
-        typer.Option(
-            "--layouts", metavar="NAMES", help="Layouts, as tp2pp2,cp2; 1 is one rank, fsdp2 the FSDP engine on two."
-        ),
-    ] = "1",
+    names: Annotated[str, NAMES] = "1",
     weights: Annotated[
         Path | None,
         typer.Option(
-            "--weights",
             metavar="DIR",
             help="Checkpoint of the run that the step began with. Default: the record's weights, or the run's "
             "checkpoint of the step before.",
@@ -194,9 +173,7 @@ def replay(
     ] = None,
     atol: Annotated[
         float | None,
-        typer.Option(
-            "--atol", min=0, help="Largest difference; of values above 1 relative. Default: 1e-5, models in bf16 0.15."
-        ),
+        typer.Option(min=0, help="Largest difference; of values above 1 relative. Default: 1e-5, models in bf16 0.15."),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one layout may take.")] = 1800.0,
     as_json: Json = False,
@@ -209,15 +186,12 @@ def replay(
         work = Path(name)
         record, plans = prepare(folder, names, work, weights=weights, timeout_s=timeout_s)
         log.info("replaying %s", folder)
-        step, facts = record.description, []
+        step, facts = record.description, list[dict[str, object]]()
         for layout, differences in replay_layouts(record, plans, work, atol=atol):
             first = next((difference for difference in differences if not difference.good), None)
-            facts.append(
-                {
-                    **{"layout": layout.name, "ranks": layout.ranks, "good": first is None},
-                    **{"first": first and first.tensor, "tensors": [asdict(difference) for difference in differences]},
-                }
-            )
+            fact = {"layout": layout.name, "ranks": layout.ranks, "good": first is None}
+            tensors = [asdict(difference) for difference in differences]
+            facts.append({**fact, "first": first and first.tensor, "tensors": tensors})
             if not as_json:
                 origin = f"recorded on {step.world_size} rank(s) of {step.layout}"
                 _print_differences(f"step {step.step}, {origin}; replayed: {layout.title}", differences)
@@ -231,10 +205,8 @@ def replay(
 
 def card(
     model: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder, or name on the Hub; a config.json does.")],
-    names: Annotated[
-        str | None, typer.Option("--layouts", metavar="NAMES", help="Layouts of Megatron-Core, as tp2+sp,pp2.")
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of card.md and card.json.")] = Path("card"),
+    names: Annotated[str | None, NAMES] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of card.md and card.json.")] = Path("card"),
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one proof may take.")] = 600.0,
     as_json: Json = False,
 ) -> None:
@@ -296,23 +268,23 @@ def _verify(
     options: VerifyOptions,
     *,
     layers: int = 1,
-    steps: int | None = None,
+    steps: int = 1,
 ) -> None:
-    """Measure the layouts, print the results and end with the exit code. steps: default: the plan's."""
+    """Measure the layouts, print the results and end with the exit code."""
     allowed = tolerances(options.dtype, options.tolerance, experts=hf.moe is not None)
     with progress.importing("PyTorch"):
         from mega_rl.parallel.accelerator.base import gpu_for_each
         from mega_rl.verify.run import prepare_model, verify
     on_gpus = gpu_for_each(max(layout.ranks for layout in wanted))  # all layouts use one device
-    counted = {} if steps is None else {"steps": steps}
     with tempfile.TemporaryDirectory(prefix="verify_") as folder:
         with progress.phase("making the twin" if options.twin else "reading the model"):
-            sizes = {"multiple": layers, "seed": options.seed}
-            prepared, described = prepare_model(model, Path(folder), twin=options.twin, **sizes)
-        plan = made(Plan, options, model=str(prepared), folder=folder, layouts=(), **counted)
+            twin, seed = options.twin, options.seed
+            prepared, described = prepare_model(model, Path(folder), twin=twin, multiple=layers, seed=seed)
+        asked = ("dtype", "packing", "transformer_impl", "seed", "timeout_s")
+        plan = Plan(str(prepared), folder, (), steps=steps, **{name: getattr(options, name) for name in asked})
         verdicts = verify(plan, wanted, tolerances=allowed, timeout_s=options.timeout_s, on_gpus=on_gpus)
     header: dict[str, object] = {"model": described, "device": "cuda" if on_gpus else "cpu"}
-    header |= {"dtype": options.dtype, "packing": options.packing, **counted}
+    header |= {"dtype": options.dtype, "packing": options.packing, "steps": steps}
     good = not any(problems for _, _, problems in verdicts)
     if options.as_json:
         facts = [
@@ -393,21 +365,20 @@ def _print_lockstep(
         cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
         rows.append((update.title, *cells))
     title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
-    last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
-    print_table(("update", *phases), rows, title=title, last=last)
+    rows.append(("tolerance", *(f"{tolerances[phase]:g}" for phase in phases)))
+    print_table(("update", *phases), rows, title=title)
     typer.echo(f"{layout.name}: " + (f"DIFFERS first at {problem}" if problem else "agrees"))
 
 
 def _print_differences(title: str, differences: Sequence[Difference]) -> None:
     """Print every tensor's largest difference."""
-    typer.echo(title)
     rows = []
     for difference in differences:
         at = "" if difference.worst is None else where(difference.worst)
         word = "equal" if difference.good else f"DIFFERS at {difference.num_beyond:,}"
         largest = f"{difference.largest:.1e}" if difference.largest else "0"
         rows.append((difference.tensor, largest, at, f"{difference.allowed:g}", word))
-    print_table(("tensor", "largest difference", "at", "allowed", "verdict"), rows)
+    print_table(("tensor", "largest difference", "at", "allowed", "verdict"), rows, title=title)
 
 
 def in_words(difference: Difference) -> str:
@@ -439,12 +410,9 @@ def learn(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="TASK", help=f"Of {', '.join(TASKS)}; all unless given.")
     ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=MOST_SEEDS, help="Runs of each variant.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Runs of each variant.")] = 5,
     first_seed: Annotated[
-        int,
-        typer.Option(
-            "--first-seed", min=0, help="Of consecutive ones. The tasks were tuned on 0 to 14 and 100 to 104."
-        ),
+        int, typer.Option(min=0, help="Of consecutive ones. The tasks were tuned on 0 to 14 and 100 to 104.")
     ] = 20,
     ablations: Annotated[
         bool, typer.Option("--ablations", help="Also train the variants that no statement is about.")

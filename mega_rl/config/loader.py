@@ -21,13 +21,12 @@ from mega_rl.config.keys import FIELDS, SECTIONS, TAGGED, TYPES, as_nested, is_m
 from mega_rl.config.needs import Unmet, implied, unmet
 from mega_rl.config.packaged import parse_value, read_recipe, rows_of
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.data import completed_sources
+from mega_rl.config.schema.data import SOURCES, completed_sources
 from mega_rl.config.values import ONLY_REFERENCES, BadValue, coerce, shown
 from mega_rl.errors import UserError, UserErrors
 
 logger = logging.getLogger(__name__)
 
-SOURCES = "data.mixture.sources"
 Overrides = Sequence[str] | Mapping[str, Any] | DictConfig
 Settings = dict[str, Any]  # values by dotted key, or by key and name of a mapping's entry
 UNSET = object()  # value that stands for the default

@@ -87,7 +87,6 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     ("engine.megatron.sequence_parallel", "engine.megatron.tp above 1", lambda c: c.engine.megatron.tp > 1),
     ("engine.megatron.vpp engine.megatron.pipeline", "engine.megatron.pp above 1", lambda c: c.engine.megatron.pp > 1),
-    ("engine.megatron.overlap_p2p", "engine.megatron.vpp above 1", lambda c: c.engine.megatron.vpp > 1),
     (
         "engine.megatron.moe.routing_replay",
         "a pass that computes old log-probs: algorithm.old_logprobs=recompute, or auto with several updates a step",
@@ -266,7 +265,7 @@ Role = Literal["actor", "critic", "reference", "reward"]
 
 
 class RequestedAttention(NamedTuple):
-    """A word of `schema.ATTENTION` and the key that asks for it."""
+    """A word of `config.setting.ATTENTION` and the key that asks for it."""
 
     word: str
     key: str

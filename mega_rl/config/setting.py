@@ -56,9 +56,10 @@ def setting(
     max: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
+    kinds: Mapping[str, type[Kind]] | None = None,
 ) -> Any:
     """Dataclass field with its documentation and range (`min` and `max` inclusive, `above` exclusive)."""
-    metadata = {"doc": doc, "unit": unit, "min": min, "max": max, "above": above, "choices": choices, "kinds": None}
+    metadata = {"doc": doc, "unit": unit, "min": min, "max": max, "above": above, "choices": choices, "kinds": kinds}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -66,8 +67,7 @@ def setting(
 
 def tagged(kinds: Mapping[str, type[Kind]], default: str, doc: str) -> Any:
     """Return a dataclass field for a tagged section: one of `kinds`, chosen by `name`."""
-    field: dataclasses.Field[Any] = setting(kinds[default](), doc)
-    return dataclasses.field(default=field.default, metadata={**field.metadata, "kinds": kinds})
+    return setting(kinds[default](), doc, kinds=kinds)
 
 
 def by_name(*kinds: type[K]) -> dict[str, type[K]]:

@@ -104,7 +104,7 @@ def _coerce_mapping(value: object, kind: object) -> dict[str, Any]:
     for name, entry in value.items():
         if not isinstance(name, str) or not (name.isidentifier() or (lists and name)):
             raise BadValue(f"{shown(name)} is not a name; legal: letters, digits and _, as {{enable_thinking: false}}")
-        if not _is_json(entry):
+        if not is_json(entry):
             raise BadValue(
                 f"the value of {name} must be made of texts, finite numbers, true, false, null, [a, b], {{a: b}}"
             )
@@ -125,13 +125,15 @@ def _as_float(value: float) -> float:
         raise BadValue("needs a finite number; this one is too large") from None
 
 
-def _is_json(value: object) -> bool:
-    """Return whether a value can be written as JSON."""
+def is_json(value: object, *, finite: bool = True) -> bool:
+    """Return whether a value comes back from JSON unchanged; finite: JSON of the standard, without NaN."""
     if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_json(entry) for name, entry in value.items())
+        return all(isinstance(name, str) and is_json(entry, finite=finite) for name, entry in value.items())
     if isinstance(value, list):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+        return all(is_json(entry, finite=finite) for entry in value)
+    if isinstance(value, float):
+        return not finite or math.isfinite(value)
+    return value is None or isinstance(value, (str, int))
 
 
 def _in_range(value: Any, field: dataclasses.Field[Any]) -> bool:
@@ -157,7 +159,6 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     ffn_hidden_size: int
-    vocab_size: int
     max_position_embeddings: int
     multi_latent_attention: bool = False
     delta_key_heads: int = 0  # of gated delta nets; 0: there are none

@@ -121,7 +121,6 @@ class Moe:
     topk_groups: int | None = None
     # Weights of a softmax that is corrected are divided by their sum, or by this if it is larger.
     weight_floor: float | None = None
-    router_bias: bool = False  # the router's linear has a bias
 
 
 class DiskTensor(NamedTuple):
@@ -208,8 +207,6 @@ class HFConfig:
     mtp: Literal["drop", "load"] = "drop"  # whether they are part of the model that is converted
     quantization: Quantization | None = None
     initializer_range: float = 0.02  # standard deviation of fresh heads
-    eos_token_ids: tuple[int, ...] = ()  # from generation_config.json where it has them, else from config.json
-    pad_token_id: int | None = None
     dtype: str | None = None  # "bfloat16"; None where the file does not say
     # How the tensors on disk spell it; `plan.as_on_disk` reads them off the names.
     fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
@@ -297,17 +294,10 @@ class HFConfig:
             "qkv_bias": self.qkv_bias,
             "linear_bias": self.linear_bias,
             "qk_norm": self.qk_norm,
-            "qk_norm_joint": self.qk_norm_joint,
-            "post_norms": self.post_norms,
-            "sinks": self.sinks,
-            "attention_gate": self.attention_gate,
-            "plain_attention": not self.attention_gate,
             "q_rank": self.mla is not None and self.mla.q_lora_rank is not None,
             "no_q_rank": self.mla is not None and self.mla.q_lora_rank is None,
             "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
-            "shared_gate": moe is not None and moe.shared_gate,
             "expert_bias": moe is not None and moe.expert_bias,
-            "router_bias": moe is not None and moe.router_bias,
             "per_expert": not self.fused_experts,
             "fused_experts": self.fused_experts,
             "mtp": self.mtp == "load" and self.mtp_layers > 0,

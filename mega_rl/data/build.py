@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mega_rl.config.schema import (
-    ChatConfig,
-    DataConfig,
-    SourceConfig,
-    SuccessCurriculum,
-    TrainerConfig,
-)
-from mega_rl.config.setting import Kind
+from mega_rl.config.schema import ChatConfig, DataConfig, SuccessCurriculum, TrainerConfig
+from mega_rl.config.schema.data import SourceConfig
 from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RewardColumns, RowColumns
-from mega_rl.data.examples import ExampleColumns, ExampleReading
 from mega_rl.data.hub import dataset_name, hub_shards
 from mega_rl.data.order import (
     MixtureSampler,
@@ -55,38 +48,24 @@ class PromptReader:
     tokenizer: Tokenizer
     vocab_size: int
     columns: RewardColumns
-    # given answers: their kind of training, the ids that end an answer, and the id that ends plain text
-    kind: Kind | None = None
-    stop_ids: Collection[int] = ()
-    end_id: int = -1
+    as_given: Callable[..., PromptReading] | None = None  # `ExampleReading` of a kind of given answers; None: prompts
 
     def reading(self, source: SourceConfig | None = None) -> PromptReading:
         """Return the reading of a source's rows: its settings take the place of those of `data`."""
-        data, source_key = self.data, self.columns.source if source is None else ""
+        data, reward = self.data, self.columns if source is None else replace(self.columns, source="")
         source = source or SourceConfig()
         system_prompt = data.chat.system_prompt if source.system_prompt is None else source.system_prompt
         kwargs = {**data.chat.template_kwargs, **source.template_kwargs}
         keys = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key)
-        reading = PromptReading(
+        return (self.as_given or PromptReading)(
             self.tokenizer,
             self.vocab_size,
-            RowColumns(*keys, self.columns, source_key),
+            RowColumns(*keys, reward, given=self.as_given is not None),
             chat_template(self.tokenizer, replace(data.chat, system_prompt=system_prompt, template_kwargs=kwargs)),
             data.max_prompt_tokens,
             data.overlong_prompts,
             data.malformed_rows,
         )
-        if self.kind is None:
-            return reading
-        form, train_on = getattr(self.kind, "form", ""), getattr(self.kind, "train_on", "assistant")
-        columns = ExampleColumns(*keys, self.columns, source_key)
-        of_answers: dict[str, Any] = {
-            "form": form,
-            "train_on": train_on,
-            "stop_ids": self.stop_ids,
-            "end_id": self.end_id,
-        }
-        return ExampleReading(**{**vars(reading), "columns": columns}, **of_answers)
 
     def mixture(self) -> list[Prompt]:
         """Return the prompts of all sources in order, with their source's name, numbered over all.

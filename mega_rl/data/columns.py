@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TOOLS, VARIABLES = "tools", "chat_template_kwargs"  # columns of a row for its chat template
+# Columns of rows with given answers, next to data.prompt_key and data.answer_key.
+GIVEN = ("messages", "completion", "text", "chosen", "rejected", "margin", "label")
 _SYSTEM, _TOOL = ("system", "developer"), ("tool", "function", "ipython")
 _ROLES = (*_SYSTEM, "user", "assistant", *_TOOL)
 # Arguments of transformers' apply_chat_template, which a row must not set as variables.
@@ -39,21 +41,24 @@ class RowColumns:
     prompt: str
     answer: str  # "": rows have none
     reward: RewardColumns = RewardColumns()
-    source: str = ""  # column of the row's data source, which a row need not have; "": nothing reads it
+    given: bool = False  # rows have given answers in some of `GIVEN`, and need no column
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Columns that every row must have."""
+        if self.given:
+            return ()
         return (self.prompt, self.answer) if self.reward.answer else (self.prompt,)
 
     def read_of(self, names: Sequence[str]) -> list[str] | None:
         """Return the columns to read of those that a file has; None for all."""
-        keys = dict.fromkeys((self.prompt, self.answer, self.source, TOOLS, VARIABLES))
+        given = GIVEN if self.given else ()
+        keys = dict.fromkeys((self.prompt, self.answer, self.reward.source, TOOLS, VARIABLES, *given))
         return None if self.reward.every else [key for key in keys if key in names]
 
     def source_of(self, row: Mapping[str, Any]) -> str:
         """Return the data source of a row; empty if it names none, or nothing reads it."""
-        value = row.get(self.source) if self.source else None
+        value = row.get(self.reward.source) if self.reward.source else None
         return "" if value is None else str(value)
 
 

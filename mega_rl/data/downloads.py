@@ -16,7 +16,8 @@ from tqdm import tqdm
 from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.packaged import read_recipe
 from mega_rl.config.rules.rollout import files_of
-from mega_rl.config.schema import Config, MixtureConfig, Origin
+from mega_rl.config.schema import Config, Origin
+from mega_rl.config.schema.data import SOURCES, MixtureConfig
 from mega_rl.data.hub import (
     DEFAULT_REVISION,
     FAILURES,
@@ -130,7 +131,6 @@ class _Bar(tqdm):
             self.phase.report(int(self.n), int(self.total or 0) or None)
 
 
-SOURCES = "data.mixture.sources"  # a mapping of sources, each with a list of files
 SETS = "validation.sets"  # a mapping of files, and of lists of files
 DATA_ROLES: Mapping[str, Role] = {
     "data.train_files": "train",

@@ -13,28 +13,12 @@ from typing import Any
 
 from mega_rl.config.values import shown
 from mega_rl.data.chat import TemplateRefusal, common, difference
-from mega_rl.data.columns import Message, RowColumns, RowProblem, kind_of, messages_of, template_columns
-from mega_rl.data.prompts import MOST_TEXT, TOKENIZER_BATCH, PromptReading
-from mega_rl.data.rows import PromptRow, check_unicode
+from mega_rl.data.columns import Message, RowProblem, kind_of, messages_of, template_columns
+from mega_rl.data.prompts import PromptReading
+from mega_rl.data.rows import PromptRow, Text, check_unicode
 from mega_rl.types import Given, Prompt
 
 _SHOWN = 30  # characters of a text in a message, on both sides of a place
-
-
-# Columns of rows with given answers, next to data.prompt_key and data.answer_key.
-COLUMNS = ("messages", "completion", "text", "chosen", "rejected", "margin", "label")
-
-
-@dataclass(frozen=True)
-class ExampleColumns(RowColumns):
-    """Columns of rows with given answers."""
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        return ()
-
-    def read_of(self, names: Sequence[str]) -> list[str] | None:
-        return [*(super().read_of(names) or []), *(name for name in COLUMNS if name in names)]
 
 
 @dataclass(frozen=True)
@@ -56,14 +40,17 @@ class Rendered:
 class ExampleRow(PromptRow):
     """A readable row with its answers that is not tokenised yet."""
 
-    answers: Sequence[Rendered] = ()
+    answers: Sequence[Rendered]
+
+    @property
+    def texts(self) -> list[Text]:
+        return [(text, one.is_plain) for one in self.answers for text in one.prefixes if text]
 
 
 @dataclass(frozen=True)
 class ExampleReading(PromptReading):
     """Reading of rows with given answers; limits are those of whole rows."""
 
-    columns: ExampleColumns
     form: str = "answers"  # "answers", "labelled" or "pairs"
     train_on: str = "assistant"  # "assistant", "last" or "all"
     stop_ids: Collection[int] = ()  # an answer ends with one
@@ -175,49 +162,12 @@ class ExampleReading(PromptReading):
             spans.append((len(before), len(through)))
         return Rendered(whole, spans, is_plain=False)
 
-    def _tokenised(
-        self, parsed: Sequence[PromptRow], fatal: list[str], bad: list[str]
-    ) -> tuple[list[Prompt], list[str]]:
-        prompts: list[Prompt] = []
-        long: list[str] = []
-        for first in range(0, len(parsed), TOKENIZER_BATCH):
-            rows = [row for row in parsed[first : first + TOKENIZER_BATCH] if isinstance(row, ExampleRow)]
-            if huge := [row for row in rows if len(row.model_text) > MOST_TEXT]:
-                bad += [f"{row.where}: has {len(row.model_text):,} characters; at most {MOST_TEXT:,}" for row in huge]
-                rows = [row for row in rows if row not in huge]
-            ids = self._ids_of(rows)
-            for row in rows:
-                try:
-                    given = tuple(self._given(one, ids) for one in row.answers)
-                except RowProblem as problem:
-                    bad.append(f"{row.where}: {problem}")
-                    continue
-                highest, length = max(max(one.token_ids) for one in given), max(len(one.token_ids) for one in given)
-                if highest >= self.vocab_size:
-                    fatal.append(
-                        f"{row.where}: token id {highest} is outside the model's vocabulary of {self.vocab_size}: the "
-                        "tokenizer does not belong to this model"
-                    )
-                elif length > self.max_prompt_tokens:
-                    most = f"data.max_prompt_tokens={self.max_prompt_tokens}"
-                    long.append(f"{row.where}: the row has {length} tokens with its answer, above {most}")
-                else:
-                    prompt = given[0].token_ids[: given[0].spans[0][0]]
-                    prompts.append(replace(row.prompt, token_ids=prompt, given=given))
-        return prompts, long
+    def _with_ids(self, row: PromptRow, ids: Mapping[Text, list[int]]) -> Prompt:
+        assert isinstance(row, ExampleRow)
+        given = tuple(self._given(one, ids) for one in row.answers)
+        return replace(row.prompt, token_ids=given[0].token_ids[: given[0].spans[0][0]], given=given)
 
-    def _ids_of(self, rows: Sequence[ExampleRow]) -> dict[tuple[str, bool], list[int]]:
-        """Return the token ids of every text; plain text gets the tokenizer's special tokens."""
-        ids: dict[tuple[str, bool], list[int]] = {}
-        for is_plain in (True, False):
-            answers = [one for row in rows for one in row.answers if one.is_plain == is_plain]
-            texts = list(dict.fromkeys(text for one in answers for text in one.prefixes if text))
-            if texts:
-                encoded = self.tokenizer(texts, add_special_tokens=is_plain)["input_ids"]
-                ids |= {(text, is_plain): own for text, own in zip(texts, encoded, strict=True)}
-        return ids
-
-    def _given(self, answer: Rendered, ids: Mapping[tuple[str, bool], list[int]]) -> Given:
+    def _given(self, answer: Rendered, ids: Mapping[Text, list[int]]) -> Given:
         """Return an answer's tokens and those that train, with ends of turns. Raises RowProblem."""
         whole = ids[answer.text, answer.is_plain]
         if answer.is_plain and self.end_id >= 0 and whole[-1] not in self.stop_ids:
@@ -236,7 +186,7 @@ class ExampleReading(PromptReading):
             raise RowProblem("no token of it trains")
         return Given(tuple(whole[: spans[-1][1]]), tuple(spans))
 
-    def _count(self, answer: Rendered, place: int, ids: Mapping[tuple[str, bool], list[int]]) -> int:
+    def _count(self, answer: Rendered, place: int, ids: Mapping[Text, list[int]]) -> int:
         """Return the number of tokens before a place of the text. Raises RowProblem within a token."""
         if not place:
             return 0

@@ -9,13 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 
 from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RowColumns, RowProblem
 from mega_rl.data.order import SPLIT, permutation
-from mega_rl.data.rows import PromptRow, RowSource, parse_row, read_rows
+from mega_rl.data.rows import PromptRow, RowSource, Text, parse_row, read_rows
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
 
@@ -74,34 +73,51 @@ class PromptReading:
         """Return (prompts that fit, lines of long ones); other problems go to `fatal` and `bad`."""
         prompts: list[Prompt] = []
         long: list[str] = []
-        rows = []
+        rows: list[PromptRow] = []
         for row in parsed:
             if len(row.model_text) > MOST_TEXT:  # tokenizing it could take all memory
-                count = f"{len(row.model_text):,} characters; at most {MOST_TEXT:,} are tokenized"
-                bad.append(f"{row.where}: the prompt has {count}")
+                bad.append(f"{row.where}: has {len(row.model_text):,} characters; at most {MOST_TEXT:,} are tokenized")
             else:
                 rows.append(row)
-        numbered = enumerate(rows)
-        for (_, is_text), group in groupby(
-            numbered, key=lambda one: (one[0] // TOKENIZER_BATCH, not one[1].prompt.messages)
-        ):
-            chunk = [row for _, row in group]
-            # A template has put the special tokens already.
-            encoded = self.tokenizer([row.model_text for row in chunk], add_special_tokens=is_text)["input_ids"]
-            for row, ids in zip(chunk, encoded, strict=True):
-                if not ids:
-                    bad.append(f"{row.where}: the prompt has no tokens")
-                elif max(ids) >= self.vocab_size:
+        for first in range(0, len(rows), TOKENIZER_BATCH):
+            chunk = rows[first : first + TOKENIZER_BATCH]
+            ids = self._ids_of([text for row in chunk for text in row.texts])
+            for row in chunk:
+                try:
+                    prompt = self._with_ids(row, ids)
+                except RowProblem as problem:
+                    bad.append(f"{row.where}: {problem}")
+                    continue
+                sequences = [one.token_ids for one in prompt.given] or [prompt.token_ids]
+                highest, length = max(map(max, sequences)), max(map(len, sequences))
+                if highest >= self.vocab_size:
                     fatal.append(
-                        f"{row.where}: token id {max(ids)} is outside the model's vocabulary of {self.vocab_size}: "
-                        "the tokenizer does not belong to this model"
+                        f"{row.where}: token id {highest} is outside the model's vocabulary of {self.vocab_size}: the "
+                        "tokenizer does not belong to this model"
                     )
-                elif len(ids) > self.max_prompt_tokens:
-                    most = f"data.max_prompt_tokens={self.max_prompt_tokens}"
-                    long.append(f"{row.where}: the prompt has {len(ids)} tokens, above {most}")
+                elif length > self.max_prompt_tokens:
+                    what = f"row has {length} tokens with its answer" if prompt.given else f"prompt has {length} tokens"
+                    long.append(f"{row.where}: the {what}, above data.max_prompt_tokens={self.max_prompt_tokens}")
                 else:
-                    prompts.append(replace(row.prompt, token_ids=tuple(ids)))
+                    prompts.append(prompt)
         return prompts, long
+
+    def _ids_of(self, texts: Sequence[Text]) -> dict[Text, list[int]]:
+        """Return the token ids of every text; plain text gets the tokenizer's special tokens."""
+        ids: dict[Text, list[int]] = {}
+        for is_plain in (True, False):
+            own = list(dict.fromkeys(text for text, plain in texts if plain == is_plain))
+            if own:
+                encoded = self.tokenizer(own, add_special_tokens=is_plain)["input_ids"]
+                ids |= {(text, is_plain): tokens for text, tokens in zip(own, encoded, strict=True)}
+        return ids
+
+    def _with_ids(self, row: PromptRow, ids: Mapping[Text, list[int]]) -> Prompt:
+        """Return the row's prompt with its tokens. Raises RowProblem."""
+        (text,) = row.texts
+        if not ids[text]:
+            raise RowProblem("the prompt has no tokens")
+        return replace(row.prompt, token_ids=tuple(ids[text]))
 
 
 def load_prompts(files: Sequence[str | Path] | RowSource, reading: PromptReading) -> list[Prompt]:

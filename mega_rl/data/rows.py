@@ -61,6 +61,9 @@ class RowSource:
             fatal.append(f"{self.name}: yields no rows")
 
 
+Text = tuple[str, bool]  # a text, and whether it is plain: no template has put special tokens
+
+
 @dataclass(frozen=True)
 class PromptRow:
     """A readable row that is not tokenised yet."""
@@ -69,6 +72,11 @@ class PromptRow:
     prompt: Prompt  # without its tokens
     model_text: str  # the model sees it
     unread: frozenset[str]  # columns for the chat template that the prompt does not show
+
+    @property
+    def texts(self) -> list[Text]:
+        """Return the texts whose token ids make the row's."""
+        return [(self.model_text, not self.prompt.messages)]
 
 
 def read_rows(

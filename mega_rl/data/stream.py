@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from mega_rl.config.values import is_json
 from mega_rl.data.columns import RowColumns
 from mega_rl.data.order import STREAM, StepOrder, permutation
 from mega_rl.data.prompts import PromptReading
@@ -240,10 +241,7 @@ class StreamSampler(StepOrder):
                 f"after {at.rows:,} rows of epoch {at.epoch}, in shard {at.shard + 1} of {len(self._reader.shards)}; "
                 "the same command goes on from the last checkpoint"
             )
-        if self._ahead.error is not None:
-            raise self._ahead.error
-        block = self._block = self._ahead.result
-        assert block is not None
+        block = self._block = self._ahead.outcome()
         self._read_ahead()
         return block
 
@@ -255,7 +253,7 @@ def _row(prompt: Prompt, name: str) -> list[object]:
     """Return a prompt for JSON. Raises UserError for a column that JSON cannot hold."""
     columns = None if prompt.row is None else dict(prompt.row)
     for key, value in (columns or {}).items():
-        if not _is_json(value):
+        if not is_json(value, finite=False):
             raise UserError(
                 f"{name}: the column {key!r} holds a {type(value).__name__}, which a stream cannot send to other "
                 "ranks; write it as a string, or leave the column out"
@@ -273,12 +271,3 @@ def _prompt(row: Sequence[Any]) -> Prompt:
     turns = tuple((role, content) for role, content in messages)
     answers = tuple(Given(tuple(ids), tuple((first, end) for first, end in spans)) for ids, spans in given)
     return Prompt(index, tuple(token_ids), text, answer, turns, columns, source, answers, worth)
-
-
-def _is_json(value: object) -> bool:
-    """Return whether a value comes back from JSON unchanged."""
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
-    return value is None or isinstance(value, str | bool | int | float)

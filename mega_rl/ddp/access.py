@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -48,20 +48,19 @@ class Whole:
 
 
 class WholeChunk(torch.nn.Module):
-    """A sharded chunk for the exporter: its names, and whole parameters gathered one by one."""
+    """A sharded model for the exporter: whole parameters by name, gathered one by one, and buffers."""
 
-    def __init__(self, model: GPTModel, parameters: dict[str, Whole]) -> None:
+    def __init__(self, parameters: Mapping[str, Whole], buffers: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._model = [model]  # in a list: no submodule
-        self._whole = parameters
+        self._whole, self._held = parameters, buffers
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Yield (name, whole parameter)."""
         yield from self._whole.items()
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's buffers, which are whole on every rank."""
-        yield from self._model[0].named_buffers()
+        """Yield the buffers, which are whole on every rank."""
+        yield from self._held.items()
 
 
 def unwrapped(chunk: torch.nn.Module) -> GPTModel:
@@ -74,13 +73,16 @@ def unwrapped(chunk: torch.nn.Module) -> GPTModel:
 def exportable(chunk: torch.nn.Module) -> torch.nn.Module:
     """The chunk with whole parameters in the dtype it computes in."""
     if isinstance(chunk, TorchFsdp):
-        whole = {name: _of_dtensor(p, chunk.dtypes[name]) for name, p in chunk.module.named_parameters()}
-        return WholeChunk(chunk.module, whole)
+        whole = {}
+        for name, p in chunk.module.named_parameters():
+            read = partial(whole_tensor, p, chunk.dtypes[name], p.device)
+            whole[name] = Whole(p.shape, chunk.dtypes[name], p.device, read)
+        return WholeChunk(whole, dict(chunk.module.named_buffers()))
     if isinstance(chunk, FullyShardedDataParallel):
         whole = {
             name: Whole(p.shape, p.dtype, p.device, read) for name, p, read in megatron_fsdp.whole_parameters(chunk)
         }
-        return WholeChunk(unwrapped(chunk), whole)
+        return WholeChunk(whole, dict(unwrapped(chunk).named_buffers()))
     return unwrapped(chunk)
 
 
@@ -127,13 +129,16 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (local(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
 
 
-def _of_dtensor(parameter: DTensor, dtype: torch.dtype) -> Whole:
-    def gather() -> Tensor:
-        shard = parameter.detach().to(dtype)
-        assert isinstance(shard, DTensor)
-        return shard.full_tensor()
-
-    return Whole(parameter.shape, dtype, parameter.device, gather)
+def whole_tensor(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a new whole tensor; collective for a parameter."""
+    if not isinstance(source, DTensor):
+        return source.detach().to(device=device, dtype=dtype, copy=True)
+    # Cast before it travels, and not as a DTensor: what torch remembers of such casts may name a group of the past.
+    rows = source.to_local().detach().to(device=device, dtype=dtype)
+    mesh, placements = source.device_mesh, source.placements
+    return DTensor.from_local(
+        rows, mesh, placements, run_check=False, shape=source.shape, stride=source.stride()
+    ).full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
     """Bucket group whose gradients are summed in FP32 and rank order, whatever its buckets' dtype.
 
     Megatron-Core has this for one bucket per group, sums, and one optimizer instance, by replacing a function of the
-    process; here it belongs to the group. Sums or means; several buckets; several optimizer instances; on gloo also
-    for FP32 buckets and for the gathering of parameters, where its own collectives are slow.
+    process; here it belongs to the group. Several buckets; several optimizer instances; on gloo also for FP32 buckets
+    and for the gathering of parameters, where its own collectives are slow.
     """
 
     def __init__(self, replaced: _ParamAndGradBucketGroup, *, scratch: Scratch) -> None:
@@ -32,6 +32,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             replaced.intra_distributed_optimizer_instance_group if sharded else replaced.data_parallel_group
         )
         super().__init__(replaced.buckets, config, group, group.size())
+        assert all(bucket.gradient_scaling_factor == 1.0 for bucket in self.buckets), "gradients are sums"
         self.group = group
         self.across: ProcessGroup | None = None
         if config.num_distributed_optimizer_instances > 1:
@@ -39,7 +40,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             self.inter_distributed_optimizer_instance_group = self.across
         self.scratch = scratch
         self.fast_gather = dist.get_backend(group) == "gloo"
-        self.grad_reduce_handle: list[Reduction] | None = None
+        self.grad_reduce_handle: Works | None = None
         self.param_gather_handle: Any = None
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -51,11 +52,11 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             self.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         whole = bool(force_all_reduce) or not config.use_distributed_optimizer
-        reductions = [self._reduce(bucket, whole=whole) for bucket in self.buckets]
+        reductions = Works([self._reduce(bucket, whole=whole) for bucket in self.buckets])
         if config.overlap_grad_reduce:
             self.grad_reduce_handle = reductions
         else:
-            wait(reductions)
+            reductions.wait()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Return when every bucket is reduced; with overlap, all its gradients must have been ready."""
@@ -69,7 +70,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             f"the reduction of a bucket has not started: {len(self.per_param_grad_ready_counts)} of "
             f"{len(self.params)} parameters have their gradient"
         )
-        wait(self.grad_reduce_handle)
+        self.grad_reduce_handle.wait()
         self.grad_reduce_handle = None
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -83,8 +84,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             self.param_gather_handle = None
             return
         size = self.group.size()
-        sent = [broadcast_shards(shard_buffer(one.param_data, size), group=self.group) for one in self.buckets]
-        works = Works([work for one in sent for work in one.works])
+        works = Works([broadcast_shards(shard_buffer(one.param_data, size), group=self.group) for one in self.buckets])
         self.param_gather_dispatched = True
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = works
@@ -92,25 +92,12 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             works.wait()
 
     def _reduce(self, bucket: _ParamAndGradBucket, *, whole: bool) -> Reduction:
-        """Scale a bucket and start its reduction: to this rank's shard, or `whole` to every rank."""
+        """Start a bucket's reduction: to this rank's shard, or `whole` to every rank."""
         gradients: Tensor = bucket.grad_data
-        if bucket.gradient_scaling_factor != 1.0:
-            gradients *= bucket.gradient_scaling_factor
-        op = dist.ReduceOp.AVG if self.ddp_config.average_in_collective else dist.ReduceOp.SUM
         if whole:
-            return all_reduce_fp32(gradients, group=self.group, op=op, across=self.across, scratch=self.scratch)
+            return all_reduce_fp32(gradients, group=self.group, across=self.across, scratch=self.scratch)
         own = shard_buffer(gradients, self.group.size())[self.group.rank()]
-        reduction = reduce_scatter_fp32(
-            own, gradients, group=self.group, op=op, across=self.across, async_op=True, scratch=self.scratch
-        )
-        assert reduction is not None
-        return reduction
-
-
-def wait(reductions: Sequence[Reduction]) -> None:
-    """Wait for all reductions."""
-    for reduction in reductions:
-        reduction.wait()
+        return reduce_scatter_fp32(own, gradients, group=self.group, across=self.across, scratch=self.scratch)
 
 
 def use_summing_groups(ddp: DistributedDataParallel, *, scratch: Scratch) -> None:

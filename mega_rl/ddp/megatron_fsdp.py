@@ -17,7 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from mega_rl.config.schema import DataParallelConfig
-from mega_rl.ddp.bucket_groups import finalize_sums
 from mega_rl.parallel.accelerator.megatron_core import fsdp_gradient_dtypes, fsdp_instance_buffers
 
 Read = Callable[[], torch.Tensor]
@@ -59,7 +58,7 @@ def shard_chunks(
     collection: ProcessGroupCollection,
     device: torch.device,
 ) -> list[MegatronFsdp]:
-    """The chunks in Megatron FSDP, with gradient finalisation and synchronisation hooked into `config`.
+    """Return the chunks in Megatron FSDP.
 
     Gradients are sums (`config.calculate_per_token_loss`). Main parameters are FP32. Each of
     `engine.megatron.ddp.optimizer_instances` groups of ranks shards by itself, and gradients are summed over all.
@@ -81,12 +80,10 @@ def shard_chunks(
         MegatronFsdp(config, ddp_config, chunk, disable_bucketing=stage > 0, device=device, pg_collection=collection)
         for stage, chunk in enumerate(chunks)
     ]
-    if device.type == "cpu":
-        for chunk in wrapped:
+    for chunk in wrapped:
+        chunk.no_sync = no_sync_of(chunk, ddp)
+        if device.type == "cpu":
             _gather_at_once(chunk)
-    config.finalize_model_grads_func = finalize_sums
-    no_sync = [no_sync_of(chunk, ddp) for chunk in wrapped]
-    config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
 
 

@@ -68,7 +68,6 @@ def build_optimizer(
 
 def apply_settings(optimizer: MegatronOptimizer, optim: OptimConfig) -> None:
     """Let later steps follow these settings; the learning rate comes with each step."""
-    optimizer.config.clip_grad = optim.clip_grad
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
             # Megatron-Core only marks what is spared; its scheduler, which turns marks into numbers, is not used here.
@@ -85,15 +84,12 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
     return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
 
 
-def clip(optimizer: MegatronOptimizer, *, norm: float) -> None:
-    """Scale gradients of global norm `norm` down to `clip_grad`; 0 leaves them as they are."""
-    config = optimizer.config
+def clip(optimizer: MegatronOptimizer, *, norm: float, limit: float) -> None:
+    """Scale gradients of global norm `norm` down to `limit`; 0 leaves them as they are."""
     parameters = [parameter for part in parts(optimizer) for parameter in part.get_parameters()]
-    if config.clip_grad > 0.0 and parameters:
-        decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        clip_grad_by_total_norm_fp32(
-            parameters, max_norm=config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
-        )
+    if limit > 0.0 and parameters:
+        decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm, use_decoupled_grad=decoupled)
 
 
 def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:

@@ -81,7 +81,6 @@ class _Piece:
     work: dist.Work | None
     rows: Rows  # each rank's contribution [n], complete after `work`
     out: Tensor  # [n] this rank's part of the result
-    divisor: int
     across: ProcessGroup | None
     scratch: Scratch
     buffers: list[Tensor] = field(default_factory=list)
@@ -94,19 +93,14 @@ class _Piece:
         self.done = True
         if self.work is not None:
             self.work.wait()
-        if self.out.numel():
-            if self.across is None:
-                sum_rows(self.rows, self.out, divisor=self.divisor)
-            else:
-                self._finish_across(self.across)
+        if self.out.numel() and self.across is None:
+            sum_rows(self.rows, self.out)
+        elif self.out.numel():
+            total = torch.empty(self.out.shape, dtype=torch.float32, device=self.out.device)
+            sum_rows(self.rows, total)
+            dist.all_reduce(total, group=self.across)
+            self.out.copy_(total)  # the only rounding, after the sum over optimizer instances
         self.scratch.give_back(self)
-
-    def _finish_across(self, group: ProcessGroup) -> None:
-        """Sum over optimizer instances too, in FP32, so that the result is rounded only once."""
-        partial = torch.empty(self.out.shape, dtype=torch.float32, device=self.out.device)
-        sum_rows(self.rows, partial)
-        dist.all_reduce(partial, group=group)
-        self.out.copy_(partial.div_(self.divisor))
 
 
 @dataclass(eq=False)
@@ -129,7 +123,7 @@ class Reduction:
 class Works:
     """Handle of several asynchronous operations."""
 
-    works: list[dist.Work]
+    works: Sequence[dist.Work | Reduction | Works]
 
     def wait(self) -> None:
         """Wait for all operations."""
@@ -137,52 +131,34 @@ class Works:
             work.wait()
 
 
-def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1) -> None:
-    """out = (rows[0] + rows[1] + ...) / divisor in FP32, rounded once to `out`'s dtype.
+def sum_rows(rows: Rows, out: Tensor) -> None:
+    """out = rows[0] + rows[1] + ... in FP32, rounded once to `out`'s dtype.
 
     rows [n] of any floating dtype, one per rank, on CUDA as one tensor; out [n], may be one of the rows. On CPU the
-    additions go in the order of rows; on CUDA in that of `torch.sum`, which is one kernel.
+    additions go in the order of rows; on CUDA in that of `torch.sum`, which is one kernel with an FP32 accumulator.
     """
     if len(rows) == 1 and rows[0].data_ptr() == out.data_ptr():
         return  # a group of one, in place
     if out.device.type != "cpu":
         assert isinstance(rows, Tensor)
-        _sum_on_device(rows, out, divisor=divisor)
-        return
-    total = torch.empty(min(BLOCK, out.numel()))
-    for start in range(0, out.numel(), BLOCK):
-        block = [row[start : start + BLOCK] for row in rows]
-        sum_block(block, out[start : start + BLOCK], total[: len(block[0])], divisor=divisor)
-
-
-def _sum_on_device(rows: Tensor, out: Tensor, *, divisor: int) -> None:
-    """Sum as `sum_rows`, where possible in the accumulator of torch, FP32 on CUDA.
-
-    Possible where the division after it does not round: by a power of two, in a type with FP32's exponents.
-    """
-    exact = divisor & (divisor - 1) == 0 and out.dtype != torch.float16
-    apart = rows.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
-    if exact and apart and out.dtype == rows.dtype:
-        if len(rows) == 2:
+        if rows.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() or out.dtype != rows.dtype:
+            out.copy_(torch.sum(rows, dim=0, dtype=torch.float32))
+        elif len(rows) == 2:
             torch.add(rows[0], rows[1], out=out)  # torch.sum of two rows reached 0.38 of a copy's bandwidth
         else:
             torch.sum(rows, dim=0, out=out)
-        if divisor > 1:
-            out.div_(divisor)
         return
-    total = torch.sum(rows, dim=0, dtype=torch.float32)
-    out.copy_(total.div_(divisor) if divisor > 1 else total)
-
-
-def sum_block(rows: Rows, out: Tensor, total: Tensor, *, divisor: int) -> None:
-    """Sum a block of rows as `sum_rows`, with `total` [n] float32 as accumulator."""
-    if len(rows) == 2 and divisor == 1 and out.dtype == rows[0].dtype:
-        torch.add(rows[0], rows[1], out=out)  # one addition is rounded once in any case
-        return
-    total.copy_(rows[0])
-    for row in rows[1:]:
-        total.add_(row)
-    out.copy_(total.div_(divisor) if divisor > 1 else total)
+    total = torch.empty(min(BLOCK, out.numel()))
+    for start in range(0, out.numel(), BLOCK):
+        first, *others = (row[start : start + BLOCK] for row in rows)
+        part = out[start : start + BLOCK]
+        if len(others) == 1 and part.dtype == first.dtype:
+            torch.add(first, others[0], out=part)  # one addition is rounded once in any case
+            continue
+        block = total[: len(part)].copy_(first)
+        for row in others:
+            block.add_(row)
+        part.copy_(block)
 
 
 def reduce_scatter_fp32(
@@ -190,41 +166,28 @@ def reduce_scatter_fp32(
     input: Tensor,
     *,
     group: ProcessGroup,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    scratch: Scratch,
     across: ProcessGroup | None = None,
-    async_op: bool = False,
-    scratch: Scratch | None = None,
-) -> Reduction | None:
-    """Reduce-scatter with FP32 sums: `output` gets this rank's part of the sum (AVG: mean).
+) -> Reduction:
+    """Start a reduce-scatter with FP32 sums: `output` gets this rank's part of the sum.
 
     input [ranks * n], output [n], contiguous and of one dtype, which is what travels; output may be this rank's part
     of `input`. `across` is a second group that the result is summed over. The sum over `group` goes in rank order.
-    Returns a handle when `async_op`, else None when the result is there.
     """
     ranks = group.size()
     assert input.numel() == ranks * output.numel(), f"{input.numel()} elements for {ranks} parts of {output.numel()}"
     shards = input.chunk(ranks) if ranks > 1 else (input,)
-    reduction = Reduction(_exchange(output, input, shards, group=group, op=op, across=across, scratch=scratch))
-    if async_op:
-        return reduction
-    reduction.wait()
-    return None
+    return Reduction(_exchange(output, input, shards, group=group, across=across, scratch=scratch))
 
 
 def all_reduce_fp32(
-    tensor: Tensor,
-    *,
-    group: ProcessGroup,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    across: ProcessGroup | None = None,
-    scratch: Scratch | None = None,
+    tensor: Tensor, *, group: ProcessGroup, scratch: Scratch, across: ProcessGroup | None = None
 ) -> Reduction:
     """Start an all-reduce in place: the result of `reduce_scatter_fp32` on every rank; any number of elements."""
     ranks, count = group.size(), tensor.numel()
     size = -(-count // ranks)
     shards = [tensor[min(rank * size, count) : min((rank + 1) * size, count)] for rank in range(ranks)]
-    own = shards[group.rank()]
-    pieces = _exchange(own, tensor, shards, group=group, op=op, across=across, scratch=scratch)
+    pieces = _exchange(shards[group.rank()], tensor, shards, group=group, across=across, scratch=scratch)
     return Reduction(pieces, shards, group)
 
 
@@ -246,46 +209,24 @@ def _exchange(
     shards: Sequence[Tensor],
     *,
     group: ProcessGroup,
-    op: dist.ReduceOp.RedOpType,
     across: ProcessGroup | None,
-    scratch: Scratch | None,
+    scratch: Scratch,
 ) -> list[_Piece]:
     """Start every all-to-all of a reduction; `shards` are the parts of `input` in rank order."""
-    assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), f"{op}: only sums and means"
     ranks = group.size()
-    scratch = scratch or Scratch(input.nbytes)
-    divisor = ranks * (across.size() if across is not None else 1) if op == dist.ReduceOp.AVG else 1
     longest = max(shard.numel() for shard in shards)
     step = scratch.step(ranks=ranks, dtype=input.dtype)
     pieces = []
     for start in range(0, longest, step):
-        parts = [shard[start : start + step] for shard in shards]
-        out = output[start : start + step]
-        packed = step < longest  # one exchange of a whole bucket needs no copy
-        piece = _post(parts, input, out, packed=packed, group=group, scratch=scratch, divisor=divisor, across=across)
-        scratch.start(piece)
-        pieces.append(piece)
+        parts, out = [shard[start : start + step] for shard in shards], output[start : start + step]
+        work, rows = None, parts[0].unsqueeze(0)  # a group of one sends nothing
+        if ranks > 1:
+            sizes = [part.numel() for part in parts]
+            rows = scratch.lend(ranks * out.numel(), like=input).view(ranks, out.numel())
+            sent = input  # one exchange of a whole bucket needs no copy
+            if step < longest:
+                sent = torch.cat(parts, out=scratch.lend(sum(sizes), like=input))
+            work = dist.all_to_all_single(rows.view(-1), sent, [out.numel()] * ranks, sizes, group=group, async_op=True)
+        pieces.append(_Piece(work, rows, out, across, scratch))
+        scratch.start(pieces[-1])
     return pieces
-
-
-def _post(
-    parts: Sequence[Tensor],
-    input: Tensor,
-    out: Tensor,
-    *,
-    packed: bool,
-    group: ProcessGroup,
-    scratch: Scratch,
-    divisor: int,
-    across: ProcessGroup | None,
-) -> _Piece:
-    """Send each rank its part and receive [ranks, n] contributions to this rank's."""
-    ranks, count = group.size(), out.numel()
-    if ranks == 1:
-        return _Piece(None, parts[0].unsqueeze(0), out, divisor, across, scratch)
-    sizes = [part.numel() for part in parts]
-    received = scratch.lend(ranks * count, like=input)
-    if packed:
-        input = torch.cat(list(parts), out=scratch.lend(sum(sizes), like=input))
-    work = dist.all_to_all_single(received, input, [count] * ranks, sizes, group=group, async_op=True)
-    return _Piece(work, received.view(ranks, count), out, divisor, across, scratch)

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mega_rl.config.schema import DataParallelConfig
-from mega_rl.ddp.bucket_groups import finalize_sums
 
 
 class TorchFsdp(_BaseDataParallel):
@@ -105,11 +104,8 @@ def shard_chunks(
     collection: ProcessGroupCollection,
     device: torch.device,
 ) -> list[TorchFsdp]:
-    """Shard the chunks over data and context parallelism, and hook gradient finalisation into `config`."""
-    wrapped = [
+    """Shard the chunks over data and context parallelism."""
+    return [
         TorchFsdp(config, chunk, group=collection.dp_cp, device=device, grad_reduce_in_fp32=ddp.grad_reduce_in_fp32)
         for chunk in chunks
     ]
-    config.finalize_model_grads_func = finalize_sums
-    config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
-    return wrapped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,27 +32,35 @@ def wrap_chunks(
     also spares its fp32 copy of the logits.
 
     Gradients are summed over data parallel, not averaged: every token's loss already carries its weight in the global
-    mean (`config.calculate_per_token_loss`). With `average_in_collective` DDP divides by dp x cp and the schedule
-    by the number of micro-batches; the engine multiplies every loss by both.
+    mean (`config.calculate_per_token_loss`).
     """
-    if ddp.name != "ddp":
+    wrapped: list[Any]
+    if ddp.name == "ddp":
+        wrapped = [
+            DistributedDataParallel(
+                config,
+                _ddp_config(ddp, distributed_optimizer=distributed_optimizer, interleaved=len(chunks) > 1),
+                chunk,
+                disable_bucketing=stage > 0,
+                pg_collection=collection,
+            )
+            for stage, chunk in enumerate(chunks)
+        ]
+        _choose_collectives(wrapped, ddp)
+    else:
         shard = torch_fsdp2.shard_chunks if ddp.name == "torch_fsdp2" else megatron_fsdp.shard_chunks
         device = next(chunks[0].parameters()).device
-        return list(shard(chunks, config=config, ddp=ddp, collection=collection, device=device))
-    wrapped = [
-        DistributedDataParallel(
-            config,
-            _ddp_config(ddp, distributed_optimizer=distributed_optimizer, interleaved=len(chunks) > 1),
-            chunk,
-            disable_bucketing=stage > 0,
-            pg_collection=collection,
-        )
-        for stage, chunk in enumerate(chunks)
-    ]
-    for chunk in wrapped:
-        _count_padding(chunk)
-    _choose_collectives(wrapped, ddp)
-    _hook_into_schedule(config, wrapped, ddp)
+        wrapped = [*shard(chunks, config=config, ddp=ddp, collection=collection, device=device)]
+    config.finalize_model_grads_func = finalize_sums
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    if ddp.name == "ddp" and len(wrapped) > 1:
+        # All stages start a chunk's collectives at the same point of the schedule: on a slow link the ranks of one
+        # stage would otherwise hold up the others' pipeline messages.
+        if ddp.overlap_grad_reduce:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+        if ddp.overlap_param_gather:
+            config.param_sync_func = [partial(gather_outdated, chunk) for chunk in wrapped]
     return wrapped
 
 
@@ -67,21 +76,7 @@ def _ddp_config(
         use_distributed_optimizer=distributed_optimizer,
         num_distributed_optimizer_instances=ddp.optimizer_instances,
         bucket_size=ddp.bucket_size or None,
-        average_in_collective=ddp.average_in_collective,
     )
-
-
-def _count_padding(chunk: DistributedDataParallel) -> None:
-    """Let the padding at the end of each bucket count as part of it.
-
-    Megatron-Core (0.16.1, `DistributedOptimizer.get_parameter_state_dp_zero`) leaves it out when it joins the buckets'
-    optimizer state, and `sharded_param_state_fully_reshardable` then cuts parameters out by offsets that include it:
-    a checkpoint of several buckets had the wrong numbers from the second on.
-    """
-    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DataParallelConfig) -> None:
@@ -98,20 +93,3 @@ def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DataPar
     scratch = Scratch(max(sizes, default=0))
     for chunk in wrapped:
         use_summing_groups(chunk, scratch=scratch)
-
-
-def _hook_into_schedule(
-    config: TransformerConfig, wrapped: Sequence[DistributedDataParallel], ddp: DataParallelConfig
-) -> None:
-    """Set the schedule's hooks: finalisation of gradients, no_sync and, interleaved, the start of chunks' traffic."""
-    config.finalize_model_grads_func = finalize_sums
-    if len(wrapped) == 1:
-        config.no_sync_func = wrapped[0].no_sync
-        return
-    config.no_sync_func = [chunk.no_sync for chunk in wrapped]
-    # All stages start a chunk's collectives at the same point of the schedule: on a slow link the ranks of one stage
-    # would otherwise hold up the others' pipeline messages.
-    if ddp.overlap_grad_reduce:
-        config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
-    if ddp.overlap_param_gather:
-        config.param_sync_func = [partial(gather_outdated, chunk) for chunk in wrapped]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -21,16 +22,17 @@ from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.muon import Muon
-from mega_rl.engines.microbatches import Batching
+from mega_rl.ddp.reduce_scatter import Scratch
+from mega_rl.engines.microbatches import Batching, Finished, collect
 from mega_rl.engines.models.specs import Attention
-from mega_rl.engines.offload import PartsOffload, chosen_parts
+from mega_rl.engines.offload import PartsOffload
 from mega_rl.parallel.boxes import EngineState
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
-from mega_rl.protocols import Engine
-from mega_rl.types import IdRanges, Lesson, TokenOutputs
+from mega_rl.protocols import PARTS, Engine, Inspect, TokenLoss
+from mega_rl.types import TRAINED_TOKENS, Experience, IdRanges, Lesson, Metrics, Rollout, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class ModelEngine(Engine):
     batching: Batching  # how rows become micro-batches on this rank
     device: torch.device  # on which the model computes
     attention: str  # "sdpa", or with Transformer Engine "te: flash"
+    optimizer: MegatronOptimizer | torch.optim.AdamW | None  # None: a frozen model
+    clip_grad: float = 1.0  # limit of the gradient norm; 0: none
     temperature: float = 1.0  # divides logits, so that log-probs and entropies are those of what was sampled
     hidden_tokens: IdRanges = ()  # have probability 0, as in what was sampled
     export_bucket_bytes: int = 256 << 20
@@ -84,8 +88,8 @@ class ModelEngine(Engine):
     def __post_init__(self) -> None:
         self.data_parallel = ranks_of(self.groups.dp)
         # The next mini-batch begins with gradients of zero.
-        parts = ("parameters", "gradients", "optimizer")
-        self._memory = PartsOffload(parts, device=self.device, discarded=("gradients",))
+        self._memory = PartsOffload(PARTS, device=self.device, discarded=("gradients",))
+        self._scratches: list[Scratch] = []  # memory that messages arrive in
 
     @property
     @abstractmethod
@@ -98,6 +102,54 @@ class ModelEngine(Engine):
 
         Collective, and so is reading a parameter where `is_sharded`.
         """
+
+    @abstractmethod
+    def _learn(
+        self, micros: list[MicroBatch], minibatch: Experience, loss: TokenLoss, lesson: Lesson | None
+    ) -> tuple[list[Finished], Metrics]:
+        """Make the gradients of a mini-batch; return this rank's results and the metrics over all; collective."""
+
+    @abstractmethod
+    def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
+        """Clip by the global norm and step; return the norm before; collective. metrics: for errors."""
+
+    @abstractmethod
+    def _tensors(self) -> Mapping[str, Iterable[Tensor]]:
+        """Return this rank's tensors of each of `PARTS`, in the order that awards shared memory; collective."""
+
+    def _combine(self, full: Tensor) -> Tensor:
+        """Return the replica's outputs from those of this rank, [n, B, S] both; collective."""
+        return full
+
+    def _collect(self, results: Sequence[Finished], batch: Rollout | Experience, *, with_entropy: bool) -> TokenOutputs:
+        head = self.sharding.head
+        return collect(results, batch, head=head, with_entropy=with_entropy, combine=self._combine)
+
+    def train_minibatch(
+        self,
+        minibatch: Experience,
+        loss: TokenLoss,
+        *,
+        lr: float,
+        inspect: Inspect | None = None,
+        lesson: Lesson | None = None,
+    ) -> Metrics:
+        assert self.optimizer is not None, f"engine {self.name} is frozen"
+        micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        if lesson is not None and lesson.hidden:
+            micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
+        self._memory.changed()
+        results, metrics = self._learn(micros, minibatch, loss, lesson)
+        if not metrics[TRAINED_TOKENS]:
+            return {TRAINED_TOKENS: 0.0}
+        if inspect is not None:
+            metrics |= inspect(minibatch, self._collect(results, minibatch, with_entropy=loss.needs_entropy))
+        metrics["grad_norm"] = metrics["grad_norm_max"] = self._apply_gradients(lr, metrics)
+        if self.clip_grad > 0.0:
+            metrics["grad_clipped_fraction"] = float(metrics["grad_norm"] > self.clip_grad)
+        metrics["lr"] = lr
+        metrics["num_microbatches"] = float(len(micros))
+        return metrics
 
     @property
     def export_dtype(self) -> torch.dtype | None:
@@ -167,8 +219,18 @@ class ModelEngine(Engine):
     def is_offloaded(self, part: str) -> bool:
         return self._memory.is_off(part)
 
-    def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
-        self._memory.onload(chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer))
+    def offload(self, parts: Collection[str] = PARTS) -> int:
+        """Give back the device memory of these parts; returns the bytes; collective.
+
+        Gradients are lost: the next mini-batch begins with zeros. State that settings keep on the host is there
+        already.
+        """
+        tensors = self._tensors()
+        freed = sum(scratch.release() for scratch in self._scratches) if "gradients" in parts else 0
+        return freed + self._memory.offload(tensors, parts)
+
+    def onload(self, parts: Collection[str] = PARTS) -> None:
+        self._memory.onload(parts)
 
     def on_host(self, state: EngineState) -> EngineState:
         pieces = [replace(piece, data=self._memory.on_host(piece.data)) for piece in state.pieces]

@@ -32,7 +32,7 @@ from mega_rl.engines.microbatches import Batching
 from mega_rl.engines.models.build import DTYPES, build_chunks, fuse_weight_gradients, transformer_config
 from mega_rl.engines.models.heads import use_fp32_logits
 from mega_rl.engines.models.routing import Routing
-from mega_rl.engines.models.specs import check_experts, choose_attention, choose_transformer_impl
+from mega_rl.engines.models.specs import check_recompute, choose_attention, choose_transformer_impl
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import SingleRank, ranks_of
 from mega_rl.parallel.groups import Groups
@@ -116,9 +116,7 @@ def build_engine(
 def adopt(engine: ModelEngine, settings: EngineSettings) -> None:
     """Let an engine follow the settings that its runs may each have for themselves."""
     engine.temperature, engine.hidden_tokens = settings.temperature, settings.hidden_tokens
-    engine.export_bucket_bytes = settings.export_bucket_bytes
-    if isinstance(engine, FSDPEngine):
-        engine.clip_grad = settings.optim.clip_grad
+    engine.export_bucket_bytes, engine.clip_grad = settings.export_bucket_bytes, settings.optim.clip_grad
     if isinstance(engine, FSDPEngine) and engine.optimizer is not None:
         set_optim(engine.optimizer, settings.optim)
     if isinstance(engine, MegatronEngine) and engine.optimizer is not None:
@@ -130,7 +128,7 @@ def _build_megatron(
 ) -> MegatronEngine:
     """Return the model on this rank's part of the layout; common: fields of every engine."""
     hf, megatron, groups, sharding = request.hf, settings.engine.megatron, common["groups"], common["sharding"]
-    check_experts(request.impl, hf, moe=megatron.moe, model=settings.model)
+    check_recompute(request.impl, hf, settings.model)
     model_config = transformer_config(
         hf,
         layout=groups.layout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from mega_rl.config.schema import OptimConfig
 from mega_rl.converters.hf.untabled import accepted
 from mega_rl.data.packing import MicroBatch
-from mega_rl.ddp.access import local, rows_here
+from mega_rl.ddp.access import local, rows_here, whole_tensor
 from mega_rl.ddp.muon import Muon, panels_of_rows
 from mega_rl.ddp.optimizer import MOMENTS
 from mega_rl.ddp.reduce_scatter import Scratch
@@ -27,25 +27,22 @@ from mega_rl.engines.fsdp_model import (
     hidden_outputs,
     sharded_parameters,
 )
-from mega_rl.engines.fsdp_weights import WholeModel, disk_buffers, is_first_copy, whole_tensor
+from mega_rl.engines.fsdp_weights import disk_buffers, is_first_copy, whole_model
 from mega_rl.engines.microbatches import (
     STEPS,
     Finished,
     check_norm,
     check_numbers,
-    collect,
     finished,
     microbatch_loss,
     reduce_losses,
     to_device,
-    was_clipped,
 )
-from mega_rl.engines.offload import chosen_parts
 from mega_rl.parallel.accelerator.base import send, squared_norm
 from mega_rl.parallel.boxes import EngineState, Piece, whole
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.protocols import Inspect, Ranks, TokenLoss
-from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.protocols import Ranks, TokenLoss
+from mega_rl.types import Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 
 @dataclass(kw_only=True)
@@ -60,7 +57,6 @@ class FSDPEngine(ModelEngine):
     optimizer: torch.optim.AdamW | None
     dtype: torch.dtype  # layers compute in it, and weights leave in it
     scratch: Scratch | None = None  # messages arrive in it
-    clip_grad: float = 1.0
     reduce_every_microbatch: bool = True
     keep_gathered: bool = False  # layers between forward and backward, and from one micro-batch to the next
 
@@ -69,6 +65,7 @@ class FSDPEngine(ModelEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.replica = SingleRank()
+        self._scratches = [] if self.scratch is None else [self.scratch]
         if self.optimizer is not None and self.by_muon:
             panels = list(panels_of_rows(sharded_parameters(self.model), self.sharding))
             self.muon = Muon([self.optimizer], panels, self.sharding, self.groups)
@@ -80,7 +77,7 @@ class FSDPEngine(ModelEngine):
                 Finished(micro, self._token_outputs(micro, there, with_entropy=with_entropy), None)
                 for micro, there in zip(micros, to_device(micros, self.device), strict=True)
             ]
-        return collect(results, batch, head=self.sharding.head, with_entropy=with_entropy)
+        return self._collect(results, batch, with_entropy=with_entropy)
 
     def teach(self, minibatch: Experience) -> Lesson:
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
@@ -94,23 +91,13 @@ class FSDPEngine(ModelEngine):
         weight = model.get_output_embeddings().weight
         return Lesson(hidden, whole_tensor(weight, self.dtype, self.device))
 
-    def train_minibatch(
-        self,
-        minibatch: Experience,
-        loss: TokenLoss,
-        *,
-        lr: float,
-        inspect: Inspect | None = None,
-        lesson: Lesson | None = None,
-    ) -> Metrics:
-        assert self.optimizer is not None, f"engine {self.name} is frozen"
-        micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
-        loss_of = microbatch_loss(loss, minibatch)
-        self._memory.changed()
+    def _learn(
+        self, micros: list[MicroBatch], minibatch: Experience, loss: TokenLoss, lesson: Lesson | None
+    ) -> tuple[list[Finished], Metrics]:
+        assert self.optimizer is not None
         self.optimizer.zero_grad()
+        loss_of = microbatch_loss(loss, minibatch)
         results: list[Finished] = []
-        if lesson is not None:
-            micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
         for micro, there in zip(micros, to_device(micros, self.device), strict=True):
             is_last = len(results) == len(micros) - 1
             _expect_backward(
@@ -120,26 +107,14 @@ class FSDPEngine(ModelEngine):
             result = loss_of(outputs, there.fields)
             result.loss.backward()
             results.append(finished(micro, outputs, result))
-        metrics = reduce_losses(results, self.data_parallel)
-        if not metrics[TRAINED_TOKENS]:
-            return {TRAINED_TOKENS: 0.0}
-        if inspect is not None:
-            metrics |= inspect(
-                minibatch,
-                collect(results, minibatch, head=self.sharding.head, with_entropy=loss.needs_entropy),
-            )
-        metrics["grad_norm"] = metrics["grad_norm_max"] = self._apply_gradients(lr, metrics)
-        metrics |= was_clipped(metrics["grad_norm"], self.clip_grad)
-        metrics["lr"] = lr
-        metrics["num_microbatches"] = float(len(micros))
-        return metrics
+        return results, reduce_losses(results, self.data_parallel)
 
     @property
     def export_dtype(self) -> torch.dtype:
         return self.dtype
 
     def whole_chunks(self) -> list[nn.Module]:
-        return [WholeModel(self.model, sharding=self.sharding, dtype=self.dtype, device=self.device)]
+        return [whole_model(self.model, sharding=self.sharding, dtype=self.dtype, device=self.device)]
 
     def state(self) -> EngineState:
         self.check_state_is_here()
@@ -157,30 +132,24 @@ class FSDPEngine(ModelEngine):
         for name, buffer in disk_buffers(self.model).items():
             shape = tuple(buffer.shape)
             pieces.append(Piece(f"weights/{name}", shape, whole(shape), buffer.detach(), owned=first))
-        return EngineState(pieces, {} if self.optimizer is None else {STEPS: count_steps(self.optimizer)})
+        states = [] if self.optimizer is None else list(self.optimizer.state.values())
+        return EngineState(pieces, {STEPS: int(states[0]["step"])} if states else {})
 
     def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         steps = check_numbers(self.name, numbers, trains=self.optimizer is not None)
         self._memory.changed()
         if self.optimizer is not None:
-            set_steps(self.optimizer, steps)
+            for state in self.optimizer.state.values():
+                state["step"].fill_(steps)
 
-    def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
-        """Give back the device memory of parameters, gradients and optimizer state; returns the bytes.
-
-        Gradients are lost: the next mini-batch begins with zeros. With `engine.fsdp.cpu_offload` all of it is on the
-        host already.
-        """
+    def _tensors(self) -> Mapping[str, Iterable[Tensor]]:
         shards = sharded_parameters(self.model).values()
         states = [] if self.optimizer is None else list(self.optimizer.state.values())
-        tensors = {
+        return {
             "parameters": [local(parameter) for parameter in shards],
             "gradients": [local(parameter.grad) for parameter in shards if parameter.grad is not None],
             "optimizer": [local(each) for state in states for name, each in state.items() if name in MOMENTS],
         }
-        freed = self.scratch.release() if self.scratch is not None and gradients else 0
-        chosen = chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer)
-        return freed + self._memory.offload(tensors, chosen)
 
     @property
     def parameters(self) -> list[DTensor]:
@@ -195,7 +164,6 @@ class FSDPEngine(ModelEngine):
         return self.token_outputs(logits, there, group=None, with_entropy=with_entropy, lesson=lesson, kept=kept)
 
     def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
-        """Clip by the global norm and step; return the norm before. metrics: of the update."""
         assert self.optimizer is not None
         parameters = self.parameters
         norm = gradient_norm(parameters, self.data_parallel)
@@ -269,17 +237,6 @@ def set_optim(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
     """Let later steps follow these settings; the learning rate comes with each step."""
     for group, decay in zip(optimizer.param_groups, (optim.weight_decay, 0.0), strict=True):
         group.update(weight_decay=decay, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-
-
-def count_steps(optimizer: torch.optim.AdamW) -> int:
-    """Return the number of steps done."""
-    return int(next(iter(optimizer.state.values()))["step"])
-
-
-def set_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
-    """Set the number of steps done."""
-    for state in optimizer.state.values():
-        state["step"].fill_(steps)
 
 
 def gradient_norm(parameters: Iterable[DTensor], ranks: Ranks) -> float:

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from mega_rl.config.schema import FsdpConfig
+from mega_rl.config.schema.engine import FsdpConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.untabled import build_empty
 from mega_rl.converters.live.load import model_config
@@ -88,9 +88,12 @@ class Fp32ReduceScatter(_Memory):
         async_op: bool = False,
     ) -> Reduction | None:
         """Write this rank's part of the sum of all `input_tensor` [ranks * n] to `output_tensor` [n]."""
-        return reduce_scatter_fp32(
-            output_tensor, input_tensor, group=group, op=op, async_op=async_op, scratch=self.scratch
-        )
+        assert op == dist.ReduceOp.SUM, op
+        reduction = reduce_scatter_fp32(output_tensor, input_tensor, group=group, scratch=self.scratch)
+        if async_op:
+            return reduction
+        reduction.wait()
+        return None
 
 
 def use_host_collectives(modules: Iterable[FSDPModule], group: ProcessGroup, *, largest: int) -> Scratch | None:

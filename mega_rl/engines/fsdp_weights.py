@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from math import prod
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,13 @@ from mega_rl.converters.live.copying import fill_all
 from mega_rl.converters.live.load import LoadReport, check_tensors
 from mega_rl.converters.plan.adapters import A
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, disk_tensors, row_copies
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
-from mega_rl.ddp.access import Whole, rows_here
+from mega_rl.ddp.access import Whole, WholeChunk, rows_here, whole_tensor
 from mega_rl.engines.fsdp_model import TokenClassifier, sharded_parameters
 from mega_rl.engines.models.adapters import first_a
-from mega_rl.parallel.boxes import Box
 
 EXPERT_TENSORS = 2  # a layer's: gate and up projection, down projection; exported expert by expert
 FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
@@ -71,10 +69,10 @@ def load_rows(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport
                 local.copy_(_first_rows(disk[0].name, parameter))
                 kept.append(name)
             elif local.numel():
-                jobs.append((local, list(_copies(disk, rows_here(parameter), parameter.shape))))
+                jobs.append((local, list(row_copies(disk, *rows_here(parameter)))))
         for name, buffer in disk_buffers(model).items():
             disk = list(disk_tensors(hf.family, name, tuple(buffer.shape), hf.own))
-            jobs.append((buffer, list(_copies(disk, Box((0,) * buffer.dim(), tuple(buffer.shape)), buffer.shape))))
+            jobs.append((buffer, list(row_copies(disk, (), tuple(buffer.shape)))))
         written = fill_all(jobs, reader)
         expected = sum(target.numel() for target, _ in jobs)
         assert written == expected, f"{written} elements were written, the shards have {expected}"
@@ -89,77 +87,30 @@ def _first_rows(name: str, parameter: DTensor) -> Tensor:
     return first_a(name.removesuffix(A), tuple(parameter.shape))[box.offset[0] : box.offset[0] + box.shape[0]]
 
 
-def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:
-    """Yield the copies that make the rows of `box` from tensors on disk."""
-    per_row = prod(shape[1:-1])  # elements of the matrix in a row
-    low = box.offset[0] * per_row if shape else 0
-    high = low + matrix_shape(box.shape)[0]
-    for tensor in disk:
-        first, end = max(tensor.row, low), min(tensor.row + tensor.rows, high)
-        if first < end:
-            yield Copy(
-                tensor.name,
-                src_row=first - tensor.row,
-                src_col=0,
-                dst_row=first - low,
-                dst_col=0,
-                rows=end - first,
-                cols=matrix_shape(tensor.shape)[1],
-            )
+def whole_model(model: nn.Module, *, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> WholeChunk:
+    """Return a sharded model for exporters: the tensors of its checkpoint, gathered one by one; collective.
 
+    dtype: of the tensors that are not float32 in every model.
+    """
+    hf = sharding.hf
+    in_fp32 = hf.own.float32 if hf.own is not None else ()
+    kept: dict[str, Tensor] = {}  # the parameters gathered last, to cut experts out one by one
 
-class WholeModel(nn.Module):
-    """A sharded model for exporters: the tensors of its checkpoint, gathered one by one; collective."""
-
-    def __init__(self, model: nn.Module, *, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
-        """dtype: of the tensors that are not float32 in every model."""
-        super().__init__()
-        hf = sharding.hf
-        in_fp32 = hf.own.float32 if hf.own is not None else ()
-        self._tensors: dict[str, Whole] = {}
-        gatherer = _Gatherer()
-        sources: Mapping[str, Tensor] = {**sharded_parameters(model), **disk_buffers(model)}
-        for name, source in sources.items():
-            kind = torch.float32 if name.endswith(FLOAT32) or name in in_fp32 else dtype
-            for disk in disk_tensors(hf.family, name, tuple(source.shape), hf.own):
-                on_disk = hf.value_head if disk.name == TokenClassifier.HEAD else disk.name
-                read = gatherer.reader(name, source, disk, dtype=kind, device=device)
-                self._tensors[on_disk] = Whole(disk.shape, kind, device, read)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield (name on disk, whole tensor)."""
-        yield from self._tensors.items()
-
-
-class _Gatherer:
-    """Gatherer of parameters that keeps the last ones, to cut experts out one by one."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def reader(self, name: str, source: Tensor, disk: DiskTensor, *, dtype: torch.dtype, device: torch.device) -> Any:
-        """Return a function that gives one tensor of the checkpoint out of a parameter."""
+    def read(name: str, source: Tensor, disk: DiskTensor, kind: torch.dtype) -> Tensor:
         if tuple(source.shape) == disk.shape:
-            return lambda: whole_tensor(source, dtype, device)
+            return whole_tensor(source, kind, device)
+        if name not in kept:
+            for old in list(kept)[: len(kept) + 1 - EXPERT_TENSORS]:
+                del kept[old]
+            kept[name] = whole_tensor(source, kind, device)
+        matrix = kept[name].view(matrix_shape(tuple(source.shape)))
+        return matrix[disk.row : disk.row + disk.rows].view(disk.shape)
 
-        def read() -> Tensor:
-            if name not in self._kept:
-                for old in list(self._kept)[: len(self._kept) + 1 - EXPERT_TENSORS]:
-                    del self._kept[old]
-                self._kept[name] = whole_tensor(source, dtype, device)
-            matrix = self._kept[name].view(matrix_shape(tuple(source.shape)))
-            return matrix[disk.row : disk.row + disk.rows].view(disk.shape)
-
-        return read
-
-
-def whole_tensor(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a new whole tensor; collective for a parameter."""
-    if not isinstance(source, DTensor):
-        return source.detach().to(device=device, dtype=dtype, copy=True)
-    # Cast before it travels, and not as a DTensor: what torch remembers of such casts may name a group of the past.
-    rows = source.to_local().detach().to(device=device, dtype=dtype)
-    mesh, placements = source.device_mesh, source.placements
-    return DTensor.from_local(
-        rows, mesh, placements, run_check=False, shape=source.shape, stride=source.stride()
-    ).full_tensor()
+    tensors: dict[str, Whole] = {}
+    sources: Mapping[str, Tensor] = {**sharded_parameters(model), **disk_buffers(model)}
+    for name, source in sources.items():
+        kind = torch.float32 if name.endswith(FLOAT32) or name in in_fp32 else dtype
+        for disk in disk_tensors(hf.family, name, tuple(source.shape), hf.own):
+            on_disk = hf.value_head if disk.name == TokenClassifier.HEAD else disk.name
+            tensors[on_disk] = Whole(disk.shape, kind, device, partial(read, name, source, disk, kind))
+    return WholeChunk(tensors, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.access import (
     WholeChunk,
     exportable,
@@ -36,20 +37,17 @@ from mega_rl.engines.microbatches import (
     Finished,
     check_norm,
     check_numbers,
-    collect,
     microbatch_loss,
     reduce_losses,
-    was_clipped,
 )
 from mega_rl.engines.models.heads import projection
 from mega_rl.engines.models.routing import Routing
-from mega_rl.engines.offload import chosen_parts
 from mega_rl.engines.schedule import Schedule
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.boxes import EngineState
 from mega_rl.parallel.comm import ranks_of, sum_over_context
-from mega_rl.protocols import Inspect, Ranks, TokenLoss
-from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.protocols import Ranks, TokenLoss
+from mega_rl.types import Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 UNKNOWN = 1 << 62  # more steps than any run makes
 
@@ -70,6 +68,7 @@ class MegatronEngine(ModelEngine):
         super().__post_init__()
         groups = self.groups
         self.replica = ranks_of(groups.host_replica)  # for the roles: their batches are on the host
+        self._scratches = scratches(self.chunks)
         self._pipeline = ranks_of(groups.pp)
         self._context = ranks_of(groups.cp)
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
@@ -82,12 +81,11 @@ class MegatronEngine(ModelEngine):
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
         if self.routing is not None:
-            self.routing.begin(micros, width=batch.tokens.size(1), routing=batch.routing, training=False)
+            self.routing.begin(micros, batch, training=False)
         with torch.no_grad():
             read = partial(self.token_outputs, group=self.groups.tp, with_entropy=with_entropy)
             results = self._schedule.run(self.chunks, micros, read, loss=None)
-        head = self.sharding.head
-        outputs = collect(results, batch, head=head, with_entropy=with_entropy, combine=self._combine)
+        outputs = self._collect(results, batch, with_entropy=with_entropy)
         if self.routing is None:
             return outputs
         return replace(outputs, routing=self.routing.finish_forward(len(batch.tokens)))
@@ -95,58 +93,28 @@ class MegatronEngine(ModelEngine):
     def teach(self, minibatch: Experience) -> Lesson:
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
         if self.routing is not None:
-            self.routing.begin(micros, width=minibatch.tokens.size(1), routing=minibatch.routing, training=False)
+            self.routing.begin(micros, minibatch, training=False)
         hidden = self._schedule.hidden_states(self.models, micros)
         if self.routing is not None:
             self.routing.finish_forward(len(minibatch.tokens))
         return Lesson(hidden, projection(self.models))
 
-    def train_minibatch(
-        self,
-        minibatch: Experience,
-        loss: TokenLoss,
-        *,
-        lr: float,
-        inspect: Inspect | None = None,
-        lesson: Lesson | None = None,
-    ) -> Metrics:
-        assert self.optimizer is not None, f"engine {self.name} is frozen"
-        micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
-        self._memory.changed()
+    def _learn(
+        self, micros: list[MicroBatch], minibatch: Experience, loss: TokenLoss, lesson: Lesson | None
+    ) -> tuple[list[Finished], Metrics]:
+        assert self.optimizer is not None
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.routing is not None:
-            self.routing.begin(
-                micros,
-                width=minibatch.tokens.size(1),
-                routing=minibatch.routing,
-                training=True,
-                sequences=int(self.data_parallel.sum(torch.tensor(len(minibatch.tokens)))),
-                averaged=not self.config.calculate_per_token_loss,
-            )
+            sequences = int(self.data_parallel.sum(torch.tensor(len(minibatch.tokens))))
+            self.routing.begin(micros, minibatch, training=True, sequences=sequences)
         over_context = partial(sum_over_context, group=self.groups.cp)
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
         read = partial(self.token_outputs, group=self.groups.tp, with_entropy=loss.needs_entropy, lesson=lesson)
-        results = self._schedule.run(self.chunks, micros, read, loss=loss_of, lesson=lesson)
+        results = self._schedule.run(self.chunks, micros, read, loss=loss_of)
         metrics = _reduce(results, self._token_shares, self._pipeline)
-        if metrics.get(TRAINED_TOKENS) == 0.0:
-            if self.routing is not None:
-                self.routing.finish_training()
-            return {TRAINED_TOKENS: 0.0}
-        if inspect is not None:
-            head, with_entropy = self.sharding.head, loss.needs_entropy
-            outputs = collect(results, minibatch, head=head, with_entropy=with_entropy, combine=self._combine)
-            metrics |= inspect(minibatch, outputs)
-        if self.routing is not None:
-            metrics |= self.routing.finish_training()
-        metrics["grad_norm"] = metrics["grad_norm_max"] = self._apply_gradients(self.optimizer, lr, metrics)
-        metrics |= was_clipped(metrics["grad_norm"], self.optimizer.config.clip_grad)
-        if self.routing is not None:
-            self.routing.update_biases()
-        metrics["lr"] = lr
-        metrics["num_microbatches"] = float(len(micros))
-        return metrics
+        return results, metrics if self.routing is None else metrics | self.routing.finish_training()
 
     @property
     def is_sharded(self) -> bool:
@@ -180,46 +148,37 @@ class MegatronEngine(ModelEngine):
         set_steps(self.optimizer, steps)
         follow_weights(self.chunks)
 
-    def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
-        """Give back the memory of parameters, gradients and optimizer state; returns the bytes; collective.
-
-        Gradients are lost: the next mini-batch begins with zeros. FP32 main parameters are optimizer state, unless
-        they share the parameters' memory. With `engine.megatron.optimizer.cpu_offload` some of the optimizer's state
-        is on the host already.
-        """
+    def _tensors(self) -> Mapping[str, Iterable[Tensor]]:
         finish_traffic(self.chunks)
-        freed = sum(scratch.release() for scratch in scratches(self.chunks)) if gradients else 0
         inner = [] if self.optimizer is None else torch_optimizers(self.optimizer)
-        tensors = {
+        return {
             "parameters": parameter_tensors(self.chunks),
             "gradients": chain(gradient_tensors(self.chunks), *map(main_gradients, inner)),
             "optimizer": chain(*map(optimizer_tensors, inner)),
         }
-        chosen = chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer)
-        return freed + self._memory.offload(tensors, chosen)
 
     def _combine(self, full: Tensor) -> Tensor:
-        """Return the replica's outputs from those of this rank, [n, B, S] both; collective."""
         if self._is_last and self._context.size > 1:
             full = self._context.sum(full)  # each place holds one rank's number and zeros
         if self._pipeline.size > 1:
             full = self._pipeline.broadcast(full, source=self._pipeline.size - 1)
         return full
 
-    def _apply_gradients(self, optimizer: MegatronOptimizer, lr: float, metrics: Metrics) -> float:
-        """Clip by the global norm and step; return the norm before. metrics: of the update.
-
-        These are the pieces of Megatron-Core's `ChainedOptimizer.step`, with a look at the norm before any change.
-        """
+    def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
+        # These are the pieces of Megatron-Core's `ChainedOptimizer.step`, with a look at the norm before any change.
+        optimizer = self.optimizer
+        assert optimizer is not None
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         check_norm(self.name, norm, metrics)
-        clip(optimizer, norm=norm)
+        clip(optimizer, norm=norm, limit=self.clip_grad)
         if self.muon is not None:
             self.muon.step()
         step(optimizer, self.chunks)
+        if self.routing is not None:
+            self.routing.update_biases()
         return norm
 
 

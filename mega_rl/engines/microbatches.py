@@ -217,12 +217,6 @@ def reduce_losses(results: Sequence[Finished], ranks: Ranks) -> Metrics:
     return reduced | {name: value for name, value in minima.items() if value < math.inf}
 
 
-def was_clipped(norm: float, limit: float) -> Metrics:
-    """Return `grad_clipped_fraction`, 1 if a gradient of this norm was scaled down; empty without clipping (0)."""
-    metrics: Metrics = {"grad_clipped_fraction": float(norm > limit)}
-    return metrics if limit > 0.0 else {}
-
-
 def check_norm(name: str, norm: float, metrics: Metrics) -> None:
     """Raise NonFiniteGradientError for a gradient norm, equal on all ranks, that is not finite.
 

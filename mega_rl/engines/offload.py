@@ -54,11 +54,6 @@ class StorageOffload:
         """Return whether the storages are offloaded."""
         return self._off is not None
 
-    @property
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory that are kept for the storages."""
-        return sum(copy.host.nbytes() for copy in self._copies.values())
-
     def changed(self) -> None:
         """Note that the storages' values change on the device; the next `offload` copies them."""
         self._is_current = False
@@ -144,14 +139,13 @@ class PartsOffload:
         self._device = device
         self._parts = {part: StorageOffload(device, discard=part in discarded) for part in parts}
 
-    def offload(self, tensors: Mapping[str, Iterable[Tensor]], chosen: Iterable[str]) -> int:
+    def offload(self, tensors: Mapping[str, Iterable[Tensor]], chosen: Collection[str]) -> int:
         """Empty the storages of the chosen parts; returns the bytes given back.
 
         `tensors` holds every part, in the order in which shared memory is awarded.
 
         Raises RuntimeError: a chosen part is off already; RunError: the host has no memory for a copy.
         """
-        chosen = list(chosen)
         if any(self.is_off(part) for part in chosen):
             raise RuntimeError("offload() called twice: call onload() first")
         taken: set[int] = set()
@@ -183,11 +177,6 @@ class PartsOffload:
         """Return an equally shaped view of an offloaded tensor's host copy, or any other tensor itself."""
         copies = (part.on_host(tensor) for part in self._parts.values())
         return next((copy for copy in copies if copy is not None), tensor)
-
-
-def chosen_parts(**parts: bool) -> list[str]:
-    """Return the names of the parts that are True."""
-    return [part for part, chosen in parts.items() if chosen]
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

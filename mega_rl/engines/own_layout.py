@@ -14,8 +14,6 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
 from mega_rl.data.minibatches import partition_balanced
@@ -80,7 +78,7 @@ class OwnLayout:
         with current(self.engine.groups):
             logprobs = self.model.forward(recut.share).logprobs
         assert logprobs is not None
-        gathered = self._replicas.gather_tensordict(TensorDict({"logprobs": logprobs}, len(logprobs)))["logprobs"]
+        gathered = self._replicas.gather_fields({"logprobs": logprobs})["logprobs"]
         order = torch.tensor([row for rows in recut.shares for row in rows], dtype=torch.int64)
         whole = torch.empty_like(gathered)
         whole[order] = gathered
@@ -107,8 +105,7 @@ class OwnLayout:
 
     def _recut(self, batch: Rollout | Experience) -> _Recut:
         """Return the rows of all students and this replica's share, of about equally many tokens."""
-        own = TensorDict({name: getattr(batch, name) for name in _SENT}, len(batch.tokens))
-        whole = self._students.gather_tensordict(own)
+        whole = self._students.gather_fields({name: getattr(batch, name) for name in _SENT})
         counts = [int(count) for count in self._students.gather_json(len(batch.tokens))]
         lengths = whole["lengths"].tolist()
         shares = partition_balanced(lengths, self._replicas.size, equal_counts=False)
@@ -199,21 +196,13 @@ class OwnLayout:
         between ranks and be 0. serve: gets the numbers that others ask this rank for, [m] int64 on the host, m may be
         0, and returns the rows, [m, H] on any device.
         """
-        group, width, device = self._world.group, self._width, self._world.device
         order = owners.argsort(stable=True)
-        sent = torch.bincount(owners, minlength=group.size())
-        received = torch.empty_like(sent).to(device)
-        dist.all_to_all_single(received, sent.to(device), group=group)
-        ours, theirs = sent.tolist(), received.tolist()
-        asked = torch.empty(sum(theirs), dtype=torch.int64, device=device)
-        dist.all_to_all_single(asked, numbers[order].to(device), theirs, ours, group=group)
-        rows = serve(asked.cpu())
-        expected = (len(asked), width)
+        ours = torch.bincount(owners, minlength=self._world.size).tolist()
+        theirs = self._world.exchange_counts(ours)
+        rows = serve(self._world.send(numbers[order], ours, theirs).cpu())
+        expected = (sum(theirs), self._width)
         assert (rows.shape, rows.dtype) == (expected, self.dtype), f"{tuple(rows.shape)} {rows.dtype} for {expected}"
-        # Bytes, because not every backend carries every dtype.
-        answer = rows.to(device).contiguous().view(torch.uint8)
-        arrived = torch.empty(len(numbers), width * self.dtype.itemsize, dtype=torch.uint8, device=device)
-        dist.all_to_all_single(arrived, answer, ours, theirs, group=group)
-        result = torch.empty(len(numbers), width, dtype=self.dtype, device=device)
-        result[order.to(device)] = arrived.view(self.dtype)
+        arrived = self._world.send(rows, theirs, ours)
+        result = torch.empty_like(arrived)
+        result[order.to(result.device)] = arrived
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from mega_rl.engines.models.attention import packed_sequences, te_sequences
 from mega_rl.engines.models.heads import hidden_outputs
 from mega_rl.engines.models.routing import Routing
 from mega_rl.parallel.groups import Groups
-from mega_rl.types import Lesson, TokenOutputs
+from mega_rl.types import TokenOutputs
 
 Result = TypeVar("Result")  # a micro-batch's
 # (a micro-batch, the last stage's output) -> (loss, unused token count, result)
@@ -46,18 +46,13 @@ class Schedule:
         outputs: Callable[[Tensor, MicroBatch], TokenOutputs],
         *,
         loss: MicrobatchLoss | None,
-        lesson: Lesson | None = None,
     ) -> list[Finished]:
         """Return one result for each micro-batch on the last pipeline stage, none elsewhere; collective.
 
         outputs: of the logits of a micro-batch. With a loss: forward and backward, gradients finalised. Without:
-        forward only. A `lesson` of these micro-batches has the hidden states of a teacher.
+        forward only.
         """
-        # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
-        scale = 1 if self.config.calculate_per_token_loss else len(micros) * self.groups.dp_cp.size()
-        if lesson is not None and lesson.hidden:
-            micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
-        finish = partial(_finish_microbatch, loss, scale, outputs)
+        finish = partial(_finish_microbatch, loss, outputs)
         return self._run(chunks, micros, finish, forward_only=loss is None)
 
     def hidden_states(self, chunks: Sequence[GPTModel], micros: list[MicroBatch]) -> list[Tensor]:
@@ -125,7 +120,6 @@ class Schedule:
 
 def _finish_microbatch(
     loss: MicrobatchLoss | None,
-    scale: int,
     outputs_of: Callable[[Tensor, MicroBatch], TokenOutputs],
     micro: MicroBatch,
     output: Tensor,
@@ -136,7 +130,7 @@ def _finish_microbatch(
     if loss is None:
         return output.new_zeros([]), no_count, Finished(micro, outputs, None)
     result = loss(outputs, micro.fields)
-    return result.loss * scale, no_count, finished(micro, outputs, result)
+    return result.loss, no_count, finished(micro, outputs, result)
 
 
 def _keep_hidden(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,9 +91,6 @@ def _by_name(pieces: Sequence[Piece]) -> dict[str, dict[Box, Tensor]]:
 
 def _overlaps(piece: Piece, own: Tensor, theirs: Mapping[Box, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (part of `own`, the trained model's part) pairs; raises UserError unless they cover the piece."""
-    if piece.box in theirs:
-        yield own, theirs[piece.box]
-        return
     covered = 0
     for box, data in theirs.items():
         common = intersection(piece.box, box) if len(box.shape) == len(piece.box.shape) else None

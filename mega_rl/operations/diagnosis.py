@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mega_rl.errors import UserError, name_of_signal
+from mega_rl.errors import UserError
 from mega_rl.operations.observations import (
     Observations,
     by_call,
@@ -33,6 +33,7 @@ from mega_rl.tracking.health.records import (
     STOPPED,
     UNSAID,
     RankRecord,
+    ending,
     health_folder,
     read_records,
     silent_s,
@@ -112,15 +113,9 @@ def _death(seen: Observations, memory_ran_out: bool) -> str | None:
         elif code == -SIGKILL:
             resident = 0 if record is None else record.memory.get("resident", 0)
             last += f": perhaps out of memory (it held {resident / 1e9:.1f} GB)"
-        if code is None:
-            return f"{who} has died without a word{last}"
-        if code < 0:
-            return f"{who} was killed by {name_of_signal(-code)}{last}"
-        if code >= UNSAID:
-            in_users = record is not None and record.place is not None and record.place.users
-            last = f", last seen {_doing(record)}" if record is not None and in_users else last
-            return f"{who} ended with exit code {code - UNSAID} before its work was done{last}"
-        return f"{who} ended with exit code {code}{last}"
+        elif code is not None and code >= UNSAID and record is not None and record.place and record.place.users:
+            last = f", last seen {_doing(record)}"
+        return f"{who} {'has died without a word' if code is None else ending(code)}{last}"
     return None
 
 
@@ -251,9 +246,6 @@ def _done(seen: Observations, rank: int) -> bool:
     return record is not None and record.ended is not None and record.ended.kind not in INNOCENT_CODES
 
 
-GOOD_ENDS = ("done", "stopped")
-
-
 def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
     """Return (lines, exit code): 1 after a hang or failure, else 0."""
     report, host, seen = newest_report(run_dir), socket.gethostname(), observe(run_dir)
@@ -264,14 +256,16 @@ def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
         )
     now = {rank: one.process_state for rank, one in seen.records.items() if one.host == host}
     seen = replace(seen, states=now, stacks={})
-    living = [rank for rank in seen.records if seen.may_live(rank)]
+    silent = {rank for rank, one in seen.records.items() if rank not in now and silent_s(one, seen.now)}
+    living = [rank for rank in seen.records if not seen.has_ended(rank) and rank not in silent]
     if living:
         if stacks:
             collect(run_dir, {rank: seen.records[rank].pid for rank in living if rank in now})
             read = {rank: one for rank in living if (one := read_stacks(run_dir, rank)) is not None}
             seen = replace(seen, stacks=read)
         return [*lines_of(seen)], 0
-    if seen.records and all(one.ended is not None and one.ended.kind in GOOD_ENDS for one in seen.records.values()):
+    ends = {None if one.ended is None else one.ended.kind for one in seen.records.values()}
+    if ends and ends <= {"done", "stopped"}:
         return [*lines_of(seen), "", _end_of(seen.records[min(seen.records)])], 0
     if report is not None:
         return [f"{report[0]}:", *report[1].rstrip("\n").splitlines()], 1

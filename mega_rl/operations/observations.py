@@ -67,11 +67,11 @@ def collect(run_dir: Path, processes: Mapping[int, int]) -> None:
     """Write state, memory and stacks of this host's ranks (rank -> pid), within `WITHIN_S`."""
     deadline = time.monotonic() + WITHIN_S
 
-    def collect_one(rank: int) -> None:
-        write_stacks(run_dir, rank, processes[rank], stacks_of(processes[rank], deadline=deadline))
+    def collect_one(rank: int, pid: int) -> None:
+        write_stacks(run_dir, rank, pid, stacks_of(pid, deadline=deadline))
 
     with ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="stacks") as pool:
-        list(pool.map(collect_one, processes))
+        list(pool.map(collect_one, processes.keys(), processes.values()))
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:
@@ -180,11 +180,6 @@ class Observations:
         record = self.records.get(rank)
         said = record is not None and record.ended is not None
         return rank in self.exits or said or self.states.get(rank) == ""
-
-    def may_live(self, rank: int) -> bool:
-        """Return whether a rank may still run: its process lives, or its beats come in time."""
-        record = self.records[rank]
-        return not self.has_ended(rank) and (rank in self.states or not silent_s(record, self.now))
 
     def missing(self) -> list[int]:
         """Return stopped ranks, and ranks that others wait for but that wait in no collective."""

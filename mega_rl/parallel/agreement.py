@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -81,11 +80,11 @@ def failure_of(work: Callable[[], None], ranks: Ranks) -> str | None:
     return first_failure(message, ranks)
 
 
-def all_succeed(work: Callable[[], None], ranks: Ranks) -> None:
-    """Call `work` on every rank, as `failure_of`; raise the failure as RunError on all ranks; collective."""
+def all_succeed(work: Callable[[], None], ranks: Ranks, *, error: type[RunError] | type[UserError] = RunError) -> None:
+    """Call `work` on every rank, as `failure_of`; raise the failure as an `error` on all ranks; collective."""
     message = failure_of(work, ranks)
     if message is not None:
-        raise RunError(message)
+        raise error(message)
 
 
 def raise_together(failure: Exception | None, ranks: Ranks, *, error: type[RunError] | type[UserError]) -> None:
@@ -179,8 +178,7 @@ def run_beside_meetings(
             ended.set()
     while meetings.wait(beat_s):  # the others' work; each of their waits has its deadline
         pass
-    if meetings.error is not None:
-        raise meetings.error
+    meetings.outcome()
     return result
 
 
@@ -250,10 +248,8 @@ def check_commits(origins: Mapping[str, Origin], everyone: Ranks) -> None:
 
     `origins` are this rank's pinned names by setting.
     """
-    digest = hashlib.sha256(json.dumps(origins, sort_keys=True).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8)  # [32]
-    failure = None
-    if not torch.equal(own, everyone.broadcast(own)):
+    own, failure = json.loads(json.dumps(origins)), None
+    if broadcast_json(own, everyone) != own:
         read = ", ".join(f"{key}={json.dumps(name)}" for key, name in origins.items()) or "local files alone"
         failure = RunError(
             f"rank {everyone.rank} reads other models or data than rank 0: {read}; give names their commit as "

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -47,13 +46,11 @@ class SingleRank:
 
     def gather_rows(self, rows: Batch) -> Batch:
         """Return a clone of the rows: a group of one has no peers."""
-        return _like(rows, self.gather_tensordict(_as_tensordict(rows)))
+        return _like(rows, self.gather_fields(_fields(rows)))
 
-    def gather_tensordict(self, batch: TensorDict) -> TensorDict:
-        """Return a clone of the batch. Raises RunError as for many ranks."""
-        parts = _Parts(batch)
-        messages = self.gather_json(parts.message())
-        return parts.joined({name: _clone(tensor) for name, tensor in parts.tensors.items()}, messages)
+    def gather_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a clone of the fields: a group of one has no peers."""
+        return {name: _clone(field) for name, field in fields.items()}
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return [value], after a round trip through JSON."""
@@ -62,8 +59,7 @@ class SingleRank:
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
         """Return a clone of the rows: a group of one has no peers."""
         _check_destinations(rows, destinations, size=1)
-        fields = {name: _clone(field) for name, field in _tensors(rows).items()}
-        return _like(rows, TensorDict(fields, len(rows.tokens)))
+        return self.gather_rows(rows)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Return a clone: a group of one has no peers."""
@@ -104,38 +100,34 @@ class GroupRanks:
         return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
     def gather_rows(self, rows: Batch) -> Batch:
-        """Return all ranks' rows in rank order, padded to the group's largest S; see `gather_tensordict`.
+        """Return all ranks' rows in rank order, padded to the group's largest S; see `gather_fields`.
 
-        rows: a batch whose fields are [B, S, ...] or [B], or objects; B and S may differ between ranks, B may be 0.
+        rows: a batch whose fields are [B, S, ...] or [B]; B and S may differ between ranks, B may be 0.
         """
-        return _like(rows, self.gather_tensordict(_as_tensordict(rows)))
+        return _like(rows, self.gather_fields(_fields(rows)))
 
-    def gather_tensordict(self, batch: TensorDict) -> TensorDict:
+    def gather_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all ranks' rows in rank order on every rank.
 
-        batch: of size [B], which may differ between ranks and be 0. It may hold tensors [B] and [B, S, ...], filled up
-        with zeros (False) to the group's largest S of that field; a NonTensorStack, an object for each row; and
-        NonTensorData, one value for all rows, which stays as it is. Objects are those that `gather_json` takes.
+        fields: [B] and [B, S, ...], filled up with zeros (False) to the group's largest S of that field. B may differ
+        between ranks and be 0.
 
-        Raises RunError: on all ranks alike, the ranks' fields, their types or their NonTensorData differ.
+        Raises RunError: on all ranks alike, the ranks' fields or their types differ.
         """
-        parts = _Parts(batch)
-        messages = self.gather_json(parts.message())
-        _check_same([one["kinds"] for one in messages])
-        _check_same([{name: json.dumps(value) for name, value in one["shared"].items()} for one in messages])
-        counts = [one["rows"] for one in messages]
-        received = {}
-        for name, tensor in parts.tensors.items():
-            length = max(one["lengths"].get(name, 0) for one in messages)
-            received[name] = _broadcast_rows(tensor.detach(), counts, length, group=self.group, device=self.device).to(
-                tensor.device
-            )
-        return parts.joined(received, messages)
+        tensors = dict(sorted(fields.items()))  # in one order on all ranks
+        kinds = {name: _kind(tensor) for name, tensor in tensors.items()}
+        sizes = {name: tensor.shape[:2] for name, tensor in tensors.items()}
+        messages = self.gather_json([kinds, sizes])
+        _check_same([kinds for kinds, _ in messages])
+        return {
+            name: _broadcast_rows(tensor.detach(), [sizes[name] for _, sizes in messages], self)
+            for name, tensor in tensors.items()
+        }
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
         """Send row i of this rank to rank `destinations[i]`; return the received rows, in source-rank order.
 
-        Rows of one source keep their order. Fields are tensors; shapes as in `gather_rows`; destinations: [B] int64.
+        Rows of one source keep their order. Shapes as in `gather_rows`; destinations: [B] int64.
         """
         _check_destinations(rows, destinations, size=self.size)
         order = destinations.argsort(stable=True).to(rows.tokens.device)
@@ -144,9 +136,9 @@ class GroupRanks:
         received_counts = self.exchange_counts(counts)
         received = {
             name: self.send(padded(field[order], length), counts, received_counts).to(field.device)
-            for name, field in _tensors(rows).items()
+            for name, field in _fields(rows).items()
         }
-        return _like(rows, TensorDict(received, sum(received_counts)))
+        return _like(rows, received)
 
     def exchange_counts(self, counts: list[int]) -> list[int]:
         """Return the number of rows from each rank; `counts` holds those to each; collective."""
@@ -185,74 +177,31 @@ def _clone(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _broadcast_rows(
-    rows: Tensor, counts: Sequence[int], length: int, *, group: ProcessGroup, device: torch.device
-) -> Tensor:
-    """Return all ranks' rows, [B] or [B, length, ...], in rank order, filled up with zeros.
+def _broadcast_rows(rows: Tensor, sizes: Sequence[Sequence[int]], ranks: GroupRanks) -> Tensor:
+    """Return all ranks' rows in rank order, [B] or, filled up with zeros, [B, S, ...].
 
-    counts: rows of each rank. The result is all that is allocated: each rank broadcasts its rows out of their place in
-    it. device: that of the group.
+    sizes: (B,) or (B, S) of each rank. The result is all that is allocated: each rank broadcasts its rows out of their
+    place in it.
     """
-    width = rows.shape[1:2]  # empty of [B]
-    shape = (sum(counts), *(length for _ in width), *rows.shape[2:])
-    gathered = torch.empty(shape, dtype=rows.dtype, device=device)
-    parts = gathered.split(list(counts))
-    own = parts[group.rank()]
-    if width:
-        own[:, width[0] :] = 0
-        own[:, : width[0]] = rows
+    counts = [size[0] for size in sizes]
+    length = [max(size[1] for size in sizes)] if rows.dim() > 1 else []
+    gathered = torch.empty(sum(counts), *length, *rows.shape[2:], dtype=rows.dtype, device=ranks.device)
+    parts = gathered.split(counts)
+    own = parts[ranks.rank]
+    if length:
+        own[:, rows.shape[1] :] = 0
+        own[:, : rows.shape[1]] = rows
     else:
         own.copy_(rows)
     # Bytes, because not every backend carries every dtype.
     works = [
-        dist.broadcast(part.flatten().view(torch.uint8), group_src=rank, group=group, async_op=True)
+        dist.broadcast(part.flatten().view(torch.uint8), group_src=rank, group=ranks.group, async_op=True)
         for rank, part in enumerate(parts)
         if part.numel()
     ]
     for work in works:
         work.wait()
-    return gathered
-
-
-class _Parts:
-    """Fields of a TensorDict by kind, sorted by name into one order for all ranks."""
-
-    def __init__(self, batch: TensorDict) -> None:
-        assert batch.batch_dims == 1, f"rows are the one dimension of a batch, not {tuple(batch.batch_size)}"
-        self.rows: int = batch.batch_size[0]
-        self.tensors: dict[str, Tensor] = {}
-        self.objects: dict[str, NonTensorStack] = {}
-        self.shared: dict[str, NonTensorData] = {}
-        fields: dict[str, Any] = dict(batch.items())
-        for name, field in sorted(fields.items()):
-            if isinstance(field, NonTensorStack):
-                self.objects[name] = field
-            elif isinstance(field, NonTensorData):
-                self.shared[name] = field
-            else:
-                assert isinstance(field, Tensor), f"field {name!r} is a {type(field).__name__}: make it several fields"
-                self.tensors[name] = field
-
-    def message(self) -> dict[str, Any]:
-        """Return everything that other ranks need for the rows but the tensors' elements."""
-        kinds = {name: _kind(field) for name, field in self.tensors.items()}
-        kinds |= dict.fromkeys(self.objects, "objects of rows") | dict.fromkeys(self.shared, "data of all rows")
-        return {
-            "rows": self.rows,
-            "kinds": kinds,
-            "lengths": {name: field.shape[1] for name, field in self.tensors.items() if field.dim() > 1},
-            "objects": {name: list(field.tolist()) for name, field in self.objects.items()},
-            "shared": {name: field.data for name, field in self.shared.items()},
-        }
-
-    def joined(self, tensors: Mapping[str, Tensor], messages: Sequence[Mapping[str, Any]]) -> TensorDict:
-        """Return the rows of all ranks, from their tensors and their messages."""
-        count = sum(one["rows"] for one in messages)
-        objects = {name: [value for one in messages for value in one["objects"][name]] for name in self.objects}
-        fields: dict[str, Any] = dict(tensors)
-        fields |= {name: NonTensorStack(*values) if values else self.objects[name] for name, values in objects.items()}
-        fields |= {name: NonTensorData(value, batch_size=[count]) for name, value in messages[0]["shared"].items()}
-        return TensorDict(fields, count)
+    return gathered.to(rows.device)
 
 
 def _kind(tensor: Tensor) -> str:
@@ -275,23 +224,15 @@ def _check_same(of_ranks: Sequence[Mapping[str, str]]) -> None:
         raise RunError("\n".join(problems))
 
 
-def _as_tensordict(rows: Any) -> TensorDict:
-    """Return the fields of a tensorclass without optional ones that it lacks."""
-    return TensorDict({name: field for name, field in rows.items() if field is not None}, len(rows.tokens))
-
-
-def _tensors(rows: Any) -> dict[str, Tensor]:
+def _fields(rows: Any) -> dict[str, Tensor]:
     """Return the tensors of a tensorclass by name, without optional ones that it lacks."""
-    parts = _Parts(_as_tensordict(rows))
-    others = [*parts.objects, *parts.shared]
-    assert not others, f"objects cannot be exchanged: {', '.join(others)}"
-    return parts.tensors
+    return {name: field for name, field in rows.items() if field is not None}
 
 
-def _like(rows: Batch, fields: TensorDict) -> Batch:
+def _like(rows: Batch, fields: Mapping[str, Tensor]) -> Batch:
     """Return a batch of the class of `rows` with these fields."""
     make: Any = type(rows)
-    batch: Batch = make(**dict(fields.items()), batch_size=fields.batch_size)
+    batch: Batch = make(**fields, batch_size=[len(fields["tokens"])])
     return batch
 
 

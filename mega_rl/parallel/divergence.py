@@ -122,7 +122,7 @@ class _Divergence(torch.autograd.Function):
             if others:
                 results = (_rows(of_logprobs, rows), _rows(of_entropy, rows))
                 maximum, log_sum, entropy = (value[rows] for value in values)
-                write_gradient(grad, grad, local_targets[rows], (maximum, log_sum, entropy), results, columns)
+                write_gradient(grad, local_targets[rows], (maximum, log_sum, entropy), results, columns)
             if pieces is not None:
                 grad[:, :count] = pieces.add_(grad[:, :count]) if others else pieces
             grad[:, count:] = 0

@@ -186,23 +186,15 @@ def destroy() -> None:
     `initialize` may follow. Megatron-Core's own `destroy_model_parallel` only forgets its groups.
     """
     parallel_state.destroy_model_parallel()
-    _forget_upstream()
+    # Rotary embeddings, which know their context-parallel group, stay in a cache of their class; a global is not reset.
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     _clear_sharding_prop_cache()  # it would hand out meshes of these groups, whose names the next ones get
     if dist.is_initialized():
         dist.destroy_process_group()
     # A group's threads and sockets live as long as an object that knows it, and models are full of cycles.
     gc.collect()
-
-
-def _forget_upstream() -> None:
-    """Drop the references that keep groups alive in Megatron-Core after its `destroy_model_parallel`.
-
-    Rotary embeddings, which know their context-parallel group, stay in a cache of their class, keyed by instance; and a
-    global is not reset.
-    """
-    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
-        embedding.forward.cache_clear()
-    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
 
 
 def seed_model_parallel(seed: int, groups: Groups) -> None:

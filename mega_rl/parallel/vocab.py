@@ -54,13 +54,13 @@ def vocab_parallel_logprobs_entropy(
     temperature: float = 1.0,
     chunk_rows: int | None = None,
     with_entropy: bool = True,
-    inplace_backward: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and entropy (nats) of each row's distribution, both [T] float32.
 
-    Temporaries are a few float32 chunks of [chunk_rows, V / tp], or with kernels none; besides the logits nothing of
-    their size is allocated, forward or backward. Two all-reduces of [T] and [2 or 3, T] in the forward, none in the
-    backward.
+    The backward writes the gradient over the logits, which must be a temporary without later readers, as an output
+    layer's result is; autograd raises where somebody reads them, and on a second backward. Temporaries are some float32
+    chunks of [chunk_rows, V / tp], or with kernels none; besides the logits nothing of their size is allocated. Two
+    all-reduces of [T] and [2 or 3, T] in the forward, none in the backward.
 
     Args:
         logits: [T, V / tp] float32 or bfloat16, finite; rank r of `group` holds columns r * V / tp and up.
@@ -70,14 +70,11 @@ def vocab_parallel_logprobs_entropy(
         temperature: the logits are divided by it.
         chunk_rows: rows handled at a time; None chooses. The kernels need none.
         with_entropy: False saves its share of the work and returns None in its place.
-        inplace_backward: write the gradient over the logits, which must be a temporary without later readers, as
-            an output layer's result is; autograd raises where somebody does, and on a second backward. False allocates
-            a gradient of the logits' size.
     """
     columns = VocabColumns.of(
         logits, targets, group=group, vocab_size=vocab_size, temperature=temperature, chunk_rows=chunk_rows
     )
-    logprobs, entropy = _LogprobsEntropy.apply(logits, targets - columns.first, columns, with_entropy, inplace_backward)
+    logprobs, entropy = _LogprobsEntropy.apply(logits, targets - columns.first, columns, with_entropy)
     return logprobs, (entropy if with_entropy else None)
 
 
@@ -163,41 +160,34 @@ class _LogprobsEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        local_targets: Tensor,
-        columns: VocabColumns,
-        with_entropy: bool,
-        inplace_backward: bool,
+        ctx: Any, logits: Tensor, local_targets: Tensor, columns: VocabColumns, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         logprobs, *values = row_values(logits, local_targets, columns, with_entropy=with_entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(values[-1])
         ctx.save_for_backward(logits, local_targets, *values)
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.inplace = columns, inplace_backward
+        ctx.columns = columns
         return logprobs, values[-1]
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, local_targets, *values = ctx.saved_tensors
-        nothing = (None,) * 4
+        nothing = (None,) * 3
         if grad_logprobs is None and grad_entropy is None:
             return (None, *nothing)
-        grad = logits if ctx.inplace else torch.empty_like(logits)
-        write_gradient(grad, logits, local_targets, tuple(values), (grad_logprobs, grad_entropy), ctx.columns)
-        return (grad, *nothing)
+        write_gradient(logits, local_targets, tuple(values), (grad_logprobs, grad_entropy), ctx.columns)
+        return (logits, *nothing)
 
 
 def write_gradient(
-    grad: Tensor,
     logits: Tensor,
     local_targets: Tensor,
     values: tuple[Tensor, Tensor, Tensor],
     of_results: tuple[Tensor | None, Tensor | None],
     columns: VocabColumns,
 ) -> None:
-    """Write the gradient of rows of logits into `grad`, maybe the logits; 0 on padding.
+    """Write the gradient of rows of logits over them; 0 on padding.
 
     values: maximum, log_sum and entropy of `row_values`. of_results: gradients of log-probs and entropies, [T] float32,
     None where there is none.
@@ -205,31 +195,13 @@ def write_gradient(
     grad_logprobs, grad_entropy = of_results
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(values[1])
-    results, kernels = (grad_logprobs, grad_entropy), _kernels(logits)
-    if kernels is not None:
-        kernels.write_gradient(grad, logits, local_targets, values, results, columns=columns.count, scale=columns.scale)
-    else:
-        _write_gradient(grad, logits, local_targets, values, results, columns)
-
-
-def _kernels(logits: Tensor) -> ModuleType | None:
-    """Return the kernels where they run: on CUDA with Triton, and rows of neighbouring logits."""
-    return vocab_kernels if logits.is_cuda and logits.stride(1) == 1 else None
-
-
-def _write_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    local_targets: Tensor,
-    row_values: tuple[Tensor, Tensor, Tensor],
-    of_results: tuple[Tensor, Tensor | None],
-    columns: VocabColumns,
-) -> None:
-    """Write the gradient of logits [T, V / tp] as `write_gradient`, in chunks of rows."""
-    maximum, log_sum, entropy = row_values
-    grad_logprobs, grad_entropy = of_results
     count, scale = columns.count, columns.scale
-    grad[:, count:] = 0
+    if (kernels := _kernels(logits)) is not None:
+        results = (grad_logprobs, grad_entropy)
+        kernels.write_gradient(logits, local_targets, values, results, columns=count, scale=scale)
+        return
+    maximum, log_sum, entropy = values
+    logits[:, count:] = 0
     hit = _hits(local_targets, count)
     for rows in row_chunks(len(logits), columns.chunk_rows if count else 0):
         # log p, then p; the rest is the two formulas at the top of the module, with p factored out.
@@ -243,7 +215,12 @@ def _write_gradient(
             piece = logp.add_(entropy[rows, None]).mul_(slope[:, None]).add_(weight[:, None]).mul_(probability)
         at_target = torch.where(hit[rows], -weight, 0.0)[:, None]
         piece.scatter_add_(1, _inside(local_targets[rows], count)[:, None], at_target)
-        grad[rows, :count] = piece
+        logits[rows, :count] = piece
+
+
+def _kernels(logits: Tensor) -> ModuleType | None:
+    """Return the kernels where they run: on CUDA with Triton, and rows of neighbouring logits."""
+    return vocab_kernels if logits.is_cuda and logits.stride(1) == 1 else None
 
 
 def _local_sums(

@@ -57,9 +57,8 @@ def _sum_rows(
 
 @triton.jit
 def _differentiate_rows(
-    logits: tl.tensor, stride: int, grad: tl.tensor, grad_stride: int, targets: tl.tensor, maxima: tl.tensor,
-    log_sums: tl.tensor, entropies: tl.tensor, of_logprobs: tl.tensor, of_entropies: tl.tensor, columns: int,
-    width: int, scale: float,
+    logits: tl.tensor, stride: int, targets: tl.tensor, maxima: tl.tensor, log_sums: tl.tensor, entropies: tl.tensor,
+    of_logprobs: tl.tensor, of_entropies: tl.tensor, columns: int, width: int, scale: float,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -72,7 +71,7 @@ def _differentiate_rows(
     if WITH_ENTROPY:
         piece -= scale * tl.load(of_entropies + row) * (logp + tl.load(entropies + row)) * tl.exp(logp)
     piece -= tl.where(at == tl.load(targets + row), weight, 0.0)
-    tl.store(grad + row * grad_stride + at, tl.where(inside, piece, 0.0), mask=at < width)
+    tl.store(logits + row * stride + at, tl.where(inside, piece, 0.0), mask=at < width)
 
 
 def local_sums(
@@ -104,7 +103,6 @@ def local_sums(
 
 
 def write_gradient(
-    grad: Tensor,
     logits: Tensor,
     local_targets: Tensor,
     row_values: tuple[Tensor, Tensor, Tensor],
@@ -113,7 +111,7 @@ def write_gradient(
     columns: int,
     scale: float,
 ) -> None:
-    """Write the gradient [T, V / tp] to `grad`, which may be `logits`; 0 beyond `columns`.
+    """Write the gradient [T, V / tp] over the logits; 0 beyond `columns`.
 
     row_values: maximum over all ranks, log of the sum and entropy of each row, [T] float32.
     of_results: gradients of the log-probs and, unless None, of the entropies, [T] float32.
@@ -124,8 +122,6 @@ def write_gradient(
         _differentiate_rows[(tokens, triton.cdiv(width, BLOCK))](
             logits,
             logits.stride(0),
-            grad,
-            grad.stride(0),
             local_targets,
             *row_values,
             of_logprobs.contiguous(),

@@ -45,17 +45,12 @@ class LayerShape:
     hf: HFConfig
     layout: ParallelLayout
     spec: Spec = "local"
-    kernel: Kernel | None = None  # None: that of the spec
+    kernel: Kernel = "classes"
     moe: bool = False  # its MLP is a mixture
     delta: bool = False  # a gated delta net stands in the place of attention
     itemsize: int = 2  # bytes of an activation
     padding: float = 1.0  # slots per token of the length classes; 1: all sequences are of one length
     seqlen: int = 0  # longest sequence; only score matrices depend on it
-
-    @property
-    def core(self) -> Kernel:
-        """Return the kernel of core attention: Transformer Engine's read packed sequences as they are."""
-        return self.kernel or ("packed" if self.spec == "te" else "classes")
 
     @property
     def hidden(self) -> float:
@@ -81,7 +76,7 @@ def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
         entries["MLP input"] *= fused and not shape.moe
     if recompute.selects("mla_up_proj") and shape.hf.mla is not None:
         entries["rotary tables"] = 0.0
-        entries["keys and queries"] *= shape.core == "classes"  # copies that attention keeps stay
+        entries["keys and queries"] *= shape.kernel == "classes"  # copies that attention keeps stay
     mlp = ("MLP input",) if shape.spec == "te" and not shape.moe else ()  # its norm is inside
     for module, names in {
         "mlp": ("MLP hidden", "MLP activation", *mlp),
@@ -109,7 +104,7 @@ def _norm_input(shape: LayerShape) -> float:
     """Return the input of an RMSNorm with its statistics; written-out norms also keep FP32 copies."""
     elements = shape.hf.hidden_size * shape.share
     if shape.spec == "hf":
-        return elements * (FP32 + (shape.itemsize if shape.itemsize != FP32 else FP32)) + FP32
+        return elements * (FP32 + shape.itemsize) + FP32
     return elements * (FP32 if shape.hf.zero_centered_norm else shape.itemsize) + FP32 * shape.share
 
 
@@ -122,14 +117,14 @@ def _attention(shape: LayerShape) -> dict[str, float]:
     entries = {
         "attention input": shape.hidden,
         # Keys and values are views of the one product; the queries of several groups are gathered into a copy.
-        "query, key and value": q + 2 * kv if normed or shape.core in ("packed", "varlen") else 0.0,
+        "query, key and value": q + 2 * kv if normed or shape.kernel in ("packed", "varlen") else 0.0,
         "query before its norm": q if normed and hf.num_kv_heads > tp else 0.0,
         "rotary tables": _rotary(shape, hf.head_dim * hf.rope.percent),
         "context": q,
     }
     if shape.spec == "te":
         # Its attention copies the values, its norms queries and keys: all are strided views of the one product.
-        entries["query, key and value"] = kv if shape.core == "packed" else 0.0
+        entries["query, key and value"] = kv if shape.kernel == "packed" else 0.0
         entries["query before its norm"] = q + kv if normed else 0.0
     if shape.spec == "hf":
         entries["query, key and value"] = (q + kv) / b * (FP32 + b) if normed else 0.0
@@ -195,14 +190,14 @@ def _core_attention(shape: LayerShape, *, q: float, k: float, v: float, context:
     """Return the entries of attention proper, from bytes per token of its inputs and its result."""
     heads, cp = shape.hf.num_heads / shape.layout.tp, shape.layout.cp
     statistics = heads * FP32
-    if shape.core == "packed":
+    if shape.kernel == "packed":
         # The result is the next linear's input, and the values a view of the product, but for latent attention's.
         return {"keys and queries": q + k + (v if shape.hf.mla is not None else 0.0), "softmax": statistics}
-    if shape.core == "varlen":
+    if shape.kernel == "varlen":
         if shape.hf.mla is None:
             return {"keys and queries": q + k, "softmax": statistics}
         return {"keys and queries": q + k + q, "softmax": q + statistics}
-    if shape.core == "eager":
+    if shape.kernel == "eager":
         scores = heads * max(shape.seqlen, 1) * (FP32 + shape.itemsize)
         return {"keys and queries": (q + k + v) * shape.padding, "softmax": scores * shape.padding}
     slots = shape.padding if cp == 1 else 1.0
@@ -273,20 +268,9 @@ _DELTA_CHUNK = 64  # tokens that the delta rule takes at once: it keeps a matrix
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # limits of the kernel for variable lengths (`engines.models.attention_kernels`)
 # Slots per token where sequences are padded to powers of two: lengths spread evenly fill three quarters.
 CLASS_PADDING = 4 / 3
-
-
-@dataclass(frozen=True)
-class PassBytes:
-    """Bytes at the peak of a pass, in addition to the model's state."""
-
-    activations: int = 0  # kept for the backward
-    logits: int = 0
-    working: int = 0  # memory of the layer or head that computes
-
-    @property
-    def total(self) -> int:
-        """Return the sum."""
-        return self.activations + self.logits + self.working
+# Uses of memory at the peak of a pass, in addition to the model's state: activations that are kept for the backward,
+# and what the layer or the head that computes works on.
+ACTIVATIONS, LOGITS, WORKING = "activations", "logits", "working memory"
 
 
 def recompute_of(setup: RunSetup) -> Recompute:
@@ -325,8 +309,8 @@ def num_microbatches(setup: RunSetup) -> int:
     return max(1, -(-rows_of_a_minibatch(setup) // fits))
 
 
-def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassBytes:
-    """Return the peak of forward and backward on one pipeline rank."""
+def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> dict[str, int]:
+    """Return the bytes at the peak of forward and backward on one pipeline rank, by use."""
     tokens, layout = tokens_of_a_pass(setup), setup.layout
     layers = _layers_of(setup, model, pp_rank)
     activations = tokens * _layer_bytes(setup, layers)
@@ -337,30 +321,30 @@ def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByt
         activations *= min(num_microbatches(setup) * layout.vpp, warmup + 1) / layout.vpp
     recompute = recompute_of(setup)
     backward = tokens * max((_backward_of(shape, recompute) for shape in set(layers)), default=0.0)
-    end, head = _head(setup, model, tokens) if pp_rank == layout.pp - 1 else (0, PassBytes())
+    end, logits, head = _head(setup, model, tokens) if pp_rank == layout.pp - 1 else (0, 0, 0)
     if setup.spec == "hf":
         backward += _gathered(setup, model)
-        head = PassBytes(logits=head.logits, working=head.working + _gathered(setup, model))
-    total = activations + end
-    if head.total >= backward:
-        return PassBytes(round(total), head.logits, head.working)
-    return PassBytes(round(total), 0, round(backward))
+        head += _gathered(setup, model)
+    kept_bytes = {ACTIVATIONS: round(activations + end)}
+    if logits + head >= backward:
+        return kept_bytes | {LOGITS: logits, WORKING: head}
+    return kept_bytes | {WORKING: round(backward)}
 
 
-def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassBytes:
-    """Return the peak of a pass without gradients: the memory of one layer, or the logits."""
+def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> dict[str, int]:
+    """Return the bytes of a pass without gradients by use: of one layer, or the logits."""
     tokens, layout = tokens_of_a_pass(setup), setup.layout
     layers = _layers_of(setup, model, pp_rank)
     gathered = _gathered(setup, model) if setup.spec == "hf" else 0
     # About half of a layer's entries are alive at a time: those of attention, or those of the MLP.
     working = tokens * max((sum(saved(shape).values()) / 2 for shape in set(layers)), default=0.0) + gathered
     if pp_rank < layout.pp - 1 or model.head == "value":
-        return PassBytes(working=round(working))
+        return {WORKING: round(working)}
     logits = tokens * _columns(setup, model) * setup.logit_itemsize
     temporaries = _temporaries(logits, setup.logit_itemsize) + gathered
     if logits + temporaries >= working:
-        return PassBytes(logits=logits, working=temporaries + tokens * model.hf.hidden_size * setup.itemsize)
-    return PassBytes(working=round(working))
+        return {LOGITS: logits, WORKING: temporaries + tokens * model.hf.hidden_size * setup.itemsize}
+    return {WORKING: round(working)}
 
 
 def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool, delta: bool = False) -> LayerShape:
@@ -419,14 +403,14 @@ def _backward_of(shape: LayerShape, recompute: Recompute) -> float:
     return max(again, 0.0) + (width + 2 * hf.hidden_size) * b
 
 
-def _head(setup: RunSetup, model: PlannedModel, tokens: int) -> tuple[int, PassBytes]:
-    """Return (bytes kept around the head, peak of the head's backward) of the last stage."""
+def _head(setup: RunSetup, model: PlannedModel, tokens: int) -> tuple[int, int, int]:
+    """Return (bytes kept around the head, logits, working memory of the head's backward)."""
     hf, b = model.hf, setup.itemsize
     share = 1 / setup.layout.tp if setup.layout.sequence_parallel else 1.0
     hidden = round(tokens * hf.hidden_size * b * share)
     if model.head == "value":
         fp32 = round(tokens * hf.hidden_size * FP32 * share)
-        return 2 * hidden, PassBytes(working=2 * fp32)
+        return 2 * hidden, 0, 2 * fp32
     logits = tokens * _columns(setup, model) * setup.logit_itemsize
     weight = _columns(setup, model) * hf.hidden_size * b  # the gradient of the head's weight
     gathered = 2 * tokens * hf.hidden_size * b if setup.layout.sequence_parallel and setup.layout.tp > 1 else hidden
@@ -437,7 +421,7 @@ def _head(setup: RunSetup, model: PlannedModel, tokens: int) -> tuple[int, PassB
         weight32, hidden32 = FP32 * _columns(setup, model) * hf.hidden_size, FP32 * tokens * hf.hidden_size
         products = weight32 + hidden32 + max(weight32, hidden32) + logits // 2
     backward = max(weight + gathered + products, _temporaries(logits, setup.logit_itemsize))
-    return 2 * hidden, PassBytes(logits=logits, working=backward)
+    return 2 * hidden, logits, backward
 
 
 def _columns(setup: RunSetup, model: PlannedModel) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -76,7 +76,6 @@ HARDWARE = {
     "h200": Hardware(memory=141e9, peak=PEAK_TFLOPS["H200"] * 1e12, memory_rate=4.8e12, nvlink=450e9, network=50e9),
     "b200": Hardware(memory=180e9, peak=PEAK_TFLOPS["B200"] * 1e12, memory_rate=7.7e12, nvlink=900e9, network=50e9),
 }
-RATES = tuple(field.name for field in fields(Hardware))
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class _Clock:
         shared = layout.tp * layout.cp if setup.spec != "hf" else 1
         parts = {COMPUTING: work / shared / (self.hardware.peak * self.hardware.matmul_share)}
         for each in pass_traffic(setup, model, forward, training, pp_rank):
-            hidden = each.use == "pipeline" and setup.config.engine.megatron.overlap_p2p
+            hidden = each.use == "pipeline" and layout.vpp > 1
             parts[each.use] = parts.get(each.use, 0.0) + (0.0 if hidden else self.message(each))
         return parts
 

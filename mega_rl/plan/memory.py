@@ -9,7 +9,7 @@ from mega_rl.config.choices import LOSS
 from mega_rl.config.needs import Role
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import padded_vocab_size
-from mega_rl.plan.activations import PassBytes, forward_pass, training_pass
+from mega_rl.plan.activations import forward_pass, training_pass
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.state import StateBytes, state_of, weight_bytes
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
@@ -32,14 +32,9 @@ class MemoryPhase:
     entries: dict[str, int]  # bytes by use
 
     @property
-    def total(self) -> int:
-        """Return the sum of the entries."""
-        return sum(self.entries.values())
-
-    @property
     def needed(self) -> int:
         """Return the device memory that the phase needs: with the context and the cost of fragmentation."""
-        return round(self.total * (1 + FRAGMENTATION)) + CONTEXT
+        return round(sum(self.entries.values()) * (1 + FRAGMENTATION)) + CONTEXT
 
 
 @dataclass(frozen=True)
@@ -66,16 +61,12 @@ class FitVerdict:
     limit: int | None
 
     @property
-    def phase(self) -> MemoryPhase:
-        """Return the phase that needs most."""
-        return self.memory.peak
-
-    @property
     def sentence(self) -> str:
         """Return the verdict in words, with the three largest uses of the phase."""
-        largest = sorted(self.phase.entries.items(), key=lambda entry: -entry[1])[:3]
+        peak = self.memory.peak
+        largest = sorted(peak.entries.items(), key=lambda entry: -entry[1])[:3]
         uses = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in largest if size)
-        needs = f"rank {self.memory.rank} needs {in_gb(self.phase.needed)} while {self.phase.name} ({uses})"
+        needs = f"rank {self.memory.rank} needs {in_gb(peak.needed)} while {peak.name} ({uses})"
         if self.limit is None:
             return f"{needs}; the memory of a GPU is not known here: give it as --gpu-memory 80G"
         if self.fits:
@@ -119,21 +110,17 @@ def _trainer_phases(
     for role, model in setup.models.items():
         its = setup.for_model(model)
         peak = forward_pass(its, model, its.layout.coordinates(rank).pp_rank)
-        passes.append(_resident(setup, states, role, ("weights",)) | _entries(peak))
+        passes.append(_resident(setup, states, role, ("weights",)) | peak)
     yield MemoryPhase("computing log-probs and values", max(passes, key=lambda entries: sum(entries.values())))
     for role, model in setup.models.items():
         if model.trainable:
             resident = _resident(setup, states, role)
-            training = _entries(training_pass(setup, model, pp_rank))
+            training = training_pass(setup, model, pp_rank)
             if role == "actor":
                 training["teacher's projection"] = projection_bytes(setup, pp_rank)
             yield MemoryPhase(f"training the {role}", resident | training)
             step = {"gradients of main weights": states[role].step}
             yield MemoryPhase(f"the optimizer step of the {role}", resident | step)
-
-
-def _entries(peak: PassBytes) -> dict[str, int]:
-    return {"activations": peak.activations, "logits": peak.logits, "working memory": peak.working}
 
 
 def _generation_phases(setup: RunSetup, states: Mapping[Role, StateBytes]) -> Iterable[MemoryPhase]:

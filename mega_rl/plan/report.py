@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 
 from mega_rl.config.needs import updates_of_a_batch
@@ -29,49 +28,38 @@ from mega_rl.plan.search import Candidate, Proposal, advice, cheapest, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup
 from mega_rl.plan.state import weight_bytes
 from mega_rl.rollout.sglang.weights.reshard import TYPICAL_CHANGES
-from mega_rl.tracking.metrics.tables import aligned
+from mega_rl.tracking.progress import aligned
 
 _LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The plan of a legal run; with `hardware` the time of a step, too.
-
-    candidates: layouts that fit; None: not asked for. server_ranks: GPUs of each joined server; 0: not known.
-    """
+    """The plan of a legal run."""
 
     setup: RunSetup
-    candidates: Sequence[Candidate] | None = None
-    hardware: Hardware | None = None
-    server_ranks: int = 0
+    memory: list[RankMemory]  # one rank of each pipeline stage
+    verdict: FitVerdict
+    proposal: Proposal | None  # the cheapest change for a run that does not fit
+    traffic: Sequence[Traffic]  # messages of the fullest rank
+    time: StepTime | None  # None without a kind of GPU
+    candidates: Sequence[Candidate] | None  # layouts that fit; None: not asked for
 
-    @cached_property
-    def memory(self) -> list[RankMemory]:
-        """Return the memory of one rank of each pipeline stage."""
-        return memory_of_stages(self.setup)
 
-    @cached_property
-    def verdict(self) -> FitVerdict:
-        """Return the verdict on the run."""
-        return judge(self.setup, self.memory)
-
-    @cached_property
-    def proposal(self) -> Proposal | None:
-        """Return the cheapest change for a run that does not fit."""
-        return cheapest(self.setup) if self.verdict.fits is False else None
-
-    @cached_property
-    def traffic(self) -> list[Traffic]:
-        """Return the messages of the fullest rank."""
-        return step_traffic(self.setup, self.verdict.memory.pp_rank, rank=self.verdict.memory.rank)
-
-    @cached_property
-    def time(self) -> StepTime | None:
-        """Return the time of a step; None without a kind of GPU."""
-        if self.hardware is None:
-            return None
-        return step_time(self.setup, self.hardware, server_ranks=self.server_ranks, memory=self.memory)
+def plan_of(
+    setup: RunSetup,
+    *,
+    candidates: Sequence[Candidate] | None = None,
+    hardware: Hardware | None = None,
+    server_ranks: int = 0,
+) -> MemoryPlan:
+    """Return the plan of a legal run; server_ranks: GPUs of each joined server, 0: not known."""
+    memory = memory_of_stages(setup)
+    verdict = judge(setup, memory)
+    proposal = cheapest(setup) if verdict.fits is False else None
+    traffic = step_traffic(setup, verdict.memory.pp_rank, rank=verdict.memory.rank)
+    time = None if hardware is None else step_time(setup, hardware, server_ranks=server_ranks, memory=memory)
+    return MemoryPlan(setup, memory, verdict, proposal, traffic, time, candidates)
 
 
 def read_machine(
@@ -84,7 +72,7 @@ def read_machine(
         raise UserError(f"--gpu={gpu!r}: legal: {', '.join(HARDWARE)}")
     has_te = layers == "te" or (layers == "auto" and not is_missing("transformer_engine"))
     if gpu_memory:
-        memory: int | None = parse_bytes(gpu_memory, option="--gpu-memory")
+        memory: int | None = parse_bytes(gpu_memory)
     else:
         memory = round(HARDWARE[gpu].memory) if gpu else smallest_gpu()
     return Machine(gpus, gpus_per_node, memory, has_te, server_link * 1e9 / 8)
@@ -103,7 +91,8 @@ def plan_recipe(
         raise UserError("--server-gpus: is of servers that are joined (rollout.sglang.urls), and needs --gpu")
     if machine.server_link and not setup.config.rollout.sglang.urls:
         raise UserError("--server-link: is of servers that are joined (rollout.sglang.urls), and there are none")
-    return MemoryPlan(setup, search(setup) if searched else None, HARDWARE.get(gpu), server_ranks)
+    candidates = search(setup) if searched else None
+    return plan_of(setup, candidates=candidates, hardware=HARDWARE.get(gpu), server_ranks=server_ranks)
 
 
 def as_text(plan: MemoryPlan) -> Iterator[str]:

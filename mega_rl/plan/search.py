@@ -57,7 +57,7 @@ def advice(setup: RunSetup, proposal: Proposal | None) -> str:
     words = f"set {new}"
     if proposal.world_size != setup.machine.world_size:
         words = f"take {proposal.world_size} GPUs" + (f" and set {new}" if new else "")
-    peak = proposal.verdict.phase
+    peak = proposal.verdict.memory.peak
     return f"{words}: {in_gb(peak.needed)} then, while {peak.name}"
 
 
@@ -99,7 +99,7 @@ def cheapest(setup: RunSetup) -> Proposal | None:
             seen.add(key)
             settings = {key: value for change in extended for key, value in change.settings.items()}
             new = changed(setup, settings, gpus=max(change.gpus for change in extended))
-            if is_legal(new) and (verdict := judge(new)).phase.needed < proposal.verdict.phase.needed:
+            if is_legal(new) and (verdict := judge(new)).memory.peak.needed < proposal.verdict.memory.peak.needed:
                 outcome = Proposal(settings, new.machine.world_size, verdict)
                 heappush(open_sets, (sum(change.price for change in extended), len(seen), extended, outcome))
     return None
@@ -231,7 +231,7 @@ def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candid
     if sizes["ep"] > 1 and par.etp == 0 and sizes["tp"] > 1:
         settings[f"{_MEGATRON}.etp"] = 1
     if sizes["pp"] != par.pp:
-        settings |= {f"{_MEGATRON}.vpp": 1, f"{_MEGATRON}.overlap_p2p": False, f"{_MEGATRON}.pipeline": ""}
+        settings |= {f"{_MEGATRON}.vpp": 1, f"{_MEGATRON}.pipeline": ""}
     settings["model.recompute"] = recompute
     new = changed(setup, settings)
     if not is_legal(new) or (verdict := judge(new)).fits is False:
@@ -239,4 +239,4 @@ def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candid
     bubble = (new.layout.pp - 1) / (num_microbatches(new) * new.layout.vpp)
     work = (1 + AGAIN[recompute_of(new).mode]) * (1 + bubble)
     kept = {key: value for key, value in settings.items() if value != value_of(setup.config, key)}
-    return Candidate(kept, new.layout, recompute, verdict.phase.needed, work)
+    return Candidate(kept, new.layout, recompute, verdict.memory.peak.needed, work)

@@ -179,10 +179,10 @@ def smallest_world(config: Config) -> int:
     return math.lcm(*(each.pp * math.lcm(each.tp * each.cp, each.ep * (each.etp or each.tp)) for each in layouts))
 
 
-def parse_bytes(text: str, *, option: str) -> int:
-    """Return the bytes of "80G", "80GB", "141e9" or "80GiB". Raises UserError."""
+def parse_bytes(text: str) -> int:
+    """Return the bytes of "80G", "80GB", "141e9" or "80GiB", of --gpu-memory. Raises UserError."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?I?)B?", text.strip(), re.IGNORECASE)
     size = 0.0 if match is None else float(match[1]) * _UNITS.get(match[2].upper(), 0)
     if not 10**8 <= size <= 10**13:
-        raise UserError(f"{option}={text!r}: needs a size of one GPU's memory, as 80G or 79.6GiB")
+        raise UserError(f"--gpu-memory={text!r}: needs a size of one GPU's memory, as 80G or 79.6GiB")
     return round(size)

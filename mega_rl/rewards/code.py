@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
 from mega_rl.config.keys import kind_of
-from mega_rl.config.schema import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
-from mega_rl.config.schema.rollout import CODE_TESTS
+from mega_rl.config.schema.rollout import CODE_TESTS, LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.errors import UserError
-from mega_rl.rewards.sandbox import MIB, Execution, Limits, Sandbox, SandboxError
+from mega_rl.rewards.sandbox import MIB, Limits, Sandbox, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox, Tool
 from mega_rl.rewards.sandbox.suites import UnknownTestsError, judge, suite_of
 from mega_rl.rewards.service import RETRIES, WAIT_S, Poster, RemoteSandbox, find_service
@@ -54,7 +53,7 @@ class CodeTests:
         deadline, passed = time.monotonic() + self.total_s, 0
         for case in cases:
             left_s = deadline - time.monotonic()
-            if left_s > 0 and case.run(self.sandbox, program, min(self.timeout_s, left_s))[0]:
+            if left_s > 0 and case.run(self.sandbox, program, min(self.timeout_s, left_s)):
                 passed += 1
             elif left_s <= 0 or self.all_or_nothing:
                 break
@@ -155,10 +154,10 @@ class StdioCase:
     stdin: str
     stdout: str
 
-    def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        """Return whether the program passes, and what became of its run. Raises SandboxError."""
+    def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> bool:
+        """Return whether the program passes. Raises SandboxError."""
         outcome = sandbox.run(program, self.stdin.encode(), timeout_s=timeout_s)
-        return outcome.succeeded and same_text(outcome.stdout.decode(errors="replace"), self.stdout), outcome
+        return outcome.succeeded and same_text(outcome.stdout.decode(errors="replace"), self.stdout)
 
 
 @dataclass(frozen=True)
@@ -169,21 +168,21 @@ class CallCase:
     arguments: Sequence[object]
     expected: object  # a text stands for itself, and for the value that it has as JSON
 
-    def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        """Return whether the program passes, and what became of its run. Raises SandboxError."""
+    def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> bool:
+        """Return whether the program passes. Raises SandboxError."""
         order = {"code": program, "entry": self.entry, "arguments": list(self.arguments)}
-        verdict, outcome = judge(sandbox, timeout_s, "call", **order)
+        verdict = judge(sandbox, timeout_s, "call", **order)
         if "value" not in verdict:
-            return False, outcome
+            return False
         wanted = [self.expected]
         if isinstance(self.expected, str):
             with contextlib.suppress(ValueError, RecursionError):
                 wanted.append(json.loads(self.expected))
         wanted += [one[0] for one in wanted if isinstance(one, list) and len(one) == 1]  # APPS wraps some results
         try:
-            return any(same_value(verdict["value"], one) for one in wanted), outcome
+            return any(same_value(verdict["value"], one) for one in wanted)
         except (TypeError, ValueError, KeyError, OverflowError, RecursionError):  # the program's form is none
-            return False, outcome
+            return False
 
 
 @dataclass(frozen=True)
@@ -198,10 +197,9 @@ class AssertCase:
         """Return the tests as the harness takes them. Raises UnknownTestsError."""
         return suite_of(self.tests, self.entry)
 
-    def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        """Return whether the program passes, and what became of its run. Raises SandboxError."""
-        verdict, outcome = judge(sandbox, timeout_s, "tests", code=program, suite=self.suite)
-        return verdict.get("passed") is True, outcome
+    def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> bool:
+        """Return whether the program passes. Raises SandboxError."""
+        return judge(sandbox, timeout_s, "tests", code=program, suite=self.suite).get("passed") is True
 
 
 Case: TypeAlias = StdioCase | CallCase | AssertCase

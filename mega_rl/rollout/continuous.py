@@ -18,6 +18,7 @@ from mega_rl.agents.trajectory import Turn
 from mega_rl.errors import RunError
 from mega_rl.rollout.decoding import (
     SHRINK_SHARE,
+    Draw,
     GrowingLayer,
     check_interval,
     forward,
@@ -27,7 +28,6 @@ from mega_rl.rollout.decoding import (
 )
 from mega_rl.types import IdRanges
 
-Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # logits [R, V], keys and positions [R]
 _SOON_S = 0.005  # wait for the next turns of rows that have left, so that batches seldom depend on the moment
 KeysOf = Callable[[Sequence[TurnRequest]], Tensor]  # random streams of turns, [R] int64
 Branch = tuple[int, int, int]  # prompt, sample, number of the branch
@@ -189,8 +189,7 @@ class RunningBatch:
     def _append(self, place: int, row: TurnRow, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Add sampled tokens to a row up to its end, and answer it there."""
         end = next((count for count, token in enumerate(ids, 1) if token in self._stop_ids), len(ids))
-        if not all(map(math.isfinite, logprobs[:end])):
-            raise RunError(f"the rollout model's logits are not finite: turn {row.request.key}")
+        check_finite(row.request, logprobs[:end])
         row.token_ids += ids[:end]
         row.logprobs += logprobs[:end]
         stopped = row.token_ids[-1] in self._stop_ids
@@ -227,6 +226,16 @@ class RunningBatch:
             self._logits, self._mask, self._counts = (x[index] for x in (self._logits, self._mask, self._counts))
         else:
             del self._cache, self._logits, self._mask, self._counts
+
+
+def check_finite(request: TurnRequest, logprobs: Sequence[float]) -> None:
+    """Raise RunError for log-probs of a turn that are not finite."""
+    if not all(map(math.isfinite, logprobs)):
+        prompt, sample, number = request.key
+        raise RunError(
+            f"the rollout model's logits are not finite: prompt_index={prompt}, sample_index={sample}, turn {number}; "
+            "the weights have diverged"
+        )
 
 
 def _sides(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -31,6 +31,8 @@ SHRINK_SHARE = 0.25
 # row costs little; on a CPU a finished row costs as much as any other.
 CHECK_TOKENS = {"cpu": 1}
 _CHECK_TOKENS_ON_DEVICE = 16
+# (logits [R, V], streams [R] int64, positions [R] or one for all) -> (tokens [R] int64, log-probs [R] float32)
+Draw = Callable[[Tensor, Tensor, Tensor | int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,75 +45,54 @@ class Decoded:
     finished: Tensor  # [R] bool
 
 
-class DecodingLoop:
-    """Decoding of one batch: reads each prompt once, then samples the rows that continue it.
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], prompt_of_row: Tensor, keys: Tensor, *,
+    draw: Draw, max_new_tokens: int, stop_token_ids: Tensor, hidden: IdRanges = (),
+) -> Decoded:  # fmt: skip
+    """Return a response for each row: read each prompt once, then sample the rows that continue it.
 
     Of transformers it needs a model's forward and a cache (`make_cache`). transformers' own `generate` draws V random
     numbers per row and token from the global generator, which costs more than the model on a CPU and ties a sample to
     its batch, and it computes finished rows to the end.
+
+    prompt_of_row: [R] int64, into `prompts`; keys: [R] int64, random stream of each row; stop_token_ids: int64, any
+    number of them; hidden: tokens that are never chosen.
     """
-
-    def __init__(
-        self,
-        *,
-        prompt_of_row: Tensor,  # [R] int64, into the prompts that `run` is given
-        keys: Tensor,  # [R] int64, random stream of each row
-        sampler: Sampler,
-        greedy: bool,
-        max_new_tokens: int,
-        stop_token_ids: Tensor,  # [number of stop ids] int64
-        cache: Cache,  # an empty one
-        hidden: IdRanges = (),  # tokens that are never chosen
-    ) -> None:
-        self._prompt_of_row, self._keys = prompt_of_row, keys
-        self._sampler, self._greedy, self._hidden = sampler, greedy, hidden
-        self._max_new_tokens, self._stop_token_ids = max_new_tokens, stop_token_ids
-        self._cache = cache
-
-    def run(self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Decoded:
-        """Return the responses of all rows; a loop runs once, since it fills its cache.
-
-        input_ids: [P, L] int64, left-padded prompts; attention_mask: [P, L] int64, 0 on padding.
-        """
-        num_rows, device = self._prompt_of_row.shape[0], input_ids.device
-        tokens = torch.zeros(num_rows, self._max_new_tokens, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(num_rows, self._max_new_tokens, dtype=torch.float32, device=device)
-        lengths = torch.full((num_rows,), self._max_new_tokens, dtype=torch.int64, device=device)
-        finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        check_tokens = check_interval(device)
-        rows = torch.arange(num_rows, device=device)  # row of the result that each row of the shrinking batch fills
-        logits, mask, positions = self._prefill(model, input_ids, attention_mask)
-        for step in range(self._max_new_tokens):
-            progress.note(f"token {step + 1}/{self._max_new_tokens}")
-            if self._greedy:
-                drawn, logprob = self._sampler.most_likely(logits)
-            else:
-                drawn, logprob = self._sampler.draw(logits, uniform_at(self._keys[rows], step))
-            tokens[rows, step], logprobs[rows, step] = drawn, logprob
-            newly = (drawn[:, None] == self._stop_token_ids).any(-1) & ~finished[rows]
-            lengths[rows] = torch.where(newly, step + 1, lengths[rows])
-            finished[rows] |= newly
-            if step + 1 == self._max_new_tokens:
+    num_rows, device = prompt_of_row.shape[0], prompt_of_row.device
+    tokens = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(num_rows, max_new_tokens, dtype=torch.float32, device=device)
+    lengths = torch.full((num_rows,), max_new_tokens, dtype=torch.int64, device=device)
+    finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    check_tokens = check_interval(device)
+    rows = torch.arange(num_rows, device=device)  # row of the result that each row of the shrinking batch fills
+    input_ids, mask = left_padded(prompts, device)
+    width = input_ids.shape[1]
+    cache = make_cache(model.config, max_tokens=width + max_new_tokens)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = forward(model, cache, input_ids, mask, positions, hidden=hidden)[prompt_of_row]
+    select_rows(cache, prompt_of_row)
+    mask = nn.functional.pad(mask, (0, max_new_tokens), value=1)[prompt_of_row]
+    positions = positions[prompt_of_row, -1:] + 1
+    for step in range(max_new_tokens):
+        progress.note(f"token {step + 1}/{max_new_tokens}")
+        drawn, tokens_logprobs = draw(logits, keys[rows], step)
+        tokens[rows, step], logprobs[rows, step] = drawn, tokens_logprobs
+        newly = (drawn[:, None] == stop_token_ids).any(-1) & ~finished[rows]
+        lengths[rows] = torch.where(newly, step + 1, lengths[rows])
+        finished[rows] |= newly
+        if step + 1 == max_new_tokens:
+            break
+        if (step + 1) % check_tokens == 0:
+            keep = (~finished[rows]).nonzero()[:, 0]
+            if not len(keep):
                 break
-            if (step + 1) % check_tokens == 0:
-                keep = (~finished[rows]).nonzero()[:, 0]
-                if not len(keep):
-                    break
-                if len(keep) <= (1.0 - SHRINK_SHARE) * len(rows):
-                    select_rows(self._cache, keep)
-                    rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
-            seen = mask[:, : input_ids.shape[1] + step + 1]
-            logits = forward(model, self._cache, drawn[:, None], seen, positions + step, hidden=self._hidden)
-        return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
-
-    def _prefill(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the prompt's logits [R, V], mask [R, L + N] and next position [R, 1]."""
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        logits = forward(model, self._cache, input_ids, mask, positions, hidden=self._hidden)
-        of_row = self._prompt_of_row
-        select_rows(self._cache, of_row)
-        mask = nn.functional.pad(mask, (0, self._max_new_tokens), value=1)
-        return logits[of_row], mask[of_row], positions[of_row, -1:] + 1
+            if len(keep) <= (1.0 - SHRINK_SHARE) * len(rows):
+                select_rows(cache, keep)
+                rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
+        seen = mask[:, : width + step + 1]
+        logits = forward(model, cache, drawn[:, None], seen, positions + step, hidden=hidden)
+    return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
 
 
 def forward(
@@ -160,21 +141,26 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self._max_tokens = max_tokens
         self.num_tokens = 0
-        self._key_buffer: Tensor | None = None  # [B, kv heads, room, head size]
-        self._value_buffer: Tensor | None = None
+        self._buffers = list[Tensor]()  # of keys and of values, [B, kv heads, room, head size]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; return all so far, [B, kv heads, tokens so far, head size]."""
+        new = (key_states, value_states)
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.lazy_initialization(*new)
         first, self.num_tokens = self.num_tokens, self.num_tokens + key_states.shape[2]
         room = max(min(self.num_tokens + max(first, _FIRST_RESERVE), self._max_tokens), self.num_tokens)
-        self._key_buffer = _with_room(self._key_buffer, key_states, first, self.num_tokens, room)
-        self._value_buffer = _with_room(self._value_buffer, value_states, first, self.num_tokens, room)
-        self._key_buffer[:, :, first : self.num_tokens] = key_states
-        self._value_buffer[:, :, first : self.num_tokens] = value_states
-        self.keys = self._key_buffer[:, :, : self.num_tokens]
-        self.values = self._value_buffer[:, :, : self.num_tokens]
+        if first == 0 or self._buffers[0].shape[2] < self.num_tokens:
+            larger = [states.new_empty(*states.shape[:2], room, states.shape[3]) for states in new]
+            for buffer, held in zip(larger, self._buffers, strict=False):  # the first time nothing is held
+                buffer[:, :, :first] = held[:, :, :first]
+            self._buffers = larger
+        for buffer, states in zip(self._buffers, new, strict=True):
+            buffer[:, :, first : self.num_tokens] = states
+        return self._held()
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = (buffer[:, :, : self.num_tokens] for buffer in self._buffers)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -183,23 +169,9 @@ class GrowingLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [R] int64, in that order; a row may be named several times."""
-        assert self._key_buffer is not None, "rows selected from an empty cache"
-        assert self._value_buffer is not None
-        self._key_buffer = self._key_buffer.index_select(0, indices)
-        self._value_buffer = self._value_buffer.index_select(0, indices)
-        self.keys = self._key_buffer[:, :, : self.num_tokens]
-        self.values = self._value_buffer[:, :, : self.num_tokens]
-
-
-def _with_room(buffer: Tensor | None, like: Tensor, num_held: int, num_needed: int, room: int) -> Tensor:
-    """Return `buffer` if `num_needed` tokens fit, else one for `room` tokens with the first `num_held` copied."""
-    if buffer is not None and buffer.shape[2] >= num_needed:
-        return buffer
-    batch_size, num_heads, _, head_size = like.shape
-    larger = like.new_empty(batch_size, num_heads, room, head_size)
-    if buffer is not None:
-        larger[:, :, :num_held] = buffer[:, :, :num_held]
-    return larger
+        assert self._buffers, "rows selected from an empty cache"
+        self._buffers = [buffer.index_select(0, indices) for buffer in self._buffers]
+        self._held()
 
 
 def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
@@ -266,19 +238,17 @@ def prove_decoding(config: PreTrainedConfig, device: torch.device) -> Way:
 def _decoding_error(small: PreTrainedConfig, way: Way, device: torch.device) -> float:
     """Return the largest difference of decoded log-probs from those of the uncached forward."""
     lengths = (9, 6) if way.left_padded else (9, 9)
-    prompts, new_tokens, of_row = random_rows(lengths, device=device), 6, torch.tensor([0, 1, 1], device=device)
+    prompts, of_row = random_rows(lengths, device=device), torch.tensor([0, 1, 1], device=device)
     sampler = Sampler(temperature=1.0, top_p=1.0, top_k=0)
-    loop = DecodingLoop(
-        prompt_of_row=of_row,
-        keys=torch.arange(3, device=device),
-        sampler=sampler,
-        greedy=False,
-        max_new_tokens=new_tokens,
+    decoded = decode(
+        random_model(small, attention=way.attention, device=device),
+        [prompt.tolist() for prompt in prompts],
+        of_row,
+        torch.arange(3, device=device),
+        draw=lambda logits, keys, position: sampler.draw(logits, uniform_at(keys, position)),
+        max_new_tokens=6,
         stop_token_ids=torch.tensor([], dtype=torch.int64, device=device),
-        cache=make_cache(small, max_tokens=max(lengths) + new_tokens),
     )
-    tokens, mask = left_padded([prompt.tolist() for prompt in prompts], device)
-    decoded = loop.run(random_model(small, attention=way.attention, device=device), tokens, mask)
     judge, worst = random_model(small, attention="eager", device=device), 0.0
     for row, prompt in enumerate(of_row.tolist()):
         tokens = torch.cat([prompts[prompt], decoded.tokens[row]])

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mega_rl.agents.environment import Answer, TurnQueue, TurnRequest, TurnSampling, in_batches
-from mega_rl.agents.trajectory import Turn
+from mega_rl.agents.trajectory import Turn, response_rows
 from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.hf.config import needs_proof
 from mega_rl.converters.hf.untabled import UNLIMITED_POSITIONS
@@ -28,46 +25,17 @@ from mega_rl.converters.live.load import model_config, weights_on_disk
 from mega_rl.converters.plan.adapters import WEIGHT, A, B
 from mega_rl.engines.models.adapters import LinearAdapter
 from mega_rl.engines.models.norms import fuse_norms
-from mega_rl.errors import RunError
-from mega_rl.rollout.continuous import KeptCaches, RunningBatch, answer_turns
-from mega_rl.rollout.decoding import (
-    ATTENTION,
-    Decoded,
-    DecodingLoop,
-    Way,
-    has_full_attention,
-    left_padded,
-    make_cache,
-    prove_decoding,
-)
-from mega_rl.rollout.sampling import (
-    Sampler,
-    check_positions,
-    is_greedy,
-    response_limits,
-    stream_keys,
-    turn_keys,
-    uniform_at,
-)
+from mega_rl.rollout.continuous import KeptCaches, KeysOf, RunningBatch, answer_turns, check_finite
+from mega_rl.rollout.decoding import ATTENTION, Draw, Way, decode, has_full_attention, prove_decoding
+from mega_rl.rollout.sampling import Sampler, check_positions, is_greedy, response_limit, turn_keys, uniform_at
 from mega_rl.rollout.sglang.generation.engine import NUMBER_BITS
 from mega_rl.rollout.sglang.generation.router import Answered
 from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, State
 from mega_rl.rollout.tokens import with_end_of_sequence
 from mega_rl.tracking import progress
-from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, ends_of, response_mask
+from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class _Row:
-    """Place of one row of a rollout."""
-
-    number: int  # place in the result
-    prompt: int  # place in the caller's prompts
-    sample: int
-    limit: int  # new tokens
 
 
 class HFRolloutEngine:
@@ -119,10 +87,10 @@ class HFRolloutEngine:
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
-        self._weights: dict[str, Tensor] = weights_on_disk(self.model)
+        self.weights = weights_on_disk(self.model)  # by their names in the checkpoint, as the model holds them
         self._adapters = list[str]()  # weights that come anew in each update, next to a base that stays
         if shares is not None and self.model is shares.model:
-            self._weights, self._adapters = dict(shares._weights), list(shares._adapters)
+            self.weights, self._adapters = dict(shares.weights), list(shares._adapters)
         self._written: set[int] = set()
         self._weight_version: int | None = None
 
@@ -136,7 +104,6 @@ class HFRolloutEngine:
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
-        limits: Sequence[int] | None = None,
         draws: Draws | None = None,
     ) -> Rollout:
         """Return n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`.
@@ -147,50 +114,21 @@ class HFRolloutEngine:
         """
         if self._weight_version is None:
             raise RuntimeError("generate was called before any weights were published to the rollout engine")
-        limits = response_limits(
-            prompts, limits, draws, max_new_tokens=self._max_new_tokens, max_positions=self.max_positions
-        )
-        rows = [
-            _Row(number=p * n + s, prompt=p, sample=s, limit=limit)
-            for p, (_, limit) in enumerate(zip(prompt_index, limits, strict=True))
-            for s in range(n)
+        limit = response_limit(prompts, draws, max_new_tokens=self._max_new_tokens, max_positions=self.max_positions)
+        requests = [
+            TurnRequest(tuple(prompt.token_ids), (index, sample, 0), limit)
+            for prompt, index in zip(prompts, prompt_index, strict=True)
+            for sample in range(n)
         ]
-        # Neighbours of like length share a batch: little is padded.
-        rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
-        decoded, sampler = [], _sampler_of(self._sampler, greedy, draws)
-        for batch in self._batches(rows, [len(prompts[row.prompt].token_ids) for row in rows]):
-            numbers = torch.tensor([(prompt_index[row.prompt], row.sample) for row in batch], device=self._device)
-            keys = stream_keys(seed, *numbers.unbind(dim=1))
-            places = [row.prompt for row in batch]
-            contexts = {place: prompts[place].token_ids for place in places}
-            decoded.append(self._decode(contexts, places, [row.limit for row in batch], keys=keys, sampler=sampler))
-        rollout = _assemble(rows, decoded, prompts, prompt_index, self._weight_version)
-        bad = (~torch.isfinite(rollout.rollout_logprobs)).nonzero()
-        if len(bad):
-            row, position = bad[0].tolist()
-            raise RunError(
-                f"the rollout model's logits are not finite: prompt_index={int(rollout.prompt_index[row])}, "
-                f"sample_index={int(rollout.sample_index[row])}, position {position} ({len(bad)} tokens in all); "
-                "the weights have diverged"
-            )
-        return rollout
+        turns = self._turns(requests, *self._drawing(TurnSampling(seed, greedy, draws)))
+        responses = [(one.token_ids, one.key[:2], turn) for one, turn in zip(requests, turns, strict=True)]
+        return response_rows(responses, version=self._weight_version)
 
     def turns(self, asked: TurnQueue, how: TurnSampling) -> None:
         """Answer turns in a running batch, or in batches where the layers need it."""
-        sampler = _sampler_of(self._sampler, how.greedy, how.draws)
-
-        def keys(requests: Sequence[TurnRequest]) -> Tensor:
-            for one in requests:
-                check_positions(len(one.token_ids), one.limit, max_positions=self.max_positions)
-            return turn_keys(how.seed, *torch.tensor([one.key for one in requests], device=self._device).unbind(dim=1))
-
-        def draw(logits: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-            if sampler is None:
-                return self._sampler.most_likely(logits)
-            return sampler.draw(logits, uniform_at(keys, positions))
-
+        keys, draw = self._drawing(how)
         if not has_full_attention(self.model.config):
-            in_batches(asked, partial(self._turns, keys=keys, sampler=sampler))
+            in_batches(asked, partial(self._turns, keys=keys, draw=draw))
             return
         # The caches end with this call, and so before the weights change.
         kept = KeptCaches(self._batch_size)
@@ -199,25 +137,46 @@ class HFRolloutEngine:
         )
         answer_turns(asked, batch, keys=keys, batch_size=self._batch_size)
 
-    def _turns(
-        self,
-        requests: Sequence[TurnRequest],
-        *,
-        keys: Callable[[Sequence[TurnRequest]], Tensor],
-        sampler: Sampler | None,
-    ) -> list[Answer]:
-        """Return the answer to each request."""
-        turns = dict[int, Answer]()
-        order = sorted(range(len(requests)), key=lambda place: (len(requests[place].token_ids), place))
-        for batch in self._batches(order, [len(requests[place].token_ids) for place in order]):
+    def _drawing(self, how: TurnSampling) -> tuple[KeysOf, Draw]:
+        """Return the random streams of turns, and the draw of their tokens."""
+        own, draws = self._sampler, how.draws
+        sampler = own if draws is None else Sampler(draws.temperature, draws.top_p, draws.top_k)
+
+        def keys(requests: Sequence[TurnRequest]) -> Tensor:
+            for one in requests:
+                check_positions(len(one.token_ids), one.limit, max_positions=self.max_positions)
+            return turn_keys(how.seed, *torch.tensor([one.key for one in requests], device=self._device).unbind(dim=1))
+
+        def draw(logits: Tensor, keys: Tensor, positions: Tensor | int) -> tuple[Tensor, Tensor]:
+            if is_greedy(how.greedy, draws):
+                return own.most_likely(logits)
+            return sampler.draw(logits, uniform_at(keys, positions))
+
+        return keys, draw
+
+    def _turns(self, requests: Sequence[TurnRequest], keys: KeysOf, draw: Draw) -> list[Turn]:
+        """Return a turn for each request; the samples of a prompt read it once."""
+        turns = dict[int, Turn]()
+        for batch in self._batches([len(one.token_ids) for one in requests]):
             own = [requests[place] for place in batch]
-            contexts, limits = {one.token_ids: one.token_ids for one in own}, [one.limit for one in own]
-            decoded = self._decode(contexts, [one.token_ids for one in own], limits, keys=keys(own), sampler=sampler)
-            columns = (decoded.tokens, decoded.logprobs, decoded.lengths, decoded.finished)
-            for place, ids, logprobs, end, stopped in zip(batch, *(one.tolist() for one in columns), strict=True):
-                if not all(map(math.isfinite, logprobs[:end])):
-                    raise RunError(f"the rollout model's logits are not finite: turn {requests[place].key}")
-                turns[place] = Turn(tuple(ids[:end]), tuple(logprobs[:end]), (), stopped)
+            names = [(one.key[0], one.token_ids) for one in own]
+            place_of = {name: place for place, name in enumerate(dict.fromkeys(names))}
+            limits = torch.tensor([one.limit for one in own], device=self._device)
+            decoded = decode(
+                self.model,
+                [token_ids for _, token_ids in place_of],
+                torch.tensor([place_of[name] for name in names], device=self._device),
+                keys(own),
+                draw=draw,
+                max_new_tokens=int(limits.max()),
+                stop_token_ids=self._stop_token_ids,
+                hidden=self._hidden_tokens,
+            )
+            stopped = decoded.finished & (decoded.lengths <= limits)
+            columns = (decoded.tokens, decoded.logprobs, decoded.lengths.minimum(limits), stopped)
+            for place, ids, logprobs, end, stops in zip(batch, *(one.tolist() for one in columns), strict=True):
+                check_finite(requests[place], logprobs[:end])
+                turns[place] = Turn(tuple(ids[:end]), tuple(logprobs[:end]), (), stops)
         return [turns[place] for place in range(len(requests))]
 
     def settle(self, lost: Callable[[], int], again: Callable[[], None]) -> None:
@@ -227,47 +186,16 @@ class HFRolloutEngine:
         """Return nothing: the trainer's own phases time this engine."""
         return {}
 
-    def _batches(self, rows: Sequence[Item], lengths: Sequence[int]) -> Iterator[Sequence[Item]]:
-        """Yield rows that decode together, of contexts with these lengths, ascending."""
-        pairs, done = list(zip(lengths, rows, strict=True)), 0
-        runs = [pairs] if self._left_padded else [list(run) for _, run in groupby(pairs, key=lambda pair: pair[0])]
+    def _batches(self, lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield places of contexts that decode together, neighbours of like length: little is padded."""
+        order, done = sorted(range(len(lengths)), key=lengths.__getitem__), 0
+        runs = [order] if self._left_padded else [list(run) for _, run in groupby(order, key=lengths.__getitem__)]
         for run in runs:
             for first in range(0, len(run), self._batch_size):
-                batch = [row for _, row in run[first : first + self._batch_size]]
-                progress.report(done, len(rows), unit="rows")
+                batch = run[first : first + self._batch_size]
+                progress.report(done, len(lengths), unit="rows")
                 yield batch
                 done += len(batch)
-
-    @torch.inference_mode()
-    def _decode(
-        self,
-        contexts: Mapping[Item, Sequence[int]],
-        rows: Sequence[Item],
-        limits: Sequence[int],
-        *,
-        keys: Tensor,
-        sampler: Sampler | None,
-    ) -> Decoded:
-        """Return a response for each row, greedy without a sampler; each context is read once.
-
-        contexts: token ids by name; rows: the name of each row's; keys: [R] random stream of each row.
-        """
-        place = {name: i for i, name in enumerate(contexts)}
-        longest = max(map(len, contexts.values())) + max(limits)
-        most = torch.tensor(limits, dtype=torch.int64, device=self._device)
-        loop = DecodingLoop(
-            prompt_of_row=torch.tensor([place[name] for name in rows], device=self._device),
-            keys=keys,
-            sampler=sampler or self._sampler,
-            greedy=sampler is None,
-            max_new_tokens=max(limits),
-            stop_token_ids=self._stop_token_ids,
-            cache=make_cache(self.model.config, max_tokens=longest),
-            hidden=self._hidden_tokens,
-        )
-        decoded = loop.run(self.model, *left_padded(list(contexts.values()), self._device))
-        finished = decoded.finished & (decoded.lengths <= most)
-        return replace(decoded, lengths=decoded.lengths.minimum(most), finished=finished)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -280,7 +208,7 @@ class HFRolloutEngine:
             return True
         linear = {one.weight.data_ptr(): one for one in self.model.modules() if isinstance(one, nn.Linear)}
         layers = {}
-        for name, weight in self._weights.items():
+        for name, weight in self.weights.items():
             module, layer = name.removesuffix(WEIGHT), linear.get(weight.data_ptr())
             if name.endswith(WEIGHT) and module.rpartition(".")[2] in adapter.targets:
                 if layer is None or layer.weight.shape != weight.shape:
@@ -288,39 +216,39 @@ class HFRolloutEngine:
                 layers[module] = layer
         for module, layer in layers.items():
             layer.adapter = LinearAdapter(layer, adapter).to(layer.weight).requires_grad_(False)
-            self._weights |= {module + A: layer.adapter.a, module + B: layer.adapter.b}
+            self.weights |= {module + A: layer.adapter.a, module + B: layer.adapter.b}
             self._adapters += [module + A, module + B]
         return True
 
     @torch.no_grad()
-    def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the named weights: full tensors, Hugging Face names and shapes.
 
-        Raises ValueError that lists every unknown name and every wrong shape of the bucket; then nothing is written.
+        Raises ValueError that lists every unknown name and every wrong shape of them; then nothing is written.
         """
-        named = list(bucket)
+        named = list(weights)
         problems = []
         for name, tensor in named:
-            if name not in self._weights:
+            if name not in self.weights:
                 problems.append(f"{name}: the model has no such weight")
-            elif self._weights[name].shape != tensor.shape:
-                problems.append(f"{name}: shape {list(tensor.shape)}, the model's is {list(self._weights[name].shape)}")
+            elif self.weights[name].shape != tensor.shape:
+                problems.append(f"{name}: shape {list(tensor.shape)}, the model's is {list(self.weights[name].shape)}")
         if problems:
             raise ValueError("the rollout model cannot take these weights:\n" + "\n".join(problems))
         for name, tensor in named:
-            self._weights[name].copy_(tensor)
-            self._written.add(self._weights[name].data_ptr())
+            self.weights[name].copy_(tensor)
+            self._written.add(self.weights[name].data_ptr())
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
         """Return each named weight's checksum as the model holds it; KeyError for an unknown name."""
-        return {name: checksum(self._weights[name], self._weights[name].dtype) for name in names}
+        return {name: checksum(self.weights[name], self.weights[name].dtype) for name in names}
 
     def finish_update(self, version: int) -> None:
         """Let later rollouts carry `version`. Raises RuntimeError naming weights not written since the last call."""
-        missing = [name for name, tensor in self._weights.items() if tensor.data_ptr() not in self._written]
+        missing = [name for name, tensor in self.weights.items() if tensor.data_ptr() not in self._written]
         if missing:
             raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
-        self._written -= {self._weights[name].data_ptr() for name in self._adapters or self._weights}
+        self._written -= {self.weights[name].data_ptr() for name in self._adapters or self.weights}
         self._weight_version = version
 
 
@@ -375,66 +303,6 @@ class EmbeddedRounds:
         return {}
 
 
-def _assemble(
-    rows: Sequence[_Row],
-    decoded: Sequence[Decoded],
-    prompts: Sequence[Prompt],
-    prompt_index: Sequence[int],
-    weight_version: int,
-) -> Rollout:
-    """Return the rows in the caller's order, prompt and response joined and right-padded, on the host."""
-    num_rows = len(rows)
-
-    def integers(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64)
-
-    back = torch.argsort(integers(row.number for row in rows))
-    prompt_lengths = integers(len(prompts[row.prompt].token_ids) for row in rows)
-    responses = _joined(decoded)
-    lengths = prompt_lengths + responses.lengths
-    width = int(lengths.max()) if num_rows else 0
-    prompt_mask = torch.arange(width) < prompt_lengths[:, None]
-    loss_mask = response_mask(prompt_lengths, lengths, width=width)
-    in_response = torch.arange(responses.tokens.shape[1]) < responses.lengths[:, None]
-    tokens = torch.zeros(loss_mask.shape, dtype=torch.int64)
-    tokens[prompt_mask] = integers(token for row in rows for token in prompts[row.prompt].token_ids)
-    tokens[loss_mask] = responses.tokens[in_response]
-    logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32)
-    logprobs[loss_mask] = responses.logprobs[in_response]
-    return Rollout.from_rows(
-        tokens[back],
-        prompt_lengths=prompt_lengths[back],
-        lengths=lengths[back],
-        rollout_logprobs=logprobs[back],
-        end=ends_of(responses.finished[back]),
-        prompt_index=integers(prompt_index[row.prompt] for row in rows)[back],
-        sample_index=integers(row.sample for row in rows)[back],
-        weight_version=integers([weight_version] * num_rows),
-    )
-
-
-def _sampler_of(own: Sampler, greedy: bool, draws: Draws | None) -> Sampler | None:
-    """Return the sampler of a generation, in training the engine's own; None: greedy."""
-    if is_greedy(greedy, draws):
-        return None
-    return own if draws is None else Sampler(draws.temperature, draws.top_p, draws.top_k)
-
-
-def _joined(parts: Sequence[Decoded]) -> Decoded:
-    """Return the batches one after another on the host, padded with zeros to the widest."""
-    if not parts:
-        none = torch.zeros(0, dtype=torch.int64)
-        return Decoded(tokens=none[:, None], logprobs=none[:, None].float(), lengths=none, finished=none.bool())
-    width = max(part.tokens.size(1) for part in parts)
-    room = [(0, width - part.tokens.size(1)) for part in parts]
-    return Decoded(
-        tokens=torch.cat([pad(part.tokens.cpu(), more) for part, more in zip(parts, room, strict=True)]),
-        logprobs=torch.cat([pad(part.logprobs.cpu(), more) for part, more in zip(parts, room, strict=True)]),
-        lengths=torch.cat([part.lengths.cpu() for part in parts]),
-        finished=torch.cat([part.finished.cpu() for part in parts]),
-    )
-
-
 def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
     """ "float32[4, 8]:<16 hex digits>" of a tensor after the cast to `dtype`.
 
@@ -448,27 +316,13 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
     return f"{header}:{digest.hexdigest()}"
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield runs of weights of at most `max_bytes`; a larger weight has a bucket to itself."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 class EmbeddedWeightSync:
     """`protocols.WeightSync` for an engine object in this process.
 
     `export` is called once per publish and yields (Hugging Face name, full tensor); a tensor must stay unchanged until
-    its bucket is full. On a publish that verifies, the sender's tensor in the receiver's dtype and the
-    receiver's tensor after the last bucket must have one checksum. `export_adapters`: of an engine that has adapters,
-    what every publish but the first sends.
+    the next one. On a publish that verifies, the sender's tensor in the receiver's dtype and the receiver's tensor
+    after the last one must have one checksum. `export_adapters`: of an engine that has adapters, what every publish
+    but the first sends.
     """
 
     def __init__(
@@ -476,32 +330,25 @@ class EmbeddedWeightSync:
         export: Callable[[], Iterator[tuple[str, Tensor]]],
         engine: HFRolloutEngine,
         *,
-        bucket_bytes: int,
         verify_interval: int,
         export_adapters: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
     ) -> None:
         self._export, self._export_adapters, self._engine = export, export_adapters or export, engine
-        self._bucket_bytes, self._verify_interval = bucket_bytes, verify_interval
+        self._verify_interval = verify_interval
         self._num_publishes = 0
         self._num_bytes = 0  # in the last publish
-        self._weight_version = 0
-        self._receiver_dtypes: dict[str, torch.dtype] = {}
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that the engine holds; 0 before the first publish."""
-        return self._weight_version
+        self.weight_version = 0  # of the weights that the engine holds; 0 before the first publish
 
     def resume_at(self, version: int) -> None:
         """Let the next publish stamp `version`, so that a resumed run counts on."""
-        self._weight_version = version - 1
+        self.weight_version = version - 1
 
     def resend(self) -> None:
         """Send the weights of the current version again, where another sync has overwritten them."""
         if self._num_publishes:
-            for bucket in buckets(self._export_adapters(), max_bytes=self._bucket_bytes):
-                self._engine.load_weights(bucket)
-            self._engine.finish_update(self._weight_version)
+            for weight in self._export_adapters():
+                self._engine.load_weights([weight])
+            self._engine.finish_update(self.weight_version)
 
     def publish(self) -> Metrics:
         """Send the weights, verify when due, raise the version; returns metrics.
@@ -510,29 +357,24 @@ class EmbeddedWeightSync:
         """
         verify = self._num_publishes % self._verify_interval == 0
         sent: dict[str, str] = {}
-        num_bytes = num_buckets = num_tensors = 0
+        num_bytes = num_tensors = 0
         export = self._export_adapters if self._num_publishes else self._export
-        for bucket in buckets(export(), max_bytes=self._bucket_bytes):
-            self._engine.load_weights(bucket)
-            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+        for name, tensor in export():
+            self._engine.load_weights([(name, tensor)])
+            num_bytes += tensor.nbytes
+            num_tensors += 1
             progress.report(num_bytes, self._num_bytes or None, unit="B")
-            num_buckets += 1
-            num_tensors += len(bucket)
             if verify:
-                unknown = [name for name, _ in bucket if name not in self._receiver_dtypes]
-                for name, total in self._engine.checksums(unknown).items():
-                    self._receiver_dtypes[name] = getattr(torch, total.partition("[")[0])  # a checksum begins with it
-                sent.update({name: checksum(tensor, self._receiver_dtypes[name]) for name, tensor in bucket})
+                sent[name] = checksum(tensor, self._engine.weights[name].dtype)
         if verify:
             self._compare(sent)
-        self._engine.finish_update(self._weight_version + 1)
-        self._weight_version += 1
+        self._engine.finish_update(self.weight_version + 1)
+        self.weight_version += 1
         self._num_publishes += 1
         self._num_bytes = num_bytes
         return {
-            "rollout/weight_version": float(self._weight_version),
+            "rollout/weight_version": float(self.weight_version),
             "sync/bytes": float(num_bytes),
-            "sync/buckets": float(num_buckets),
             "sync/tensors": float(num_tensors),
             "sync/verified": float(verify),
         }
@@ -548,5 +390,5 @@ class EmbeddedWeightSync:
         if damaged:
             raise RuntimeError(
                 f"{len(damaged)} of {len(sent)} weights arrived damaged in the update to version "
-                f"{self._weight_version + 1}:\n" + "\n".join(damaged)
+                f"{self.weight_version + 1}:\n" + "\n".join(damaged)
             )

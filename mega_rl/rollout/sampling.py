@@ -190,30 +190,19 @@ def uniform_at(keys: Tensor, position: Tensor | int) -> Tensor:
     return _logical_shift(_absorb(keys, position), 11).double() * 2.0**-53
 
 
-def response_limits(
-    prompts: Sequence[Prompt],
-    limits: Sequence[int] | None,
-    draws: Draws | None,
-    *,
-    max_new_tokens: int,
-    max_positions: int,
-) -> list[int]:
-    """Return the token limit of each prompt's responses: `limits`, the evaluation's or the run's.
+def response_limit(prompts: Sequence[Prompt], draws: Draws | None, *, max_new_tokens: int, max_positions: int) -> int:
+    """Return the most tokens of a response, the evaluation's or the run's.
 
     max_positions: the model's, prompt and response together.
 
-    Raises UserError for prompts that are empty or leave no room for a response, ValueError for limits of a caller.
+    Raises UserError for prompts that are empty or leave no room for a response.
     """
-    most = max_new_tokens if draws is None else draws.max_new_tokens or max_new_tokens
-    limits = [most] * len(prompts) if limits is None else list(limits)
-    if len(limits) != len(prompts) or not all(1 <= limit <= most for limit in limits):
-        raise ValueError(f"limits={limits}: one for each prompt, 1 to the longest response, {most} tokens")
-    lengths = ((len(prompt.token_ids), limit) for prompt, limit in zip(prompts, limits, strict=True))
-    check_positions(*max(lengths, key=sum, default=(0, 0)), max_positions=max_positions)
+    limit = max_new_tokens if draws is None else draws.max_new_tokens or max_new_tokens
+    check_positions(max((len(prompt.token_ids) for prompt in prompts), default=0), limit, max_positions=max_positions)
     empty = [prompt.index for prompt in prompts if not prompt.token_ids]
     if empty:
         raise UserError(f"prompts without tokens, data set rows {empty[:8]}: a prompt needs one token; remove them")
-    return limits
+    return limit
 
 
 def check_positions(longest: int, limit: int, *, max_positions: int) -> None:

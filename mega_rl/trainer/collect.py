@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mega_rl.config.schema.rollout import OverlongConfig
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.errors import UserError
 from mega_rl.parallel.boxes import EngineState, Piece, whole
@@ -17,13 +18,13 @@ from mega_rl.tracking.records.reader import REDRAWN
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.rows import (
     Dropped,
-    Overlong,
     Samples,
     check_rows,
     first_rows,
     group_means,
     leave_unscored_out,
     scored_rows,
+    shaped_rewards,
     share_out,
     spread_of,
 )
@@ -43,7 +44,8 @@ class SamplingPlan:
     prompts: int = 0  # prompts of each draw, where a step chooses
     ahead: int = 0  # steps that generation runs ahead, the largest age of a token
     steps: int = 0  # of the run, each of which trains all that is drawn for it; 0: nobody knows how many it drops
-    overlong: Overlong = field(default_factory=Overlong)
+    max_response_tokens: int = 0
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
     by_parts: bool = False  # a difference in a weighted component counts, even if the totals are equal
     greedy: bool = False  # the estimator compares samples with greedy responses
 
@@ -116,7 +118,6 @@ class Collector:
     log: StepLog
     watch: Callable[[Rollout], None] = lambda rollout: None  # called with every generation that trains
     staleness: Callable[[Rollout], Metrics] = lambda rollout: {}  # raises for samples older than the run allows
-    count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # given the prompts drawn
     success: SuccessMeter | None = None
     stock: Stock | None = None  # groups among which steps choose; None: a step trains on its own prompts
 
@@ -139,8 +140,9 @@ class Collector:
             self.log.add(rollout_metrics(rollout, rewards, self.ranks))
             self.log.add(part_metrics(rewards.parts, rollout, self.ranks))
             rollout, rewards = leave_unscored_out(rollout, rewards)
-            rewards, metrics = self.plan.overlong.shape(rollout, rewards, self.ranks)
-            self.log.add(metrics | self.count_data(self.drawn_after(step + 1)))
+            overlong, longest = self.plan.overlong, self.plan.max_response_tokens
+            rewards, metrics = shaped_rewards(rollout, rewards, self.ranks, overlong, max_response_tokens=longest)
+            self.log.add(metrics | self.order.metrics(self.drawn_after(step + 1)) | self.order.waits())
         return Batch(samples, rollout, rewards, greedy, dropped)
 
     def drawn_after(self, done: int) -> int:

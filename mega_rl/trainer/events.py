@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import RewardKL
+from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses import Correction, SampledTokens
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.schema import CheckpointConfig
@@ -20,7 +20,7 @@ from mega_rl.protocols import MetricsSink, Ranks
 from mega_rl.tracking.metrics.records import to_json_value
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.policy_gradient import Evaluated
-from mega_rl.trainer.rows import ReadResponse, Samples
+from mega_rl.trainer.rows import ReadResponse, Samples, columns_of
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 from mega_rl.trainer.validation import Evaluation, ScoredSamples, SetOutcome, named
 from mega_rl.types import ENDS, Experience, JsonObject, Metrics, Rewards, Rollout, TokenOutputs, row_numbers
@@ -162,11 +162,6 @@ class Warn(Event):
             )
 
 
-# Columns of a record that sampling gave, with those that not every rollout has; token ids go as int32.
-_SAMPLED = (
-    "prompt_index", "sample_index", "prompt_lengths", "lengths", "end", "weight_version", "loss_mask",
-    "rollout_logprobs", "failed", "branch", "turn", "turn_scores", "token_versions", "kept", "routing",
-)  # fmt: skip
 # Columns of a mini-batch that travel to the rank that sampled its rows.
 _WEIGHTED = (
     "tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "branch", "token_weights", "loss_weights",
@@ -265,7 +260,7 @@ class StepColumns:
     ranks: Ranks  # the data-parallel replicas
     policy: Callable[[Rollout], TokenOutputs] | None = None
     from_sampler: bool = False
-    reward_kl: RewardKL | None = None
+    reward_kl: KLController | None = None
     correction: Correction | None = None
     on_policy: bool = False
 
@@ -274,8 +269,8 @@ class StepColumns:
         rollout, experience = step.batch.samples.rollout, step.experience
         old, ref, critic = step.outputs
         assert old.logprobs is not None
-        columns = {name: column for name in _SAMPLED if (column := getattr(rollout, name)) is not None}
-        columns["tokens"] = rollout.tokens.to(torch.int32)
+        columns = columns_of(rollout) | {"tokens": rollout.tokens.to(torch.int32)}
+        columns.pop("scores", None)  # the rewards have them
         if self.policy is not None:
             outputs = self.policy(rollout)
             assert outputs.logprobs is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.inputs import AdvantageEstimator, AdvantageInputs
-from mega_rl.algorithms.kl import KLController, RewardKL
+from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses import Aggregation, loss_weights, token_and_sequence_counts
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
@@ -57,7 +57,7 @@ class PolicyGradient:
     estimator: AdvantageEstimator
     minibatches: MinibatchPlan
     guard: Guard  # compares rollout log-probs with the actor's, before any weight changes
-    reward_kl: RewardKL | None  # KL penalty in token rewards
+    reward_kl: KLController | None  # its penalty is in token rewards
     kl: KLController
     update_reference: Callable[[int], Metrics]  # given the steps done; collective
     rules: PolicyGradientRules
@@ -131,7 +131,7 @@ def build_experience(
     outputs: ModelOutputs,
     estimator: AdvantageEstimator,
     sum_over_ranks: SumOverRanks,
-    reward_kl: RewardKL | None = None,
+    reward_kl: KLController | None = None,
     greedy: Tensor | None = None,
     last_turn: bool = False,
 ) -> Experience:

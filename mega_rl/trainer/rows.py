@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mega_rl.algorithms.inputs import turn_ends
+from mega_rl.config.schema.rollout import OverlongConfig
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import padded, share
@@ -263,8 +264,8 @@ def leave_unscored_out(rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rew
     if not left_out.any():
         return rollout, rewards
     scored = scored_rows(rollout, rewards)
-    fields: dict[str, Tensor] = {name: getattr(rollout, name) for name in Rollout.__annotations__}
     mask = rollout.loss_mask & scored[:, None]
+    fields = columns_of(rollout)
     fields |= {"failed": ~scored, "loss_mask": mask, "rollout_logprobs": rollout.rollout_logprobs * mask}
     if rollout.token_versions is not None:
         fields["token_versions"] = rollout.token_versions * mask
@@ -274,39 +275,35 @@ def leave_unscored_out(rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rew
     return Rollout.from_rows(**fields), replace(rewards, totals=rewards.totals.masked_fill(left_out, 0.0), parts=parts)
 
 
-@dataclass(frozen=True)
-class Overlong:
-    """Rules for responses that reach the length limit; by default there are none."""
+def shaped_rewards(
+    rollout: Rollout, rewards: Rewards, ranks: Ranks, overlong: OverlongConfig, *, max_response_tokens: int
+) -> tuple[Rewards, Metrics]:
+    """Return rewards with the punishment of long responses, and its metrics; collective.
 
-    max_response_tokens: int = 0
-    filter: bool = False  # responses that length cut off do not train
-    buffer_tokens: int = 0  # 0: no punishment
-    penalty: float = 1.0  # at the limit
-
-    def shape(self, rollout: Rollout, rewards: Rewards, ranks: Ranks) -> tuple[Rewards, Metrics]:
-        """Return rewards with the punishment, and the mean punishment and the share of filtered samples; collective."""
-        punishment = torch.zeros_like(rewards.totals)
-        if self.buffer_tokens:
-            tokens = rollout.lengths - rollout.prompt_lengths  # the limit counts a tool's tokens, too
-            if rollout.branch is not None:  # a trajectory's longest row counts
-                number = (rollout.branch == 0).cumsum(0) - 1
-                tokens = torch.zeros_like(tokens).scatter_reduce(0, number, tokens, "amax")[number]
-            part = soft_punishment(tokens, limit=self.max_response_tokens, buffer=self.buffer_tokens)
-            punishment = self.penalty * part
-            parts = rewards.parts
-            if parts is not None:
-                values = torch.cat([parts.values, part[:, None]], dim=1)
-                parts = RewardParts((*parts.names, "overlong"), (*parts.weights, self.penalty), values)
-            rewards = replace(rewards, totals=rewards.totals + punishment, parts=parts)
-        has_answer = answered(rollout) & first_rows(rollout)
-        columns = (has_answer, punishment * has_answer, has_answer & ~rollout.finished)
-        count, punished, truncated = ranks.sum(torch.stack([column.double().sum() for column in columns])).tolist()
-        metrics: Metrics = {}
-        if self.buffer_tokens:
-            metrics["reward/overlong_punishment_mean"] = punished / max(count, 1.0)
-        if self.filter:
-            metrics["rollout/filtered_fraction"] = truncated / max(count, 1.0)
-        return rewards, metrics
+    max_response_tokens: length at which the punishment is the whole penalty.
+    """
+    punishment = torch.zeros_like(rewards.totals)
+    if overlong.buffer_tokens:
+        tokens = rollout.lengths - rollout.prompt_lengths  # the limit counts a tool's tokens, too
+        if rollout.branch is not None:  # a trajectory's longest row counts
+            number = (rollout.branch == 0).cumsum(0) - 1
+            tokens = torch.zeros_like(tokens).scatter_reduce(0, number, tokens, "amax")[number]
+        part = soft_punishment(tokens, limit=max_response_tokens, buffer=overlong.buffer_tokens)
+        punishment = overlong.penalty * part
+        parts = rewards.parts
+        if parts is not None:
+            values = torch.cat([parts.values, part[:, None]], dim=1)
+            parts = RewardParts((*parts.names, "overlong"), (*parts.weights, overlong.penalty), values)
+        rewards = replace(rewards, totals=rewards.totals + punishment, parts=parts)
+    has_answer = answered(rollout) & first_rows(rollout)
+    columns = (has_answer, punishment * has_answer, has_answer & ~rollout.finished)
+    count, punished, truncated = ranks.sum(torch.stack([column.double().sum() for column in columns])).tolist()
+    metrics: Metrics = {}
+    if overlong.buffer_tokens:
+        metrics["reward/overlong_punishment_mean"] = punished / max(count, 1.0)
+    if overlong.filter:
+        metrics["rollout/filtered_fraction"] = truncated / max(count, 1.0)
+    return rewards, metrics
 
 
 def soft_punishment(response_tokens: Tensor, *, limit: int, buffer: int) -> Tensor:

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
 from torch import Tensor
 
 from mega_rl.algorithms.evaluation import Estimate, maj_at_k, mean_with_interval, pass_at_k
+from mega_rl.config.schema.data import ValidationConfig
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.rows import ReadResponse, check_rows, scored_rows
 from mega_rl.trainer.step_metrics import AnswerTable
 from mega_rl.types import Draws, Metrics, Prompt, PromptSet, Rewards, Rollout
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """Samples of each prompt and what is measured of them."""
-
-    draws: Draws | None = None  # None: one greedy response, as long as those of training
-    counted: Sequence[int] = ()  # k of pass@k and maj@k; (): only rewards and lengths
-    right_above: float = 0.5
-    right_part: str = ""  # part of the reward that says what is right; "": the reward itself
-    chunk: int = 1 << 62  # samples that are drawn and scored together, whole prompts
-
-    @property
-    def n(self) -> int:
-        """Return the samples of each prompt."""
-        return 1 if self.draws is None else self.draws.n
 
 
 class ScoredSamples(NamedTuple):
@@ -60,7 +45,7 @@ class Evaluation:
     """Evaluation on sets of prompts; samples depend only on step, set, prompt and sample number."""
 
     sets: Sequence[PromptSet]
-    plan: EvaluationPlan
+    settings: ValidationConfig
     rollout: RolloutSource
     reward: Scorer
     ranks: Ranks  # the data-parallel replicas
@@ -71,21 +56,21 @@ class Evaluation:
     def run(self, step: int, *, each: Callable[[ScoredSamples], None] = lambda samples: None) -> list[SetOutcome]:
         """Return the outcome on each set; collective over all ranks."""
         # With twice the replicas no replica is ever without a prompt.
-        most, outcomes = max(self.plan.chunk // self.plan.n, 2 * self.ranks.size), []
+        most, outcomes = max(self.settings.chunk // self.settings.n, 2 * self.ranks.size), []
         for one in self.sets:
             table = AnswerTable(self.ranks)
             shown: ScoredSamples | None = None
             for part in parts_of(len(one.prompts), most=most):
                 samples = self._sample(one, part, step)
                 table.add(samples.rollout, samples.rewards, first=samples.first)
-                if self.plan.counted:
+                if self.settings.counted:
                     table.add_votes(samples.votes, samples.right, samples.rollout, first=samples.first)
                 each(samples)
                 shown = shown or samples
             assert shown is not None, "a set of prompts has some"
             estimates: dict[str, Estimate] = {}
-            if self.plan.counted:
-                estimates = estimates_of(table.votes(), counted=self.plan.counted, n=self.plan.n)
+            if self.settings.counted:
+                estimates = estimates_of(table.votes(), counted=self.settings.counted, n=self.settings.n)
             metrics = table.metrics()
             for name, estimate in estimates.items():
                 edges = {"": estimate.mean, "_low": estimate.low, "_high": estimate.high}
@@ -94,22 +79,23 @@ class Evaluation:
         return outcomes
 
     def _sample(self, one: PromptSet, part: range, step: int) -> ScoredSamples:
-        prompts, draws = one.prompts[part.start : part.stop], self.plan.draws
+        prompts, val, draws = one.prompts[part.start : part.stop], self.settings, None
         self.hold("validate")
-        if draws is None:
-            rows = self.rollout.generate(prompts, step=step, greedy=True)
-        else:
-            own = replace(draws, stream=crc32(one.name.encode()), first=part.start)
-            rows = self.rollout.generate(prompts, step=step, draws=own)
-        check_rows(rows, prompts, self.ranks, samples=self.plan.n)
+        if not val.greedy:
+            draws = Draws(
+                val.n, val.temperature, val.top_p, val.top_k,
+                stream=crc32(one.name.encode()), first=part.start, max_new_tokens=val.max_new_tokens,
+            )  # fmt: skip
+        rows = self.rollout.generate(prompts, step=step, greedy=val.greedy, draws=draws)
+        check_rows(rows, prompts, self.ranks, samples=self.settings.n)
         self.hold("reward")
         rewards = self.reward.score(rows, prompts)
         votes: Sequence[str | None] = ()
         right: Sequence[bool | None] = ()
-        if self.plan.counted:
+        if self.settings.counted:
             known = [True] * len(rows.lengths) if rows.failed is None else (~rows.failed).tolist()
             votes = [self.answer(self.read(rows, row)[0]) if known[row] else None for row in range(len(known))]
-            right = right_samples(rows, rewards, above=self.plan.right_above, part=self.plan.right_part)
+            right = right_samples(rows, rewards, above=self.settings.right_above, part=self.settings.right_part)
         return ScoredSamples(one.name, part.start, prompts, rows, rewards, votes, right)
 
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from mega_rl.errors import UserError
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.tracking.records.reader import FOLDER, REDRAWN, Array, Record, read_record, records
+from mega_rl.trainer.rows import group_means
+from mega_rl.verify.replay_step import RecordedRows
 
 # What each rule says, in the order of the page.
 RULES: Mapping[str, str] = {
@@ -260,25 +263,14 @@ def wrong_versions(step: Record, before: int, begun: Mapping[int, int]) -> Itera
 
 def biases(steps: Sequence[Record]) -> Iterator[Bias]:
     """Yield for each reason how dropped groups differ from those that trained."""
-    kept = np.concatenate([_group_means(step) for step in steps])
+    samples, rank = (RecordedRows(step, SingleRank()).samples() for step in steps), SingleRank()
+    kept = np.concatenate([group_means(one, rank).numpy() for one in samples])
     groups = [group for step in steps for group in step.description.dropped]
     for reason in sorted({group.reason for group in groups}):
         own = [group for group in groups if group.reason == reason]
         means = np.array([(group.tokens, group.reward) for group in own], dtype=np.float64)
         differences = [_difference(means[:, column], kept[:, column]) for column in range(2)]
         yield Bias(reason, len(own), *differences[0], *differences[1])
-
-
-def _group_means(step: Record) -> Array:
-    """Return [P, 2] float64, response tokens and reward of each group's mean scored sample."""
-    tensors, index = step.tensors, step.tensors["prompt_index"]
-    scored = ~np.isnan(tensors["rewards"]) & ~tensors.get("failed", np.zeros(len(index), dtype=bool))
-    first = scored & (tensors.get("branch", 0 * index) == 0)
-    columns = (first, scored * tensors["loss_mask"].sum(axis=1), first * np.nan_to_num(tensors["rewards"]))
-    counts, *sums = (np.bincount(index, column, step.description.prompts) for column in columns)
-    with np.errstate(invalid="ignore"):
-        means: Array = np.stack(sums, axis=1) / counts[:, None]
-    return means
 
 
 def _difference(dropped: Array, kept: Array) -> tuple[float, float]:

@@ -54,17 +54,15 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the fields of `mega_rl.config.schema.ParallelConfig`."""
+        """Return the fields of `mega_rl.config.schema.MegatronConfig`."""
         return {
             **{name: getattr(self, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")},
             "sequence_parallel": self.sp,
-            "overlap_p2p": self.vpp > 1,
         }
 
     def parallel_layout(self) -> ParallelLayout:
         """Return the arithmetic of its ranks."""
-        settings = {name: value for name, value in self.settings.items() if name != "overlap_p2p"}
-        return ParallelLayout(world_size=self.ranks, **settings)
+        return ParallelLayout(world_size=self.ranks, **self.settings)
 
 
 REFERENCE = Layout("1")

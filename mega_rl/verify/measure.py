@@ -32,6 +32,7 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.hf.untabled import accepted
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.ddp.access import local, named_parameters
+from mega_rl.disk import replace_text
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.build import build_engine, resolve_model
 from mega_rl.engines.fsdp import FSDPEngine
@@ -82,9 +83,7 @@ def measure(plan: Plan, accelerator: Accelerator) -> None:
             continue
         errors = compare(plan, layout, accelerator)
         if os.environ.get("RANK", "0") == "0":
-            part = plan.answer(layout).with_suffix(".part")
-            part.write_text(json.dumps(asdict(errors)), encoding="utf-8")
-            part.rename(plan.answer(layout))
+            replace_text(plan.answer(layout), json.dumps(asdict(errors)))
 
 
 def write_reference(plan: Plan, accelerator: Accelerator) -> None:
@@ -287,35 +286,23 @@ def policy_loss() -> PolicyLoss:
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, float32 main gradient) of every weight; collective.
 
-    Megatron-Core's gradients must be whole on every rank: `engine.megatron.optimizer.distributed=False`.
+    Gradients stand in the place of weights while the exporter reads them. Megatron-Core's must be whole on every rank:
+    `engine.megatron.optimizer.distributed=False`.
     """
-    exported = _fsdp_gradients(engine) if isinstance(engine, FSDPEngine) else _megatron_gradients(engine)
-    yield from ((name, tensor) for name, tensor in exported if not name.endswith(CONSTANTS))
-
-
-def _fsdp_gradients(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
-    """Put gradients into the shards while the exporter reads them."""
-    held = [(local(parameter), parameter.grad) for parameter in engine.parameters]
-    weights = [weight.clone() for weight, _ in held]
-    try:
-        for weight, gradient in held:
-            weight.copy_(torch.zeros_like(weight) if gradient is None else local(gradient))
-        yield from replace(engine, dtype=torch.float32).export_weights()
-    finally:
-        for (weight, _), kept_weight in zip(held, weights, strict=True):
-            weight.copy_(kept_weight)
-
-
-def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
-    """Put gradients into the parameters while the exporter reads them."""
-    assert isinstance(engine, MegatronEngine)
-    held = [parameter for chunk in engine.models for parameter in chunk.parameters()]
+    exporter = engine
+    if isinstance(engine, FSDPEngine):
+        exporter, parameters = replace(engine, dtype=torch.float32), engine.parameters
+        held = [parameter._local_tensor for parameter in parameters]  # to_local would return views
+        gradients = [None if parameter.grad is None else local(parameter.grad) for parameter in parameters]
+    else:
+        assert isinstance(engine, MegatronEngine)
+        held = [parameter for chunk in engine.models for parameter in chunk.parameters()]
+        gradients = [vars(parameter).get("main_grad") for parameter in held]
     weights = [parameter.data for parameter in held]
     try:
-        for parameter in held:
-            main = vars(parameter).get("main_grad")  # frozen ones have none
-            parameter.data = torch.zeros_like(parameter) if main is None else main.float()
-        yield from engine.export_weights()
+        for parameter, gradient in zip(held, gradients, strict=True):  # frozen ones have none
+            parameter.data = torch.zeros_like(parameter) if gradient is None else gradient.float()
+        yield from ((name, tensor) for name, tensor in exporter.export_weights() if not name.endswith(CONSTANTS))
     finally:
         for parameter, weight in zip(held, weights, strict=True):
             parameter.data = weight

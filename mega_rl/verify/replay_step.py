@@ -6,7 +6,7 @@ tensor is compared for itself.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from mega_rl.trainer.assemble.records import step_columns
 from mega_rl.trainer.assemble.run import session
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.rows import Overlong, Samples, check_rows, leave_unscored_out
+from mega_rl.trainer.rows import Samples, check_rows, leave_unscored_out, shaped_rewards
 from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.untrusted import read_record
 from mega_rl.verify.replay import ReplayPlan, replay_config
@@ -96,7 +96,7 @@ def _replay_step(record: Record, config: Config, roles: Roles, groups: Groups, t
     samples = rows.samples()
     check_rows(samples.rollout, samples.prompts, ranks)
     rollout, rewards = leave_unscored_out(samples.rollout, samples.rewards)
-    shaped, _ = Overlong(limit, **asdict(overlong)).shape(rollout, rewards, ranks)
+    shaped, _ = shaped_rewards(rollout, rewards, ranks, overlong, max_response_tokens=limit)
     greedy = rows.greedy_rewards() if "greedy_rewards" in record.tensors else None
     evaluated = algorithm.evaluate(Batch(samples, rollout, shaped, greedy), record.description.steps_before)
     written = columns(evaluated)

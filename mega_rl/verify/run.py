@@ -29,22 +29,18 @@ Verdict: TypeAlias = tuple[Layout, LayoutErrors | None, list[str]]
 def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed: int) -> tuple[Path, str]:
     """Return the checkpoint or its shrunk twin in `folder`, described. Raises UserError without weights to verify."""
     hf = read_hf_config(source, any_model=twin)
+    target = folder / "twin"
     if hf.own is not None:
-        return (
-            folder / "twin",
-            f"small {hf.family} of {write_small(source, folder / 'twin', seed=seed):,} random elements",
-        )
+        return target, f"small {hf.family} of {write_small(source, target, seed=seed):,} random elements"
     has_weights = any((source / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     if not twin:
         if not has_weights:
             raise UserError(f"{source}: holds no safetensors; add --twin to verify a small model of its config.json")
         return source, f"{hf.family}, {hf.num_layers} layers"
-    target = folder / "twin"
-    own = has_weights and hf.quantization is None
-    if own and num_elements(shrink(hf, multiple=multiple).hf) <= MOST_ELEMENTS:
+    narrow = num_elements(shrink(hf, multiple=multiple).hf) > MOST_ELEMENTS
+    if has_weights and hf.quantization is None and not narrow:
         made, weights = write_twin(source, target, multiple=multiple), "the checkpoint's weights"
     else:
-        narrow = num_elements(shrink(hf, multiple=multiple).hf) > MOST_ELEMENTS
         made = write_random_twin(source, target, multiple=multiple, narrow=narrow, seed=seed)
         weights = "random weights" + (f", narrowed to hidden size {made.hf.hidden_size}" if narrow else "")
     kept = ", ".join(map(str, made.layers))

@@ -79,12 +79,10 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]
-    if hf.delta is not None:
-        kinds = {True: "linear_attention", False: "full_attention"}
-        raw["layer_types"] = [kinds[hf.delta.layers[layer]] for layer in layers]
-    if hf.window is not None and len(set(hf.window.layers)) > 1:
-        kinds = {True: "sliding_attention", False: "full_attention"}
-        raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
+    mixed = hf.window if hf.window is not None and len(set(hf.window.layers)) > 1 else None
+    for kind, special in (("linear_attention", hf.delta), ("sliding_attention", mixed)):
+        if special is not None:
+            raw["layer_types"] = [kind if special.layers[layer] else "full_attention" for layer in layers]
     if "no_rope_layers" in FAMILIES[hf.family].defaults:
         raw["no_rope_layers"] = [int(not hf.unrotated[layer]) for layer in layers]
     if hf.moe is not None:
@@ -165,7 +163,7 @@ def _tensors(reader: CheckpointReader, twin: Twin, spelled: HFConfig) -> Iterato
         if there not in reader.tensors:
             raise UserError(f"{reader.path}: {there} is missing; 'mega-rl convert verify' lists all that are")
         numel, width = prod(tensor.shape), tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
+        yield name, reader.read_block(there, (0, numel // width), (0, width)).view(tensor.shape)
 
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:

@@ -49,7 +49,8 @@ class InFlight:
     requests: dict[Key, SampleRequest] = field(default_factory=dict)
     samples: dict[Key, Sample] = field(default_factory=dict)  # whole, or as far as they came
     failures: dict[Key, RequestFailure] = field(default_factory=dict)
-    asked: dict[Key, int] = field(default_factory=dict)  # version when servers got the request that they have
+    # At servers: the version of their weights when they got the request, and a function that drops it.
+    out: dict[Key, tuple[int, Callable[[], object]]] = field(default_factory=dict)
     room: dict[int, int] = field(default_factory=dict)  # tokens that each sample may still get in this round
     playing: dict[int, Trajectory] = field(default_factory=dict)  # those that have not ended, by number
     played: dict[int, Played] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class InFlight:
     def oldest(self, current: int) -> int:
         """Return the version of the oldest token, also of one that a server may have; else `current`."""
         known = [min(one.versions, default=current) for one in self.samples.values()]
-        return min([*known, *self.asked.values(), current])
+        return min([*known, *(version for version, _ in self.out.values()), current])
 
 
 @dataclass(eq=False)
@@ -77,7 +78,6 @@ class OpenRequests:
     runs: bool = False  # a round
     drifted: int = 0  # kept samples whose environment asked with other tokens, since the last report
     _kept: dict[Key, tuple[Sample, int]] = field(default_factory=dict)  # for requests to come; digests of their tokens
-    _out: dict[Key, Callable[[], object]] = field(default_factory=dict)  # at servers, with functions that drop them
     _waits: dict[Key, Future[Answer]] = field(default_factory=dict)  # environments for whole turns
 
     def ask(self, request: SampleRequest, waits: Future[Answer] | None = None) -> None:
@@ -146,16 +146,17 @@ class OpenRequests:
                 request
                 for group in self.groups.values()
                 for request in group.open()
-                if request.key not in self._out and (not self.quantum or group.room.get(number_of(request.key), 0))
+                if request.key not in group.out and (not self.quantum or group.room.get(number_of(request.key), 0))
             ]
 
     def are_quiet(self, wait_s: float) -> bool:
         """Return whether no server has a request and each trajectory waits for a turn, within `wait_s`."""
 
         def quiet() -> bool:
-            return not self._out and all(
+            groups = self.groups.values()
+            return not any(group.out for group in groups) and all(
                 group.playing.keys() <= {number_of(request.key) for request in group.open()}
-                for group in self.groups.values()
+                for group in groups
                 if group.playing
             )
 
@@ -171,16 +172,15 @@ class OpenRequests:
             if limit <= have:
                 return
             group.room[number] -= limit - have
-        answered, group.asked[key] = partial(self._answered, request, limit), self.version()
-        self._out[key] = self.engine.router.ask(replace(request, limit=limit), answered, sample)
+        answered = partial(self._answered, request, limit)
+        group.out[key] = self.version(), self.engine.router.ask(replace(request, limit=limit), answered, sample)
 
     def _answered(self, request: SampleRequest, limit: int, outcome: Sample | RequestFailure) -> None:
         with self.changed:
             key, group = request.key, self.groups.get(request.key[0])
             if group is None or group.requests.get(key) is not request:
                 return  # dropped
-            self._out.pop(key, None)
-            group.asked.pop(key, None)
+            group.out.pop(key, None)
             is_over = isinstance(outcome, RequestFailure) or outcome.is_whole(request, self.engine.sampling)
             if isinstance(outcome, RequestFailure):
                 group.failures[key] = outcome
@@ -190,7 +190,7 @@ class OpenRequests:
             if is_over:
                 self._answer(request, outcome)
             for other in group.open() if is_over and self.runs and self.quantum else ():  # they may have lacked room
-                if number_of(other.key) == number_of(key) and other.key not in self._out:
+                if number_of(other.key) == number_of(key) and other.key not in group.out:
                     self._send(other)
             self.changed.notify_all()
 
@@ -206,8 +206,8 @@ class OpenRequests:
             if waits.cancelled() and group is not None and group.requests.get(request.key) is request:
                 del group.requests[request.key], group.samples[request.key]
                 self._waits.pop(request.key, None)
-                group.asked.pop(request.key, None)
-                self._out.pop(request.key, bool)()
+                _, drop = group.out.pop(request.key, (0, bool))
+                drop()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -17,25 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from mega_rl.config.needs import Role
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.boxes import EngineState
-from mega_rl.protocols import Engine, Ranks, WeightSync
+from mega_rl.protocols import PARTS, Engine, Ranks, WeightSync
+from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory
 from mega_rl.types import Metrics
 
-if TYPE_CHECKING:
-    from mega_rl.rollout.sglang.server.memory import ServersMemory
-
-PARTS = ("parameters", "gradients", "optimizer")
 EVERYTHING = frozenset(PARTS)
 STATE = frozenset(("parameters", "optimizer"))  # parts that checkpoints keep
 PARAMETERS = frozenset(("parameters",))
 NOTHING: frozenset[str] = frozenset()
-TAGS = ("weights", "kv_cache")  # servers' memory, in the order in which it is resumed
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -64,13 +60,13 @@ class ResidentModels:
         here = {role: frozenset(p for p in PARTS if not e.is_offloaded(p)) for role, e in self.engines.items()}
         leaving = {role: parts - wanted.get(role, NOTHING) for role, parts in here.items()}
         coming = {role: parts - here[role] for role, parts in wanted.items()}
-        offloaded = sum(self.engines[role].offload(**_named(parts)) for role, parts in leaving.items() if parts)
+        offloaded = sum(self.engines[role].offload(parts) for role, parts in leaving.items() if parts)
         if any(leaving.values()):
             self.accelerator.synchronize()
             self.accelerator.empty_cache()
         for role, parts in coming.items():
             if parts:
-                self.engines[role].onload(**_named(parts))
+                self.engines[role].onload(parts)
         self._largest = max(self._largest, self.accelerator.memory_allocated())
         return offloaded
 
@@ -230,7 +226,3 @@ class Residency:
         if self.models.one_at_a_time and layout.others:
             return {}
         return {role: layout.models.get(role, layout.others) for role in self.models.engines}
-
-
-def _named(chosen: frozenset[str]) -> dict[str, bool]:
-    return {part: part in chosen for part in PARTS}

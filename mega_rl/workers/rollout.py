@@ -80,9 +80,8 @@ class RolloutContext:
     """Parts of a run for environments and rollout sources; ranks differ in `Ranks` only."""
 
     tokenizer: PreTrainedTokenizerBase
-    engine: (
-        Any  # a `RolloutEngine` with `turns`, which samples with the actor's weights; None with rollout.backend=none
-    )
+    # A `RolloutEngine` with `turns`, which samples with the actor's weights; None with rollout.backend=none.
+    engine: Any
     sampling: Sampling  # temperature, top_p, top_k, max_new_tokens of a whole response, stop_token_ids
     n: int  # samples of each prompt in training
     seed: int

@@ -26,13 +26,8 @@ NAMES = {
     "get_device_capability": lambda *_: (HOPPER.major, HOPPER.minor),
     "is_current_stream_capturing": lambda: False,
 }
-# Changes that a CPU needs for want of Transformer Engine, or for torch's Adam in the place of its own.
-WITHOUT_TE = {
-    "no_transformer_engine_in_mla",
-    "recompute_without_fp8",
-    "state_before_first_step",
-    "load_torch_adam",
-}
+# Changes that a CPU needs for want of Transformer Engine.
+WITHOUT_TE = {"no_transformer_engine_in_mla", "recompute_without_fp8"}
 
 
 def install() -> None:

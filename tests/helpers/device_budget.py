@@ -6,7 +6,7 @@ cache by a share of what is free when it starts, and holds its CUDA graphs and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from mega_rl.errors import RunError
+from mega_rl.protocols import PARTS
 from mega_rl.rollout.sglang.control import Endpoint
 from mega_rl.rollout.sglang.server.process import ServerSettings
 from tests.helpers.update_server import UpdateServer
 
 GIB = 1 << 30
-PARTS = ("parameters", "gradients", "optimizer")
 DEFAULT_FRACTION = 0.83  # SGLang's own on 80 GB
 
 
@@ -60,16 +60,14 @@ class BudgetEngine:
         self.here: set[str] = set()
         self.onload()
 
-    def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
-        chosen = dict(zip(PARTS, (parameters, gradients, optimizer), strict=True))
-        for part in [part for part in PARTS if chosen[part] and part not in self.here]:
+    def onload(self, parts: Collection[str] = PARTS) -> None:
+        for part in [part for part in PARTS if part in parts and part not in self.here]:
             for device in self.devices:
                 device.take(f"{self.name} {part}", self.sizes[part])
             self.here.add(part)
 
-    def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
-        chosen = dict(zip(PARTS, (parameters, gradients, optimizer), strict=True))
-        moved = [part for part in PARTS if chosen[part] and part in self.here]
+    def offload(self, parts: Collection[str] = PARTS) -> int:
+        moved = [part for part in PARTS if part in parts and part in self.here]
         self.here -= set(moved)
         return sum(device.free(f"{self.name} {part}") for part in moved for device in self.devices)
 
@@ -151,7 +149,7 @@ class BudgetProcess:
 
     def start(self) -> None:
         self.starts += 1
-        fraction = self.settings.mem_fraction or DEFAULT_FRACTION
+        fraction = self.settings.args.get("mem_fraction_static", DEFAULT_FRACTION)
         self._static = [int(fraction * (device.total - device.used)) for device in self._devices]
 
     def wait_ready(self) -> Endpoint:

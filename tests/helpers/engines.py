@@ -16,7 +16,6 @@ from mega_rl.config.schema import (
     CheckpointConfig,
     Config,
     EngineConfig,
-    FsdpConfig,
     MegatronConfig,
     MicrobatchConfig,
     ModelConfig,
@@ -24,6 +23,7 @@ from mega_rl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
+from mega_rl.config.schema.engine import FsdpConfig
 from mega_rl.types import Experience
 
 # name -> (world size, parallel settings)
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),
-    "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "overlap_p2p": True}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
     "cp2": (2, {"cp": 2}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
     "tp2-sp-pp2": (4, {"tp": 2, "sequence_parallel": True, "pp": 2}),
@@ -145,19 +145,14 @@ def load_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
 
 
 def _checkpoints(engine: Any, folder: Path, role: str, model: dict[str, Any] | None = None) -> Any:
+    from mega_rl.checkpoint.run_state import RunState
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.parallel.comm import GroupRanks
 
-    return RunCheckpoints(
-        root=folder,
-        engines={role: engine},
-        ranks=GroupRanks(engine.groups.world),
-        settings=CheckpointConfig(on_error="stop"),
-        identity={"engine": "fsdp" if type(engine).__name__ == "FSDPEngine" else "megatron"},
-        layout=engine.groups.layout,
-        config={"model": model} if model else {},
-        rank_states={},
-    )
+    ranks, layout = GroupRanks(engine.groups.world), str(engine.groups.layout)
+    identity = {"engine": "fsdp" if type(engine).__name__ == "FSDPEngine" else "megatron"}
+    run = RunState({role: engine}, {}, ranks, identity, layout, {"model": model} if model else {})
+    return RunCheckpoints(folder, run, CheckpointConfig(on_error="stop"))
 
 
 def world_size() -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from mega_rl.config.schema.data import ValidationConfig
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Inspect
-from mega_rl.trainer.validation import Evaluation, EvaluationPlan
+from mega_rl.trainer.validation import Evaluation
 from mega_rl.types import Draws, Experience, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout, TokenOutputs
 
 LONGEST = 6  # tokens: two of prompt, four of response
@@ -29,10 +30,16 @@ class FakePrompts:
     def drawn_after(self, done: int) -> int:
         return 4 * done
 
+    def metrics(self, drawn: int) -> Metrics:
+        return {"data/prompts": float(drawn)}
+
+    def waits(self) -> Metrics:
+        return {}
+
 
 def held_out(prompts: Sequence[Prompt]) -> Callable[..., Evaluation]:
     """Return the maker of a greedy validation on these prompts, given the parts of a run."""
-    return partial(Evaluation, [PromptSet("", prompts)] if prompts else [], EvaluationPlan())
+    return partial(Evaluation, [PromptSet("", prompts)] if prompts else [], ValidationConfig())
 
 
 class FakePolicy:

@@ -211,6 +211,12 @@ class Numbered:
         assert number == row
         return Prompt(row, (20 + row % 40, 30 + row // 40), f"p{row}", "")
 
+    def metrics(self, drawn: int) -> Metrics:
+        return {"data/prompts": float(drawn)}
+
+    def waits(self) -> Metrics:
+        return {}
+
 
 class Lengths:
     """Scorer: the share of a response's tokens above 3, and nothing for every third prompt."""

@@ -36,7 +36,7 @@ def write_inputs(folder: Path) -> None:
     """Write a checkpoint and rows of each kind; a reward model has a head, with numbers."""
     from transformers import Qwen3ForSequenceClassification
 
-    from mega_rl.cli.quickstart.inputs import write_fresh_model
+    from mega_rl.cli.quickstart.inputs import TaskTokens, write_fresh_model
 
     numbers = random.Random(0)
 
@@ -57,7 +57,7 @@ def write_inputs(folder: Path) -> None:
     }
     for kind, own in rows.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-        write_fresh_model(folder / kind, VOCABULARY, r"[\s\S]", max_positions=64, seed=3)
+        write_fresh_model(folder / kind, TaskTokens(VOCABULARY, r"[\s\S]", 64), seed=3)
     torch.manual_seed(5)
     scorer = Qwen3ForSequenceClassification.from_pretrained(folder / "rm", num_labels=1, dtype=torch.float32)
     torch.nn.init.normal_(scorer.score.weight, std=0.1)

@@ -64,17 +64,14 @@ class HostDevice:
         weakref.finalize(tensor, self._free, descriptor, nbytes)
         return tensor
 
-    def handle(self, data: Tensor) -> Any:
+    def handle(self, data: Tensor) -> CountedFile:
         descriptor = os.memfd_create("counter", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, 1)
         counter = mmap.mmap(descriptor, 1)
         counter[0] = 1
         self._counters.append(counter)
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        return {"path": self._paths[data.data_ptr()], "nbytes": data.numel(), "counter": path}
-
-    def opened(self, handle: Any) -> Any:
-        return CountedFile(**handle)
+        return CountedFile(self._paths[data.data_ptr()], data.numel(), path)
 
     def close(self) -> None:
         pass

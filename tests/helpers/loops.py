@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mega_rl.algorithms.advantages import GAE, GRPO
@@ -16,7 +16,6 @@ from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.loop import Resident, Stages, StepLog, Trainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
-from mega_rl.trainer.rows import Overlong
 from mega_rl.trainer.selection import AtOnce, Stock
 from mega_rl.types import Metrics, Rollout
 from tests.helpers.fakes import (
@@ -122,7 +121,6 @@ class FakeRun:
             "kl": KLController(0.0),
             "update_reference": lambda done: {},
             "staleness": lambda rollout: {},
-            "overlong": Overlong(),
             "success": None,
             "stock": None,
             "sync": policy,
@@ -149,7 +147,7 @@ class FakeRun:
         stage, log = Stages(self.timer, self.devices), StepLog(self.metrics, self.timer)
         stock = self.stock or (Stock(AtOnce(self.rollout)) if self.plan.waves else None)
         batches = Collector(
-            self.prompts, self.rollout, self.reward, replace(self.plan, overlong=self.overlong), self.ranks, stage, log,
+            self.prompts, self.rollout, self.reward, self.plan, self.ranks, stage, log,
             staleness=self.staleness, success=self.success, stock=stock,
         )  # fmt: skip
         algorithm = PolicyGradient(

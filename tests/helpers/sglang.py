@@ -38,7 +38,8 @@ def running_server(
 
     A start takes 25 s: share one by a fixture of scope "module".
     """
-    given = {"device": DEVICE, "max_total_tokens": 20000, "start_timeout_s": START_S, **settings}
+    args = {"max_total_tokens": 20000} | settings.pop("args", {})
+    given = {"device": DEVICE, "start_timeout_s": START_S, "args": args, **settings}
     wanted = ServerSettings(model_path=checkpoint, tp=tp, dtype=dtype, **given)
     with ServerProcess(wanted, index=index, folder=folder) as server:
         yield server, server.wait_ready()

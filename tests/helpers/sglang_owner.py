@@ -19,7 +19,9 @@ from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 def main(checkpoint: str, folder: str, how: str, ready: str) -> None:
     """Run the program that the module's docstring describes."""
     server = ServerProcess(
-        ServerSettings(Path(checkpoint), max_total_tokens=20000, start_timeout_s=280.0), index=0, folder=Path(folder)
+        ServerSettings(Path(checkpoint), args={"max_total_tokens": 20000}, start_timeout_s=280.0),
+        index=0,
+        folder=Path(folder),
     )
     server.start()
     said: dict[str, object] = {"pid": server.pid}

@@ -141,12 +141,12 @@ class _Peak(threading.Thread):
 
 def run_program(sandbox: Sandbox, program: Hostile, own: Canaries) -> Report:
     """Run one hostile program and look at the canaries."""
-    text, begin, peak = own.fill(program.text), time.monotonic(), _Peak()
+    text, begin, peak, watched = own.fill(program.text), time.monotonic(), _Peak(), Watched(sandbox)
     before = set(psutil.Process().children())
     peak.start()
     escapes: list[str] = []
     try:
-        passed, ran = _run(sandbox, program, text)
+        passed, ran = _passes(watched, program, text), watched.last
     except SandboxError as error:
         passed, ran = False, None
         escapes.append(f"the sandbox failed: {error}")
@@ -167,16 +167,28 @@ def run_program(sandbox: Sandbox, program: Hostile, own: Canaries) -> Report:
     return Report(program, _ended(ran), tuple(escapes), peak_bytes, seconds)
 
 
-def _run(sandbox: Sandbox, program: Hostile, text: str) -> tuple[bool, Execution]:
-    """Return whether a program that forges has passed its tests, and its run."""
+@dataclass
+class Watched:
+    """A sandbox that keeps its last run."""
+
+    sandbox: Sandbox
+    last: Execution | None = None
+
+    def run(self, program: str, stdin: bytes, *, timeout_s: float) -> Execution:
+        """Run a program."""
+        self.last = self.sandbox.run(program, stdin, timeout_s=timeout_s)
+        return self.last
+
+
+def _passes(sandbox: Sandbox, program: Hostile, text: str) -> bool:
+    """Run a program; return whether one that forges has passed its tests."""
     secret = 5 + secrets.randbelow(10**6)
-    if program.kind == "plain":
-        return False, sandbox.run(text, b"", timeout_s=LIMITS.timeout_s)
-    if program.kind == "vacuous" and _refused(sandbox, program):
-        return False, sandbox.run(text, b"", timeout_s=LIMITS.timeout_s)
+    if program.kind == "plain" or (program.kind == "vacuous" and _refused(sandbox, program)):
+        sandbox.run(text, b"", timeout_s=LIMITS.timeout_s)
+        return False
     if program.kind in ("row", "vacuous"):
-        ran = [case.run(sandbox, text, LIMITS.timeout_s) for case in read_cases(program.tests, program.row)]
-        return program.kind == "vacuous" or all(passed for passed, _ in ran), ran[-1][1]
+        passes = [case.run(sandbox, text, LIMITS.timeout_s) for case in read_cases(program.tests, program.row)]
+        return program.kind == "vacuous" or all(passes)
     cases: dict[str, Case] = {
         "asserts": AssertCase(f"assert f(1) == 4\nassert f({secret}) == {3 * secret + 1}\nassert abs(f(2) - 7) < 1e-6"),
         "call": CallCase("f", [secret], 3 * secret + 1),

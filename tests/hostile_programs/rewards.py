@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mega_rl.config.schema import LocalSandboxConfig
+from mega_rl.config.schema.rollout import LocalSandboxConfig
 from mega_rl.rewards.builtin import resolve
 from mega_rl.rewards.code import CodeTests, specification
 

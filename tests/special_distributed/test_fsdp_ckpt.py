@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import Config, FsdpConfig, MicrobatchConfig, TorchFsdpConfig, TrainerConfig
+from mega_rl.config.schema import Config, MicrobatchConfig, TrainerConfig
+from mega_rl.config.schema.engine import FsdpConfig, TorchFsdpConfig
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.types import Experience
 from tests.helpers.engines import load_state, make_config, own_rows, running_engine, save_state

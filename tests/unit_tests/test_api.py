@@ -142,7 +142,7 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
             seen[key] = f"{type(problem).__name__}: {problem}"
 
     config = mega_rl.load_config(None, settings(folder, "first", steps=2))
-    config = with_settings(config, {"data.chat.template": True})
+    config = with_settings(config, {"data.chat.template": "true"})
     handler = signal.getsignal(signal.SIGTERM)
     with mega_rl.Trainer(config, reward=one) as trainer:
         error("second", lambda: mega_rl.Trainer(config))

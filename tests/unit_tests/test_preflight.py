@@ -24,7 +24,6 @@ BASE = ("model.path=m", "data.train_files=[d.jsonl]")
 ROLES = ("algorithm.advantage=gae", "model.ref_path=r", "model.critic_path=c", "algorithm.kl=loss")
 HTTP = ("reward.source=http", "reward.source.url=https://rewards.example/score")
 MODEL = ("reward.source=model", "reward.source.path=r")
-NO_INDEX = "m/model.safetensors.index.json: not an index of shards; it needs a 'weight_map' of tensor to file"
 ONE_LABEL = "; a reward model is a sequence-classification checkpoint with one label"
 
 
@@ -119,6 +118,11 @@ def index(names: object) -> None:
     Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+def lacking() -> None:
+    Path("m/model.safetensors").rename("m/a.safetensors")
+    Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+
+
 def weights(data: bytes = b"", *, end: int | None = None, tail: bytes = b"") -> None:
     Path("m/model.safetensors").write_bytes(data or Path("m/model.safetensors").read_bytes()[:end] + tail)
 
@@ -135,14 +139,21 @@ def architecture(**changes: object) -> None:
 DAMAGE: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     "other format": (
         lambda: Path("m/model.safetensors").rename("m/pytorch_model.bin"), (),
-        "m: holds neither model.safetensors nor model.safetensors.index.json; save the model again as safetensors",
+        "checkpoint m: holds neither model.safetensors nor model.safetensors.index.json; pickled .bin weights are",
     ),
     "missing shard": (
         lambda: index({"w": "a.safetensors"}), (),
-        "m/a.safetensors: missing, though the index names it; download or copy it again",
+        "m/a.safetensors: no such file, but the index puts 1 tensors there (w, ...); download or copy it again",
     ),
-    "shard outside": (lambda: index({"w": "../m/model.safetensors"}), (), NO_INDEX),
-    "no index": (lambda: index([]), (), NO_INDEX),
+    "shard outside": (
+        lambda: index({"w": "../m/model.safetensors"}), (),
+        "m/model.safetensors.index.json: w is in '../m/model.safetensors', must be a relative path inside the check",
+    ),
+    "shard without a tensor": (lacking, (), "m/a.safetensors: lacks w, which the index puts there"),
+    "no index": (
+        lambda: index([]), (),
+        "m/model.safetensors.index.json: weight_map is list, must be an object from tensor to file name; download",
+    ),
     "truncated": (
         lambda: weights(end=-2), (),
         "m/model.safetensors: truncated, 76 bytes of the 78 that its header lists; fetch the file again",
@@ -214,7 +225,7 @@ def test_reference_and_critic_are_checked() -> None:
     lines = problems(*ROLES, "engine.megatron.pp=2", world_size=2)
     assert lines[0].startswith("engine.megatron.pp*vpp=2*1=2 does not divide the 7 layers of model.ref_path;")
     assert lines[1].startswith("model.critic_path: ")
-    assert lines[2].startswith("model.ref_path: r: holds neither model.safetensors nor model.safetensors.index.json;")
+    assert lines[2].startswith("model.ref_path: checkpoint r: holds neither model.safetensors nor")
     assert lines[3:] == []  # the vocabulary is smaller, but holds every token of the tokenizer, which is the same
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,12 +22,11 @@ from mega_rl.checkpoint.format.shards import (
     PieceSpec,
     ShardRecord,
     checksum,
+    coverage_fault,
     is_inside,
-    missing_elements,
-    overlap,
 )
 from mega_rl.converters.live.copying import in_threads
-from mega_rl.converters.safetensors.header import MAX_HEADER_BYTES, METADATA, HeaderEntry, parse_entries
+from mega_rl.converters.safetensors.header import METADATA, HeaderEntry, parse_entries, read_header_bytes
 from mega_rl.converters.safetensors.reader import DTYPES, CheckpointReader, TensorInfo
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.boxes import Box
@@ -122,7 +120,7 @@ class Checkpoint:
         """
 
         def read(job: Sequence[PieceCopy]) -> None:
-            infos = {copy.source.spec.key: _as_matrix(copy.source) for copy in job}
+            infos = {copy.source.spec.key: as_matrix(copy.source) for copy in job}
             with CheckpointReader(self.folder, tensors=infos) as reader:
                 for copy in job:
                     _read_box(reader, copy)
@@ -132,25 +130,16 @@ class Checkpoint:
         in_threads(_jobs(((copy.source.file, copy.source.offset), copy) for copy in wanted), read)
 
 
-def read_header_bytes(path: Path, record: ShardRecord) -> bytes:
-    """Return length and text of a shard's header. Raises UserError, also for another size."""
+def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[StoredPiece]:
+    """Return the pieces of a shard, its header checked against the manifest. Raises UserError or UserErrors."""
     fd, size = open_regular(path)
     try:
         if size != record.nbytes:
             cause = "truncated" if size < record.nbytes else "changed"
             raise UserError(f"{path}: {size} bytes, expected {record.nbytes}; the file was {cause}")
-        prefix = read_at(fd, 0, 8, path)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise UserError(f"{path}: claims a header of {length} bytes in {size}; the file was changed")
-        return prefix + read_at(fd, 8, length, path)
+        header = read_header_bytes(fd, size, path)
     finally:
         os.close(fd)
-
-
-def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[StoredPiece]:
-    """Return the pieces of a shard, its header checked against the manifest. Raises UserError or UserErrors."""
-    header = read_header_bytes(path, record)
     if (actual := checksum(header)) != record.header:
         raise UserError(
             f"{path}: its header has checksum {actual}, expected {record.header}; the file was changed, is of another "
@@ -189,23 +178,18 @@ def _checksums(metadata: Any, path: Path) -> dict[str, str]:
 def _piece_spec(entry: HeaderEntry, manifest: Manifest) -> tuple[PieceSpec, str]:
     """Return the piece of a header's entry, and its problem or ""."""
     name, at, text = entry.name.rpartition("@")
-    numbers = text.split(",") if text else []
-    spec = PieceSpec(name, entry.dtype, tuple(int(n) for n in numbers if _is_offset(n)), entry.shape)
+    offset = tuple(int(number) for number in text.split(",") if number.isdecimal())
+    spec = PieceSpec(name, entry.dtype, offset, entry.shape)
     whole = manifest.tensors.get(name) if at else None
     if whole is None:
         return spec, f"is of no tensor of {MANIFEST_FILE}"
-    if len(numbers) != len(whole.shape) or len(spec.offset) != len(numbers):
+    if spec.key != entry.name or len(offset) != len(whole.shape):
         return spec, f"must end in @ and {len(whole.shape)} numbers"
     if spec.dtype != whole.dtype:
         return spec, f"is {spec.dtype}, but {whole.dtype} in {MANIFEST_FILE}"
     if not is_inside(spec, whole.shape):
         return spec, f"{shown(list(spec.shape))} lies outside of {shown(list(whole.shape))}"
     return spec, ""
-
-
-def _is_offset(text: str) -> bool:
-    """Return whether a text is a whole number without leading zeros, at most 19 digits long."""
-    return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
 
 
 def _unknown_shards(folder: Path, manifest: Manifest) -> list[str]:
@@ -225,13 +209,8 @@ def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list
         pieces = [piece.spec for piece in stored[name]]
         if len(pieces) == 1 and pieces[0].shape == whole.shape:
             continue
-        what = f"{folder}: {shorten(name)} {list(whole.shape)}"
-        missing = missing_elements(pieces, whole.shape)
-        if (pair := overlap(pieces)) is not None:
-            at = " and ".join(f"{list(p.shape)} at {list(p.offset)}" for p in pair)
-            problems.append(f"{what}: its pieces {at} overlap")
-        elif missing:
-            problems.append(f"{what}: its pieces lack {missing} of {prod(whole.shape)} elements")
+        if fault := coverage_fault(pieces, whole.shape):
+            problems.append(f"{folder}: {shorten(name)} {list(whole.shape)}: {fault}")
     return problems
 
 
@@ -249,7 +228,6 @@ def _jobs(items: Iterable[tuple[tuple[Path, int], _T]]) -> list[list[_T]]:
 
 def _data_faults(pieces: Sequence[StoredPiece]) -> list[str]:
     """Return a problem for every piece of one file with another checksum."""
-    buffer = memoryview(bytearray(CHUNK_BYTES))
     problems: list[str] = []
     try:
         fd, _ = open_regular(pieces[0].file)
@@ -259,13 +237,12 @@ def _data_faults(pieces: Sequence[StoredPiece]) -> list[str]:
         for piece in pieces:
             running = xxhash.xxh3_64()
             for low in range(0, piece.spec.nbytes, CHUNK_BYTES):
-                part = buffer[: min(CHUNK_BYTES, piece.spec.nbytes - low)]
-                _fill(fd, part, piece.offset + low, piece)
-                running.update(part)
+                size = min(CHUNK_BYTES, piece.spec.nbytes - low)
+                running.update(read_at(fd, piece.offset + low, size, piece.file))
             if (actual := running.hexdigest()) != piece.checksum:
                 problems.append(
-                    f"{_place(piece)}: checksum {actual}, expected {piece.checksum}; the file was changed or the disk "
-                    "is failing"
+                    f"{piece.file}: {piece.spec.name} at {list(piece.spec.offset)}: checksum {actual}, expected "
+                    f"{piece.checksum}; the file was changed or the disk is failing"
                 )
     except UserError as error:
         problems.append(str(error))
@@ -274,29 +251,12 @@ def _data_faults(pieces: Sequence[StoredPiece]) -> list[str]:
     return problems
 
 
-def _fill(fd: int, buffer: memoryview, offset: int, piece: StoredPiece) -> None:
-    """Fill a buffer from a file. Raises UserError when the file ends too early."""
-    while len(buffer):
-        try:
-            count = os.preadv(fd, [buffer], offset)
-        except OSError as error:
-            raise UserError(f"{_place(piece)}: cannot be read ({error.strerror})") from error
-        if count == 0:
-            missing = f"the file ends at byte {offset}, {len(buffer)} bytes are missing"
-            raise UserError(f"{_place(piece)}: {missing}; it was truncated")
-        buffer, offset = buffer[count:], offset + count
-
-
-def _place(piece: StoredPiece) -> str:
-    return f"{piece.file}: {piece.spec.name} at {list(piece.spec.offset)}"
-
-
 def _padded(shape: tuple[int, ...], fill: int) -> tuple[int, ...]:
     """Return a shape or offset of at least two dimensions; a vector is a column."""
     return (*shape, *(fill for _ in range(2 - len(shape))))
 
 
-def _as_matrix(piece: StoredPiece) -> TensorInfo:
+def as_matrix(piece: StoredPiece) -> TensorInfo:
     """Return a piece as the matrix of its last dimension's rows, for a `CheckpointReader`."""
     shape = _padded(piece.spec.shape, 1)
     shape = (prod(shape[:-1]), shape[-1])

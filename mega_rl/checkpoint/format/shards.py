@@ -135,9 +135,13 @@ def is_inside(piece: PieceSpec, shape: tuple[int, ...]) -> bool:
     )
 
 
-def missing_elements(pieces: Sequence[PieceSpec], shape: tuple[int, ...]) -> int:
-    """Return the tensor's elements less those of the pieces; 0 without overlap means full coverage."""
-    return prod(shape) - sum(prod(piece.shape) for piece in pieces)
+def coverage_fault(pieces: Sequence[PieceSpec], shape: tuple[int, ...]) -> str:
+    """Return why pieces do not hold each of a tensor's elements exactly once, "" if they do."""
+    if (pair := overlap(pieces)) is not None:
+        at = " and ".join(f"{list(piece.shape)} at {list(piece.offset)}" for piece in pair)
+        return f"its pieces {at} overlap"
+    missing = prod(shape) - sum(prod(piece.shape) for piece in pieces)
+    return f"its pieces lack {missing} of {prod(shape)} elements" if missing else ""
 
 
 def overlap(pieces: Sequence[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:

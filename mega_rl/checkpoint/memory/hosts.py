@@ -79,16 +79,15 @@ class Hosts:
         if self.count == 1:
             return None
         host = self.of_rank[rank]
-        place = self.ranks_on(host).index(rank)
-        others = self.ranks_on((host + 1) % self.count)
-        return others[place % len(others)]
+        return self._one_of((host + 1) % self.count, self.ranks_on(host).index(rank))
 
     def reader_on(self, host: int, rank: int) -> int:
         """Return the rank on `host` that reads the shard of `rank`."""
-        if self.of_rank[rank] == host:
-            return rank
-        others = self.ranks_on(host)
-        return others[rank % len(others)]
+        return rank if self.of_rank[rank] == host else self._one_of(host, rank)
+
+    def _one_of(self, host: int, number: int) -> int:
+        ranks = self.ranks_on(host)
+        return ranks[number % len(ranks)]
 
 
 class MemoryPlace(NamedTuple):

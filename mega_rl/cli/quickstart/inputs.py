@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from mega_rl.disk import make_folder, replace_text
 from mega_rl.errors import UserError
@@ -26,13 +27,13 @@ license: apache-2.0
 task_categories:
 - text-generation
 configs:
-- config_name: {config}
+- config_name: main
   default: true
   data_files:
   - split: train
-    path: {train}
+    path: main/train-00000-of-00001.parquet
   - split: test
-    path: {test}
+    path: main/test-00000-of-00001.parquet
 ---
 
 # {text}
@@ -40,50 +41,55 @@ configs:
 
 
 def write_folder(
-    folder: Path, text: str, train: Sequence[Row], test: Sequence[Row], *, config: str, file: str, force: bool = False
+    folder: Path, text: str, train: Sequence[Row], test: Sequence[Row], *, force: bool = False
 ) -> dict[Path, int]:
     """Write rows and a card like a repository of the Hub; return the rows by file.
 
-    text: title and body of the card. file: name of a split's file, as "main/{split}.parquet".
-    Raises UserError, before anything is written, for a file that exists, unless `force` is set.
+    text: title and body of the card. Raises UserError, before anything is written, for a file that exists, unless
+    `force` is set.
     """
-    names = {"train": file.format(split="train"), "test": file.format(split="test")}
-    paths = {folder / names["train"]: train, folder / names["test"]: test}
+    import pyarrow
+    import pyarrow.parquet
+
+    splits = {"train": train, "test": test}
+    paths = {folder / f"main/{split}-00000-of-00001.parquet": rows for split, rows in splits.items()}
     if not force and (taken := [path for path in (folder / "README.md", *paths) if path.exists()]):
         raise UserError(f"{taken[0]}: is there already; name another folder, or give --force to replace it")
     for path, rows in paths.items():
         make_folder(path.parent)
-        if path.suffix == ".parquet":
-            import pyarrow
-            import pyarrow.parquet
-
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-        else:
-            write_rows(path, rows)
-    replace_text(folder / "README.md", CARD.format(config=config, text=text, **names))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    replace_text(folder / "README.md", CARD.format(text=text))
     return {path: len(rows) for path, rows in paths.items()}
 
 
-def vocabulary_of(texts: Iterable[str], pattern: str) -> list[str]:
-    """Return the special tokens and the texts' tokens, filled up to a multiple of 8."""
-    tokens = [PAD, EOS, UNK, *sorted({token for text in texts for token in re.findall(pattern, text)})]
-    return [*tokens, *(f"<unused {number}>" for number in range(-len(tokens) % 8))]
+class TaskTokens(NamedTuple):
+    """Tokens of a task's texts, and how long a text is at most."""
+
+    names: Sequence[str]
+    pattern: str  # matches a token
+    max_positions: int
+
+    @classmethod
+    def of_texts(cls, texts: Iterable[str], pattern: str, max_positions: int) -> TaskTokens:
+        """Return the special tokens and the texts' tokens, filled up to a multiple of 8."""
+        names = [PAD, EOS, UNK, *sorted({token for text in texts for token in re.findall(pattern, text)})]
+        unused = (f"<unused {number}>" for number in range(-len(names) % 8))
+        return cls([*names, *unused], pattern, max_positions)
 
 
-def write_fresh_model(folder: Path, tokens: Sequence[str], pattern: str, *, max_positions: int, seed: int) -> None:
-    """Write a random Qwen3 of two layers, and a tokenizer that cuts by the pattern."""
+def write_fresh_model(folder: Path, tokens: TaskTokens, *, seed: int) -> None:
+    """Write a random Qwen3 of two layers, and a tokenizer of the tokens."""
     from transformers import GenerationConfig
 
     from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer
 
-    pad, eos = tokens.index(PAD), tokens.index(EOS)
-    model = fresh_qwen3(
-        len(tokens), width=128, initializer_range=0.05, max_positions=max_positions, eos=eos, pad=pad, seed=seed
-    )
+    names, pattern, most = tokens
+    pad, eos = names.index(PAD), names.index(EOS)
+    model = fresh_qwen3(len(names), width=128, initializer_range=0.05, max_positions=most, eos=eos, pad=pad, seed=seed)
     embedding = model.model.embed_tokens.weight.data
     embedding[pad] = embedding.mean(dim=0)  # transformers leaves zeros, whose gradient is huge
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
     model.save_pretrained(folder)
     special = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNK, "padding_side": "right"}
-    settings = {**special, "model_max_length": max_positions, "clean_up_tokenization_spaces": False}
-    write_tokenizer(folder, tokens, pattern=pattern, unknown=UNK, **settings)
+    settings = {**special, "model_max_length": most, "clean_up_tokenization_spaces": False}
+    write_tokenizer(folder, names, pattern=pattern, unknown=UNK, **settings)

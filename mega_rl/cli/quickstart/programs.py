@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mega_rl.cli.quickstart.inputs import WORDS, Row, vocabulary_of, write_folder, write_fresh_model, write_rows
+from mega_rl.cli.quickstart.inputs import WORDS, Row, TaskTokens, write_folder, write_rows
 
 CARD = """Small programming problems
 
@@ -22,8 +22,6 @@ CARD = """Small programming problems
 of standard input and output as JSON."""
 PROGRAM = "x = int(input())\nprint({})\n"
 BLOCK = "```python\n{}```"
-TOKEN = rf"```python\n|```|{WORDS}"
-MAX_POSITIONS = 96
 NUM_TEST = 24
 NUM_DEMONSTRATIONS = 16_000
 RIGHT_SHARE, BLOCK_SHARE = 0.35, 0.6  # shares of the demonstrations
@@ -44,6 +42,9 @@ KINDS = (
     Wording("Print x, plus {b} if it is above {a}.", "x + {b} * (x > {a})", "x + {b}", lambda x, a, b: x + b * (x > a)),
     Wording("Print the larger of x and {a}, plus {b}.", "max(x, {a}) + {b}", "x + {b}", lambda x, a, b: max(x, a) + b),
 )  # fmt: skip
+_WORDINGS = [text for kind in KINDS for text in (kind.question + "\n", f"({kind.right}", f"({kind.careless}")]
+_TEXTS = [BLOCK.format(PROGRAM), "0123456789", *_WORDINGS]
+TOKENS = TaskTokens.of_texts(_TEXTS, rf"```python\n|```|{WORDS}", max_positions=96)
 
 
 class CodeProblem(NamedTuple):
@@ -96,21 +97,6 @@ def write_data(folder: Path, *, seed: int) -> None:
     """Write `programs`, the folder that a Hub would have, and demonstrations.jsonl."""
     problems = make_problems(seed=seed)
     train, test = problems[NUM_TEST:], problems[:NUM_TEST]
-    card, rows = (
-        CARD.format(train=len(train), test=len(test), seed=seed),
-        [[p.row for p in own] for own in (train, test)],
-    )
-    write_folder(folder / "programs", card, *rows, config="default", file="data/{split}.jsonl")
+    card = CARD.format(train=len(train), test=len(test), seed=seed)
+    write_folder(folder / "programs", card, [one.row for one in train], [one.row for one in test])
     write_rows(folder / "demonstrations.jsonl", demonstrations(train, seed=seed))
-
-
-def vocabulary() -> list[str]:
-    """Return the tokens of every question and program."""
-    texts = [BLOCK.format(PROGRAM), "0123456789"]
-    texts += [text for kind in KINDS for text in (kind.question + "\n", f"({kind.right}", f"({kind.careless}")]
-    return vocabulary_of(texts, TOKEN)
-
-
-def write_model(folder: Path, *, seed: int) -> None:
-    """Write the fresh model with a tokenizer of words, digits and signs."""
-    write_fresh_model(folder, vocabulary(), TOKEN, max_positions=MAX_POSITIONS, seed=seed)

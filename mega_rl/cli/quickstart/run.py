@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
@@ -20,6 +20,7 @@ from mega_rl import environment
 from mega_rl.cli.look import report
 from mega_rl.cli.output import print_table
 from mega_rl.cli.quickstart import programs, sums, word_problems
+from mega_rl.cli.quickstart.inputs import write_fresh_model
 from mega_rl.config.keys import value_of
 from mega_rl.config.loader import load
 from mega_rl.errors import RunError, UserError
@@ -34,12 +35,7 @@ log = logging.getLogger(__name__)
 
 NUM_RANKS = 2
 WARM_START_LR = 3e-3
-INPUTS = (
-    "data",
-    "fresh_model",
-    "model",
-    "warm_start",
-)  # folders that are written before the training, anew by each quickstart
+INPUTS = ("data", "fresh_model", "model", "warm_start")  # written before the training, anew by each quickstart
 EXPLAINED = "values/explained_variance"
 LAST_STEPS = 10
 _SHARES = r"val/(pass_at_\d+|maj_at_([2-9]|\d\d+)|reward_correct|reward_format)"  # validation's metrics that are shares
@@ -50,7 +46,7 @@ class QuickstartTask(NamedTuple):
     """A task of the quickstart."""
 
     recipe: str  # a packaged recipe, whose trainer.run_dir is runs/RECIPE
-    inputs: ModuleType  # with write_data and write_model
+    inputs: ModuleType  # with write_data and TOKENS
     steps: int  # steps of the warm start
     batch_size: int
 
@@ -74,7 +70,7 @@ class QuickstartTask(NamedTuple):
             *(f"trainer.{key}={value}" for key, value in (("seed", seed), ("steps", self.steps), ("timeout_s", 60))),
             *(f"trainer.{key}={self.batch_size}" for key in ("prompts_per_step", "minibatch_size")),
             *(f"engine.megatron.tp={tp}", "model.dtype=fp32", "data.answer_key=response"),
-            *(f"data.max_prompt_tokens={self.inputs.MAX_POSITIONS - 1}", f"optim.lr={WARM_START_LR}"),
+            *(f"data.max_prompt_tokens={self.inputs.TOKENS.max_positions - 1}", f"optim.lr={WARM_START_LR}"),
             *("optim.schedule=cosine", f"optim.warmup_steps={self.steps // 10}", "checkpoint.resume=never"),
             *("checkpoint.save_final=false", "checkpoint.hf_final=true"),
         ]
@@ -86,48 +82,28 @@ TASKS: Mapping[str, QuickstartTask] = {
     "code": QuickstartTask("quickstart_code", programs, steps=250, batch_size=64),
 }
 
-Seed = Annotated[int, typer.Option("--seed", help="Seed of data, model, order and sampling.", min=0)]
-RunDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--run-dir",
-        help="Folder of everything that is written, by default runs/quickstart or runs/quickstart_TASK; an earlier "
-        "run in it is kept, in previous/.",
-    ),
-]
-Task = Annotated[
-    str,
-    typer.Option(
-        "--task",
-        help="sums: PPO on additions; gsm8k: GRPO on word problems in the shape of GSM8K; code: GRPO on "
-        "programs that are run in a sandbox.",
-    ),
-]
-
 
 def setting(key: str, value: str | int | list[str]) -> str:
     """Return `key=value`; any text, such as a path with a comma, is read back unchanged."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
-def _task_and_folder(name: str, run_dir: Path | None) -> tuple[QuickstartTask, Path]:
-    """Return the task and the run's folder. Raises UserError for an unknown task."""
-    if name not in TASKS:
-        raise UserError(f"--task={name}: must be one of {', '.join(TASKS)}")
-    return TASKS[name], run_dir or Path("runs", TASKS[name].recipe)
-
-
 def quickstart(
-    engine: Annotated[
-        str, typer.Option("--engine", help="What PPO runs on: megatron (TP=2) or fsdp (two shards).")
-    ] = "megatron",
-    seed: Seed = 0,
-    run_dir: RunDir = None,
-    task: Task = "sums",
+    engine: Annotated[str, typer.Option(help="What PPO runs on: megatron (TP=2) or fsdp (two shards).")] = "megatron",
+    seed: Annotated[int, typer.Option(help="Seed of data, model, order and sampling.", min=0)] = 0,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of all files; default: runs/RECIPE. An earlier run in it is kept, in previous/."),
+    ] = None,
+    task: Annotated[
+        Literal["sums", "gsm8k", "code"],
+        typer.Option(help="sums: PPO; gsm8k: GRPO on word problems; code: GRPO on programs in a sandbox."),
+    ] = "sums",
 ) -> None:
     """Train a tiny model in minutes on two cores: sums with PPO, word problems with GRPO."""
     environment.require_versions()
-    chosen, folder = _task_and_folder(task, run_dir)
+    chosen = TASKS[task]
+    folder = run_dir or Path("runs", chosen.recipe)
     progress.show_progress()
     start = time.perf_counter()
     refuse_tasks_of_srun()
@@ -140,7 +116,7 @@ def quickstart(
     prepare_folder(folder)
     with progress.phase(f"writing data and a fresh model to {folder}", announce=True):
         chosen.inputs.write_data(folder / "data", seed=seed)
-        chosen.inputs.write_model(folder / "fresh_model", seed=seed)
+        write_fresh_model(folder / "fresh_model", chosen.inputs.TOKENS, seed=seed)
 
     recipe_tp = load(Path(chosen.recipe)).engine.megatron.tp
     log.info("warm start: %d supervised steps on %d ranks", chosen.steps, NUM_RANKS)

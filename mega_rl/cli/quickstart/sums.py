@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mega_rl.cli.quickstart import reward
-from mega_rl.cli.quickstart.inputs import EOS, PAD, UNK, Row, write_fresh_model, write_rows
+from mega_rl.cli.quickstart.inputs import EOS, PAD, UNK, Row, TaskTokens, write_rows
 
 # "-" does not occur; it fills the vocabulary up to 16, which small tensor-parallel sizes divide.
-VOCABULARY = (PAD, EOS, UNK, *"0123456789=+-")
-MAX_POSITIONS = 64
+TOKENS = TaskTokens((PAD, EOS, UNK, *"0123456789=+-"), r"[\s\S]", max_positions=64)
 NUM_DEMONSTRATIONS = 32_768
 RIGHT_SHARE = 0.3  # share of right demonstrations
 
@@ -71,8 +70,3 @@ def write_data(folder: Path, *, seed: int, num_held_out: int = 256) -> None:
     for name, rows in make_sums(seed, num_held_out=num_held_out)._asdict().items():
         write_rows(folder / f"{name}.jsonl", rows)
     shutil.copyfile(reward.__file__, folder / "reward.py")
-
-
-def write_model(folder: Path, *, seed: int) -> None:
-    """Write the fresh model with a tokenizer of one token per character."""
-    write_fresh_model(folder, VOCABULARY, r"[\s\S]", max_positions=MAX_POSITIONS, seed=seed)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mega_rl.cli.quickstart.inputs import WORDS, Row, vocabulary_of, write_folder, write_fresh_model, write_rows
+from mega_rl.cli.quickstart.inputs import WORDS, Row, TaskTokens, write_folder, write_rows
 from mega_rl.errors import UserError
 
 WHO = ("baker", "farmer", "teacher", "gardener", "painter", "driver", "keeper", "tailor")
@@ -30,10 +30,11 @@ CARD = """Word problems in the shape of GSM8K
 
 {train} questions to train on and {test} to test with, made by `mega-rl data word-problems --seed {seed}`. Columns:
 `question`, and `answer`, a solution with calculator annotations that ends with `#### ` and the final number."""
-FILE = "main/{split}-00000-of-00001.parquet"
-TOKEN = rf"#### |<<|>>|{WORDS}"
 ANSWER, SENTENCE = "#### {}", "The answer is {}."
-MAX_POSITIONS = 128
+_NUMBERS = {"a": 2, "b": 3, "c": 4}
+_TEXTS = [text.format(who=who, things=some, **_NUMBERS) for text, _ in KINDS for who in WHO for some in THINGS]
+_TEXTS += ["0123456789+-*=<<>>\n#### .", *(f" {things}" for things in THINGS), SENTENCE]
+TOKENS = TaskTokens.of_texts(_TEXTS, rf"#### |<<|>>|{WORDS}", max_positions=128)
 NUM_TRAIN, NUM_TEST = 4000, 128
 NUM_DEMONSTRATIONS = 32_000
 RIGHT_SHARE = 0.4  # share of right demonstrations
@@ -100,7 +101,7 @@ def write_problems(
         for own in (train, test)
     ]
     card = CARD.format(train=len(train), test=len(test), seed=seed)
-    return write_folder(folder, card, *rows, config="main", file=FILE, force=force)
+    return write_folder(folder, card, *rows, force=force)
 
 
 def demonstrations(problems: Sequence[WordProblem], *, seed: int) -> Sequence[Row]:
@@ -119,16 +120,3 @@ def write_data(folder: Path, *, seed: int) -> None:
     problems = make_problems(NUM_TRAIN + NUM_TEST, seed=seed)
     write_problems(folder / "word_problems", problems[NUM_TEST:], problems[:NUM_TEST], seed=seed)
     write_rows(folder / "demonstrations.jsonl", demonstrations(problems[NUM_TEST:], seed=seed))
-
-
-def vocabulary() -> list[str]:
-    """Return the tokens of every question and solution."""
-    numbers = {"a": 2, "b": 3, "c": 4}
-    texts = [text.format(who=who, things=things, **numbers) for text, _ in KINDS for who in WHO for things in THINGS]
-    texts += ["0123456789+-*=<<>>\n#### .", *(f" {things}" for things in THINGS), SENTENCE]
-    return vocabulary_of(texts, TOKEN)
-
-
-def write_model(folder: Path, *, seed: int) -> None:
-    """Write the fresh model with a tokenizer of words, digits and signs."""
-    write_fresh_model(folder, vocabulary(), TOKEN, max_positions=MAX_POSITIONS, seed=seed)

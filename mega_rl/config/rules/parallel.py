@@ -36,9 +36,6 @@ def layout(par: MegatronConfig, world_size: int, *, section: str = ACTOR) -> Ite
             f"{section}.ep*etp={par.ep}*{etp}={par.ep * etp} does not divide the {stage} ranks of a pipeline "
             f"stage (world size {world_size} / pp {par.pp}); legal products: {listed(divisors(stage))}"
         )
-    if section == ACTOR and par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
-        # Megatron-Core checks this in its training arguments only; its schedule runs and gives wrong gradients.
-        yield f"{ACTOR}.vpp={par.vpp} with pp=2 needs {ACTOR}.overlap_p2p=true; without it gradients are wrong"
 
 
 def fits_models(config: Config, world_size: int, models: Mapping[str, ModelFacts]) -> Iterator[str]:
@@ -138,11 +135,6 @@ def engine(config: Config, world_size: int) -> Iterator[str]:
         yield f"engine.fsdp.shard_ranks={ranks} does not divide the world size {world_size}; legal: {legal}"
     if config.engine.backend == "fsdp" and config.model.recompute == "selective":
         yield "model.recompute=selective needs engine.backend=megatron; with engine.backend=fsdp legal: none, full"
-    if par.moe.router_fusion and (par.moe.routing_replay or config.trainer.deterministic):
-        yield (
-            f"{_MOE}.router_fusion=true: the kernel records and takes no choices, and is not known to repeat its bits; "
-            f"leave it out, or {_MOE}.routing_replay and trainer.deterministic"
-        )
     if optimizer.precision_aware and optimizer.cpu_offload:
         yield f"{_OPTIMIZER}.cpu_offload with precision_aware=true: the host's Adam has FP32 moments; use one of them"
     if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):

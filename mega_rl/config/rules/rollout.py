@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from mega_rl.config.choices import ROLLOUT, corrects
 from mega_rl.config.packaged import rows_of
 from mega_rl.config.schema import Config, SuccessCurriculum
-from mega_rl.config.schema.data import RESERVED
+from mega_rl.config.schema.data import RESERVED, SOURCES
 
 KEY = "rollout.sglang.server.args"
 _ARGUMENTS = rows_of("server_arguments.tsv")
@@ -180,9 +180,6 @@ def is_registry(where: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path not in ("", "/")
 
 
-_SOURCES = "data.mixture.sources"
-
-
 def data(config: Config) -> Iterator[str]:
     """Yield the problems of mixtures, of a curriculum and of streams."""
     own, mixture, trainer = config.data.curriculum, config.data.mixture, config.trainer
@@ -201,13 +198,13 @@ def data(config: Config) -> Iterator[str]:
             "separate SGLang servers, rollout.sglang.arrival=lock and without dynamic sampling"
         )
     if mixture.sources and config.data.source.name != "files":
-        yield f"{_SOURCES} has no effect: data.source={config.data.source} yields the rows; set one of the two"
+        yield f"{SOURCES} has no effect: data.source={config.data.source} yields the rows; set one of the two"
     if taken := [name for name in mixture.sources if name in RESERVED]:
-        yield f"{_SOURCES}.{taken[0]}: {taken[0]} is a metric of all data, data/{taken[0]}; take another name"
+        yield f"{SOURCES}.{taken[0]}: {taken[0]} is a metric of all data, data/{taken[0]}; take another name"
     weighted = [name for name, source in mixture.named().items() if source.weight]
     if weighted and (mixture.temperature != 1.0 or len(weighted) < len(mixture.sources)):
         yield (
-            f"{_SOURCES}.{weighted[0]}.weight: shares are given by the weights of all sources or by a temperature; "
+            f"{SOURCES}.{weighted[0]}.weight: shares are given by the weights of all sources or by a temperature; "
             "give every source a weight, or none, and leave data.mixture.temperature out"
         )
     if config.data.stream.rows:
@@ -223,7 +220,7 @@ def _stream(config: Config) -> Iterator[str]:
         f"data.val_size={own.val_size}; name held-out prompts in data.val_files": own.val_size,
         f"data.curriculum={own.curriculum}": own.curriculum.name != "none",
         "reward.sources; make each one a source of data.mixture.sources": config.reward.sources and not sources,
-        f"{_SOURCES} without weights": sources and not any(source.weight for source in sources),
+        f"{SOURCES} without weights": sources and not any(source.weight for source in sources),
     }
     for setting in (setting for setting, given in refused.items() if given):
         yield f"data.stream.rows={own.stream.rows}: the number of prompts is not known, so it cannot go with {setting}"

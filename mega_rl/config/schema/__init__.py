@@ -11,56 +11,35 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.config.schema.data import (
-    MixtureConfig,
-    SourceConfig,
-    StreamConfig,
-    SuccessCurriculum,
-    ValidationConfig,
-)
+from mega_rl.config.schema.data import SuccessCurriculum, ValidationConfig
 from mega_rl.config.schema.engine import (
     DataParallelConfig,
-    DdpConfig,
     EngineConfig,
-    FsdpConfig,
     MegatronConfig,
-    MegatronFsdpConfig,
     MegatronOptimizerConfig,
     MoeConfig,
     ReferenceLayoutConfig,
-    TorchFsdpConfig,
 )
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
-    LocalSandboxConfig,
     OverlongConfig,
-    RemoteSandboxConfig,
     RewardConfig,
     RewardFunctionConfig,
     RewardHttpConfig,
-    RewardModelConfig,
-    RewardSandboxConfig,
     RolloutConfig,
-    SglangConfig,
     SglangServerConfig,
-    SglangSyncConfig,
 )
 from mega_rl.config.schema.training import (
     AdapterConfig,
     AlgorithmConfig,
     CheckpointConfig,
-    KlConfig,
-    KlInLoss,
-    KlInReward,
-    MemoryCheckpointConfig,
     MetricsConfig,
     MicrobatchConfig,
     ModelConfig,
     OptimConfig,
     TrainerConfig,
 )
-from mega_rl.config.setting import ATTENTION
 
 Origin = str | list[str] | dict[str, object]  # pinned names in the form of their setting
 

@@ -10,6 +10,7 @@ from typing import Any
 from mega_rl.config.setting import Kind, setting
 from mega_rl.config.values import settings_of, shown
 
+SOURCES = "data.mixture.sources"
 # data/prompts, data/epochs and so on are metrics of all sources
 RESERVED = frozenset({"prompts", "epochs", "success_mean", "unseen_fraction", "solved_fraction", "unsolved_fraction"})
 

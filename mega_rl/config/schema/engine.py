@@ -17,7 +17,6 @@ class DataParallelConfig(Kind):
     overlap_param_gather: bool = False
     grad_reduce_in_fp32: bool = True
     reduce_scatter_fp32_accumulation: bool = False
-    average_in_collective: bool = False
     optimizer_instances: int = 1
 
 
@@ -47,7 +46,6 @@ class DdpConfig(_OfMegatron):
         min=0,
     )
     reduce_scatter_fp32_accumulation: bool = setting(False, "Send bf16 gradients and add them in FP32.")
-    average_in_collective: bool = setting(False, "Let the collective average instead of adding.")
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,6 @@ class MoeConfig:
         "How tokens reach experts: sent (alltoall, or deepep by package deep_ep), or gathered.",
         choices=("alltoall", "allgather", "deepep"),
     )
-    grouped_experts: bool = setting(True, "Compute a rank's experts in one grouped product, if layers have one.")
-    permute_fusion: bool = setting(True, "Rearrange tokens in Transformer Engine's fused kernels if not deterministic.")
-    router_fusion: bool = setting(False, "Choose and weigh experts in one kernel of Transformer Engine.")
     shared_expert_overlap: bool = setting(False, "Compute shared experts on another stream while tokens travel.")
     aux_loss_coef: float = setting(0.0, "Weight of the load-balancing loss; 0 leaves it out.", min=0.0)
     expert_bias_update_rate: float = setting(0.0, "Step of the router's bias against the load; 0 freezes it.", min=0.0)
@@ -129,7 +124,6 @@ class MegatronConfig:
     sequence_parallel: bool = setting(False, "Shard layer-norm activations over the tensor-parallel group.")
     pp: int = setting(1, "Pipeline-parallel size.", unit="ranks", min=1)
     vpp: int = setting(1, "Model chunks per pipeline rank (interleaved schedule when above 1).", unit="chunks", min=1)
-    overlap_p2p: bool = setting(False, "Overlap pipeline sends with compute (interleaved schedule only).")
     pipeline: str = setting("", "Layers of each stage, as Ett|ttt|ttL (E embedding, L loss); empty: even.")
     cp: int = setting(1, "Context-parallel size: ranks that share every sequence.", unit="ranks", min=1)
     ep: int = setting(1, "Expert-parallel size: ranks that share the experts of a layer.", unit="ranks", min=1)

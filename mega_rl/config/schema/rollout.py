@@ -26,10 +26,6 @@ class ChatConfig:
     system_prompt: str = setting("", "System message of conversations that begin with none; empty adds none.")
     date: str = setting("", "Date that templates write, as 2026-01-31; empty: today's.")
 
-    def __post_init__(self) -> None:
-        """Take true and false of YAML and Python as the words."""
-        object.__setattr__(self, "template", str(self.template).lower())
-
 
 @dataclass(frozen=True)
 class Files(Kind):

@@ -13,9 +13,8 @@ from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 _ALGORITHMS = "mega_rl.algorithms"
 ESTIMATORS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.advantages").ESTIMATORS
 LOSSES: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.policy_losses").LOSSES
-_preferences = import_module(f"{_ALGORITHMS}.preferences")
-_corrections = import_module(f"{_ALGORITHMS}.corrections")
-CORRECTIONS = by_name(_corrections.AutoCorrection, _corrections.NoCorrection) | _corrections.CORRECTIONS
+CORRECTIONS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.corrections").CHOICES
+TRAININGS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.preferences").TRAININGS
 
 
 @dataclass(frozen=True)
@@ -141,32 +140,11 @@ class KlInLoss(_Penalty):
 
 
 @dataclass(frozen=True)
-class FromSamples(_preferences.TrainingKind):  # type: ignore[name-defined]
-    """Reinforcement learning from the policy's own samples: `mega-rl train`."""
-
-    name = "rl"
-
-
-@dataclass(frozen=True)
-class Supervised(_preferences.TrainingKind):  # type: ignore[name-defined]
-    """Maximum likelihood of given answers: `mega-rl sft`."""
-
-    name = "sft"
-    form = "answers"
-
-    train_on: str = setting(
-        "assistant",
-        "Tokens that train: all turns of the assistant, its last one, or every token.",
-        choices=("assistant", "last", "all"),
-    )
-
-
-@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and losses: docs/algorithms.md."""
 
     kind: Kind = tagged(
-        by_name(FromSamples, Supervised) | _preferences.PREFERENCES,
+        TRAININGS,
         "rl",
         "What the run learns from: its own samples (rl), given answers (sft), pairs (dpo, ipo, simpo, orpo), labelled "
         "answers (kto), or pairs for a reward model (rm). The commands sft, dpo and rm set it.",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from mega_rl.untrusted import is_number
 
 # Sizes beyond these are damage, and would make plans of any length.
 LARGEST_SIZE, MOST_LAYERS, MOST_EXPERTS = 1 << 31, 4096, 1 << 14
@@ -112,13 +113,6 @@ class Fields:
             return value
         self.refuse(name, f"must be a list of {length}, one per layer, of {' or '.join(sorted(allowed))}")
         return None
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a decoded JSON value is a number that a float can hold."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) < 1e300 and math.isfinite(value)
 
 
 def _shown(value: Any) -> str:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from mega_rl.converters.architecture import Moe
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import Family
 from mega_rl.converters.families.dense import ATTENTION, EMBEDDING, OUTPUT
-from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.moe import EXPERT, MOE_NORM, mixtral_moe
 from mega_rl.converters.families.rules import col, copy, fused_gated, in_layers, row
 
@@ -16,7 +12,7 @@ from mega_rl.converters.families.rules import col, copy, fused_gated, in_layers,
 GPT_OSS_MOE = in_layers(
     MOE_NORM,
     copy("mlp.router.weight", "mlp.router.weight", "experts", "hidden"),
-    copy("mlp.router.bias", "mlp.router.bias", "experts", when=["router_bias"]),
+    copy("mlp.router.bias", "mlp.router.bias", "experts"),
     fused_gated(
         EXPERT + "fc1.weight",
         "mlp.experts.gate_up_proj",
@@ -40,13 +36,7 @@ GPT_OSS_MOE = in_layers(
     ),
     copy(EXPERT + "fc2.bias", "mlp.experts.down_proj_bias", "experts", "hidden", stacked=True),
 )
-SINKS = in_layers(col("self_attention.core_attention.softmax_offset", "self_attn.sinks", "heads", when=["sinks"]))
-
-
-def gpt_oss_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Return the mixture of GPT-OSS: as Mixtral's, and the router has a bias."""
-    moe = mixtral_moe(fields, num_layers)
-    return None if moe is None else replace(moe, router_bias=True)
+SINKS = in_layers(col("self_attention.core_attention.softmax_offset", "self_attn.sinks", "heads"))
 
 
 GPT_OSS = Family(
@@ -83,7 +73,7 @@ GPT_OSS = Family(
     keys=("experts_per_token", "initial_context_length"),
     qkv_bias=True,
     window=lambda fields, num_layers: windows.by_layer_types(fields, [i % 2 == 0 for i in range(num_layers)]),
-    moe=gpt_oss_moe,
+    moe=mixtral_moe,
     linear_bias=True,
     sinks=True,
     activation="swiglu_clamped",

@@ -53,9 +53,7 @@ def shared_experts(name: str) -> tuple[Rule, ...]:
     )
 
 
-SHARED_GATE = copy(
-    "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one", "hidden", when=["moe", "shared_gate"]
-)
+SHARED_GATE = copy("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one", "hidden", when=["moe"])
 
 
 def num_experts(fields: Fields) -> int:
@@ -144,8 +142,8 @@ MIXTRAL_MOE = in_layers(MOE_NORM, *experts(MIXTRAL_NAMES)) + in_both_spellings(M
 MOE = in_layers(MOE_NORM, ROUTER, *EXPERTS)
 # Norms over the queries and keys of all heads together are cut with the heads.
 JOINT_NORM = (
-    col("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "q", when=["qk_norm_joint"]),
-    col("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "kv", when=["qk_norm_joint"]),
+    col("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "q"),
+    col("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "kv"),
 )
 
 QWEN_MOE_DEFAULTS = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False, **QWEN_WINDOW}

@@ -15,7 +15,7 @@ from mega_rl.converters.families.deepseek import (
     sigmoid_moe,
 )
 from mega_rl.converters.families.dense import ATTENTION, ATTENTION_WEIGHTS, EMBEDDING, INPUT_NORM, MLP, OUTPUT
-from mega_rl.converters.families.fields import Fields, is_number
+from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.moe import (
     EXPERTS,
     JOINT_NORM,
@@ -28,6 +28,7 @@ from mega_rl.converters.families.moe import (
     shared_experts,
 )
 from mega_rl.converters.families.rules import copy, in_layers, in_mtp_layers, of_mtp
+from mega_rl.untrusted import is_number
 
 CORRECTION = expert_bias("mlp.e_score_correction_bias")
 DOTS1 = Family(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.safetensors.output_folder import copy_files, write_file
+from mega_rl.converters.safetensors.output_folder import copy_files, write_json
 from mega_rl.errors import UserError
 
 # Endings of weights, code and files of other weights, which are never copied.
@@ -111,4 +111,4 @@ def copy_companions(folder: Path, files: Mapping[str, Path], changes: Mapping[st
     copy_files(folder, {name: path for name, path in files.items() if name != "config.json" or not changes})
     if changes:
         kept = _changed(json.loads(files["config.json"].read_bytes()), changes)
-        write_file(folder / "config.json", (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode())
+        write_json(folder / "config.json", kept)

@@ -90,15 +90,13 @@ def read_hf_config(path: str | Path, *, any_model: bool = False) -> HFConfig:
             f"checkpoint {directory}: {no_such('directory', directory)}; give a checkpoint directory, or a name on the "
             "Hub as org/name"
         )
-    raw = _read_json(directory / "config.json", required=True)
-    generation = _read_json(directory / "generation_config.json", required=False)
-    where = str(directory / "config.json")
+    raw, where = _read_json(directory / "config.json"), str(directory / "config.json")
     if any_model and text_config(raw).get("model_type") not in FAMILIES:
         from mega_rl.converters.hf.untabled import read_untabled  # takes seconds
 
-        hf = read_untabled(raw, generation=generation, where=where)
+        hf = read_untabled(raw, where)
     else:
-        hf = parse_hf_config(raw, generation=generation, where=where)
+        hf = parse_hf_config(raw, where=where)
     return hf if hf.wrapper is None else replace(hf, prefixes=name_prefixes(tensor_names(directory)))
 
 
@@ -113,9 +111,7 @@ def needs_proof(raw: Mapping[str, Any]) -> bool:
     return bool(set(raw.get("layer_types") or ()) - PROVED_LAYERS)
 
 
-def parse_hf_config(
-    raw: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None, where: str = "config.json"
-) -> HFConfig:
+def parse_hf_config(raw: Mapping[str, Any], *, where: str = "config.json") -> HFConfig:
     """Return the architecture of a decoded config.json; errors as in `read_hf_config`, prefixed with `where`."""
     described = text_config(raw)
     family = _family(described, where)
@@ -160,8 +156,6 @@ def parse_hf_config(
         mtp_layers=fields.size(MTP_KEY, default=0, least=0, most=MOST_MTP_LAYERS) if _has_mtp(family) else 0,
         quantization=_quantization(fields),
         initializer_range=fields.number("initializer_range", default=0.02),
-        eos_token_ids=_token_ids(fields, generation or {}),
-        pad_token_id=_pad_token_id(fields),
         dtype=_dtype(fields),
         fused_experts=family.fused_experts,
         raw=dict(described),
@@ -174,12 +168,10 @@ def parse_hf_config(
     return config
 
 
-def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one when an optional file is absent."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
     if not path.is_file():
-        if required:
-            raise UserError(f"{path}: no such file; a Hugging Face checkpoint directory has a config.json")
-        return {}
+        raise UserError(f"{path}: no such file; a Hugging Face checkpoint directory has a config.json")
     try:
         return parse_object(path.read_bytes())
     except ValueError as error:
@@ -350,25 +342,6 @@ def _is_int4(given: Mapping[str, Any]) -> bool:
     )
 
 
-def _token_ids(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a response: those of generation_config.json first, as in transformers."""
-    value = generation.get("eos_token_id")
-    value = fields.get("eos_token_id") if value is None else value
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        fields.refuse("eos_token_id", "must be a token id or a list of token ids", value=value)
-        return ()
-    return tuple(ids)
-
-
-def _pad_token_id(fields: Fields) -> int | None:
-    value = fields.get("pad_token_id")
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    fields.refuse("pad_token_id", "must be a token id or null")
-    return None
-
-
 def _dtype(fields: Fields) -> str | None:
     """Return the type of the weights, without the "torch." of older files."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
@@ -401,7 +374,6 @@ def facts_of(checkpoint: HFConfig) -> ModelFacts:
         num_heads=checkpoint.num_heads,
         num_kv_heads=checkpoint.num_kv_heads,
         ffn_hidden_size=checkpoint.ffn_hidden_size,
-        vocab_size=checkpoint.vocab_size,
         max_position_embeddings=checkpoint.max_position_embeddings,
         multi_latent_attention=checkpoint.mla is not None,
         delta_key_heads=0 if checkpoint.delta is None else checkpoint.delta.num_key_heads,

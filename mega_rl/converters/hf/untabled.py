@@ -46,15 +46,14 @@ FOREIGN = (
 )  # fmt: skip
 
 
-def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], where: str) -> HFConfig:
+def read_untabled(raw: Mapping[str, Any], where: str) -> HFConfig:
     """Return the language model of a decoded config.json, with its class's table.
 
-    generation: of generation_config.json. Raises UserError: transformers cannot build a causal language model from it.
+    Raises UserError: transformers cannot build a causal language model from it.
     """
     described = text_config(raw)
     config = _read_config(described, where)
     config.allow_global_per_layer_attribute_access = True  # Gemma 4's head_dim, from transformers 5.24
-    eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     heads = _number(config, "num_attention_heads", 1)
     return HFConfig(
         family=config.model_type,
@@ -73,8 +72,6 @@ def read_untabled(raw: Mapping[str, Any], *, generation: Mapping[str, Any], wher
         qk_norm=False,
         rope=Rope("default", 1e4),
         initializer_range=getattr(config, "initializer_range", None) or 0.02,
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        pad_token_id=getattr(config, "pad_token_id", None),
         dtype=None if config.dtype is None else str(config.dtype).removeprefix("torch."),
         own=_table_of_text(json.dumps(described, sort_keys=True), where),
         raw=dict(described),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from mega_rl.converters.architecture import Adapter
 from mega_rl.converters.plan.adapters import CONFIG_FILE, WEIGHT, A, B, adapter_config
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, renamed
-from mega_rl.converters.safetensors.output_folder import write_file
+from mega_rl.converters.safetensors.output_folder import write_json
 from mega_rl.converters.safetensors.reader import CheckpointReader, read_header
 from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec
 from mega_rl.errors import UserError
@@ -74,7 +73,7 @@ def write_adapter(
 ) -> None:
     """Write a PEFT folder. base: the model below. prefixes: how names begin in its checkpoint."""
     folder.mkdir()
-    write_file(folder / CONFIG_FILE, (json.dumps(adapter_config(adapter, str(base)), indent=2) + "\n").encode())
+    write_json(folder / CONFIG_FILE, adapter_config(adapter, str(base)))
     named = {_PREFIX + renamed(name, PLAIN_NAMES, prefixes): tensor for name, tensor in tensors.items()}
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()]
     with SafetensorsFile(folder / _FILE, specs) as file, torch.no_grad():

@@ -138,7 +138,8 @@ def in_threads(tasks: Sequence[Task], work: Callable[[Task], Made], *, threads: 
 
 def rectangle(matrix: Tensor, copy: Copy) -> Tensor:
     """Return the part of a parameter that a copy writes."""
-    return matrix[copy.dst_row : copy.dst_row + copy.rows, copy.dst_col : copy.dst_col + copy.cols]
+    columns = slice(copy.dst_col, copy.dst_col + (copy.cols - 1) * copy.dst_step + 1, copy.dst_step)
+    return matrix[copy.dst_row : copy.dst_row + copy.rows, columns]
 
 
 def _name(copy: Copy) -> str:
@@ -171,7 +172,8 @@ def _split(run: Sequence[Copy], numel: int) -> Iterator[tuple[Copy, ...]]:
         step = max(1, numel // copy.src_shape[1])
         for low in range(0, copy.cols, step):
             cols = min(step, copy.cols - low)
-            yield (copy._replace(src_row=copy.src_row + low, dst_col=copy.dst_col + low, cols=cols),)
+            dst_col = copy.dst_col + low * copy.dst_step
+            yield (copy._replace(src_row=copy.src_row + low, dst_col=dst_col, cols=cols),)
         return
     step = max(1, numel // max(1, run[0].cols))
     part: list[Copy] = []

@@ -54,15 +54,7 @@ class ModelPlace:
     @classmethod
     def of(cls, sharding: Sharding, groups: Groups, *, is_sharded: bool, bucket_bytes: int) -> ModelPlace:
         """Return the place of this rank among the process groups of a run."""
-        return cls(
-            sharding,
-            groups.coordinates,
-            tp_group=groups.tp,
-            pp_group=groups.pp,
-            expert_group=groups.experts,
-            is_sharded=is_sharded,
-            bucket_bytes=bucket_bytes,
-        )
+        return cls(sharding, groups.coordinates, groups.tp, groups.pp, groups.experts, is_sharded, bucket_bytes)
 
     @property
     def tensor_parallel(self) -> Members:

@@ -8,23 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import DTYPES, read_hf_config
-from mega_rl.converters.live.copying import BlockReader, ShapeAndDtype, fill
+from mega_rl.converters.live.adapters import add
+from mega_rl.converters.live.copying import BlockReader, ShapeAndDtype, TensorLike, fill
 from mega_rl.converters.live.load import repeat_faults
-from mega_rl.converters.offline.slabs import EXTRA_STATE, FOREIGN_PREFIXES, Slabs, whole_model
+from mega_rl.converters.offline.slabs import EXTRA_STATE, FOREIGN_PREFIXES, Slab, Slabs, whole_model
 from mega_rl.converters.offline.torch_dist import METADATA_FILE, Chunk, DistTensor, read_metadata, start_of
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import ColumnRange, Homes, compose, home_faults, invert, rows_of
+from mega_rl.converters.plan.compose import Homes, compose, home_faults, invert, rows_of
 from mega_rl.converters.plan.parameters import OUTPUT, VALUE_HEADS, as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import TensorSpec
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.untrusted import parse_object
 
@@ -90,7 +92,7 @@ class WeightFiles:
     path: Path
     kind: Literal["hf", "torch_dist"]
     sharding: Sharding
-    tensors: dict[str, ShapeAndDtype]
+    tensors: Mapping[str, TensorLike]
     files: CheckpointReader  # the tensors as they are stored
     homes: Homes = field(default_factory=dict)  # places of each tensor's parts; empty if each is stored as one
     ignored: tuple[str, ...] = ()  # stored names left out
@@ -116,11 +118,6 @@ class WeightFiles:
         """Return (file, offset) of the first part of a tensor."""
         return self.files.position(self.homes[name][0].stored if self.homes else name)
 
-    def read(self, name: str) -> Tensor:
-        """Return a whole tensor or parameter."""
-        rows, cols = matrix_shape(self.tensors[name].shape)
-        return self.read_block(name, (0, rows), (0, cols)).view(self.tensors[name].shape)
-
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
         """Return a rectangle, rows and columns both (low, high), as a new tensor [rows, columns]."""
         result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=self.tensors[name].dtype)
@@ -135,56 +132,80 @@ class WeightFiles:
         if self.kind == "hf":
             return self
         hf = self.hf if fused_experts is None else replace(self.hf, fused_experts=fused_experts)
-        return _AsHF(self, replace(self.sharding, hf=hf))
+        return _AsHF(hf_outputs(self, replace(self.sharding, hf=hf)))
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor and how it is made of a checkpoint's tensors."""
+
+    spec: TensorSpec
+    copies: Sequence[Copy]
+    source: WeightFiles
+    slab: Slab | None = None  # its place in a distributed checkpoint
+    adapter: Merge | None = None  # added to its values
+
+    @property
+    def is_transposed(self) -> bool:
+        """Return whether rows cannot be made without the others."""
+        return any(copy.transposed for copy in self.copies)
+
+    def read(self) -> Tensor:
+        """Return the whole tensor."""
+        return self.read_rows(0, matrix_shape(self.spec.shape)[0]).view(self.spec.shape)
+
+    def read_rows(self, low: int, high: int, buffer: Tensor | None = None) -> Tensor:
+        """Return rows [low, high) as [rows, columns]; all rows if transposed. buffer: [bytes] uint8 for them."""
+        rows, columns, dtype = high - low, matrix_shape(self.spec.shape)[1], self.spec.dtype
+        matrix = torch.empty(rows, columns, dtype=dtype) if buffer is None else buffer.view(dtype).view(rows, columns)
+        fill(matrix, self.source.stored(rows_of(self.copies, low, high)), self.source.files)
+        if self.adapter is not None:
+            a, b, scale = self.adapter
+            matrix.copy_(add(matrix, a.read(), b.read_rows(low, high), scale))
+        return matrix
+
+
+class Merge(NamedTuple):
+    """A low-rank adapter that is merged into a weight as it is written."""
+
+    a: Output
+    b: Output
+    scale: float
 
 
 class _AsHF:
     """Hugging Face tensors of a converted checkpoint, put together as they are read."""
 
-    def __init__(self, checkpoint: WeightFiles, sharding: Sharding) -> None:
-        self._checkpoint = checkpoint
-        self._windows = invert(whole_model(sharding))
-        self._tensors = hf_wholes(checkpoint, sharding, self._windows)
-
-    @property
-    def tensors(self) -> Mapping[str, ShapeAndDtype]:
-        """Return every tensor that the parameters make."""
-        return self._tensors
+    def __init__(self, outputs: Iterable[Output]) -> None:
+        self._outputs = {output.spec.name: output for output in outputs}
+        self.tensors = {name: ShapeAndDtype(one.spec.shape, one.spec.dtype) for name, one in self._outputs.items()}
 
     def position(self, name: str) -> tuple[str, int]:
         """Return (file, offset) of its first part."""
-        return self._checkpoint.position(str(self._windows[name][0].copies[0].hf_name))
+        output = self._outputs[name]
+        return output.source.position(str(output.copies[0].hf_name))
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-        """Return a rectangle as a new tensor; one with a transposed source is made whole first."""
-        shape, dtype = self._tensors[name]
-        num_rows, num_cols = matrix_shape(shape)
-        windows = self._windows[name]
-        low, high = rows if all(is_plain(window) for window in windows) else (0, num_rows)
-        result = torch.empty(high - low, num_cols, dtype=dtype)
-        fill_windows(result, [rows_of(window, low, high) for window in windows], self._checkpoint)
-        return result[rows[0] - low : rows[1] - low, cols[0] : cols[1]].contiguous()
+        """Return a rectangle as a new tensor."""
+        output = self._outputs[name]
+        matrix = output.read().flatten(0, -2)[slice(*rows)] if output.is_transposed else output.read_rows(*rows)
+        return matrix[:, slice(*cols)].contiguous()
 
     read_into = BlockReader.read_into
 
 
-def hf_wholes(
-    checkpoint: WeightFiles,
-    sharding: Sharding,
-    windows: Mapping[str, tuple[ColumnRange, ...]],
-    *,
-    cast: torch.dtype | None = None,
-) -> dict[str, ShapeAndDtype]:
-    """Return shape and dtype of every Hugging Face tensor that is stored, in the model's order."""
-    wholes = {}
-    for name, tensor in hf_tensors(sharding.hf, head=sharding.head).items():
-        params = {str(copy.hf_name) for window in windows[name] for copy in window.copies}
-        if params & set(checkpoint.absent):
-            continue
-        wanted = torch.float32 if tensor.float32 and cast is not None else cast
-        dtype = one_dtype(name, {param: checkpoint.tensors[param].dtype for param in sorted(params)}, cast=wanted)
-        wholes[name] = ShapeAndDtype(tensor.shape, dtype)
-    return wholes
+def hf_outputs(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None = None) -> list[Output]:
+    """Return the Hugging Face tensors of a model that a checkpoint of any kind has, in the model's order."""
+    made = {} if origin.kind == "hf" else invert(whole_model(sharding))
+    outputs = []
+    for name, (shape, _, float32) in hf_tensors(sharding.hf, head=sharding.head).items():
+        copies = made.get(name, [Copy(name, 0, 0, 0, 0, *matrix_shape(shape))])
+        sources = sorted({str(copy.hf_name) for copy in copies})
+        if origin.tensors.keys() >= set(sources):
+            wanted = torch.float32 if float32 and cast is not None else cast
+            dtype = one_dtype(name, {source: origin.tensors[source].dtype for source in sources}, cast=wanted)
+            outputs.append(Output(TensorSpec(name, dtype, shape), copies, origin))
+    return outputs
 
 
 def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype | None = None) -> torch.dtype:
@@ -194,23 +215,6 @@ def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype
         listed = ", ".join(f"{source} is {str(dtype).removeprefix('torch.')}" for source, dtype in dtypes.items())
         raise UserError(f"{name}: {listed}; give the dtype that they shall have")
     return cast if cast is not None else distinct.pop()
-
-
-def is_plain(window: ColumnRange) -> bool:
-    """Return whether any rows of the window can be made without the others."""
-    return window.step == 1 and not any(copy.transposed for copy in window.copies)
-
-
-def fill_windows(matrix: Tensor, windows: Iterable[ColumnRange], source: WeightFiles) -> None:
-    """Fill a matrix [rows, cols] from a checkpoint; stepped columns pass through a copy."""
-    for window in windows:
-        copies = source.stored(window.copies)
-        if window.step == 1:
-            fill(matrix, copies, source.files)
-        else:
-            turn = torch.empty(len(matrix), matrix.shape[1] // window.step, dtype=matrix.dtype)
-            fill(turn, copies, source.files)
-            matrix[:, window.first_col :: window.step] = turn
 
 
 def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) -> WeightFiles:
@@ -238,12 +242,7 @@ def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) ->
     faults = [] if sharding.hf.value_head in reader.tensors else repeat_faults(reader, sharding.hf, "lm")
     if faults:
         raise UserErrors([f"{folder}: {fault}" for fault in faults])
-    return WeightFiles(folder, "hf", sharding, tensors_of(reader), reader)
-
-
-def tensors_of(reader: CheckpointReader) -> dict[str, ShapeAndDtype]:
-    """Return shape and dtype of every tensor of a Hugging Face checkpoint."""
-    return {name: ShapeAndDtype(info.shape, info.dtype) for name, info in reader.tensors.items()}
+    return WeightFiles(folder, "hf", sharding, reader.tensors, reader)
 
 
 def _open_dist(folder: Path, config: Path, manifest: ConversionManifest | None) -> WeightFiles:

@@ -7,9 +7,9 @@ type that it should, the target may be written and its disk has room. The target
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -25,26 +25,26 @@ from mega_rl.converters.offline.checkpoint import (
     HF_FOLDER,
     MANIFEST_FILE,
     ConversionManifest,
+    Merge,
+    Output,
     WeightFiles,
-    hf_wholes,
+    hf_outputs,
     one_dtype,
     open_checkpoint,
     parse_dtype,
-    tensors_of,
 )
 from mega_rl.converters.offline.slabs import extra_state_keys, parts_of, slab_of, whole_model
-from mega_rl.converters.offline.torch_dist import Written, write_metadata
-from mega_rl.converters.offline.writing import Conversion, Merge, Output, Report, convert, group_outputs
+from mega_rl.converters.offline.torch_dist import write_metadata
+from mega_rl.converters.offline.writing import Report, check_apart, write_chunks, write_folder, write_weights
 from mega_rl.converters.plan.adapters import WEIGHT, A, B, read_adapter_config
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import ColumnRange, invert
-from mega_rl.converters.plan.parameters import adapted, as_on_disk, hf_tensors, kept_tensors, outside
+from mega_rl.converters.plan.parameters import adapted, as_on_disk, kept_tensors, outside
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.converters.safetensors.header import PLAIN_NAMES, matrix_shape, renamed
-from mega_rl.converters.safetensors.output_folder import copy_files, write_file
+from mega_rl.converters.safetensors.output_folder import copy_files, write_json
 from mega_rl.converters.safetensors.reader import CheckpointReader
-from mega_rl.converters.safetensors.writer import SHARD_BYTES, TensorSpec, shard_name, write_index
+from mega_rl.converters.safetensors.writer import SHARD_BYTES, TensorSpec
 from mega_rl.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -82,36 +82,41 @@ def import_hf(
 
     Raises UserError or UserErrors before anything is written, with everything that is wrong.
     """
-
-    def prepare() -> Conversion:
-        cast = parse_dtype(dtype)
-        hf = replace(read_hf_config(source), mtp=mtp)
-        reader = CheckpointReader(source)
+    check_apart(target, source)
+    cast = parse_dtype(dtype)
+    hf = replace(read_hf_config(source), mtp=mtp)
+    with CheckpointReader(source) as reader:
         hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = Sharding(hf, head=head)
         prove_complete(sharding)
         ignored, missing = check_tensors(reader, hf, head, allow_missing=allow_missing)
-        origin = WeightFiles(Path(source), "hf", sharding, tensors_of(reader), reader)
+        origin = WeightFiles(Path(source), "hf", sharding, reader.tensors, reader)
         outputs, absent = _parameters(origin, missing, cast)
         slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
         manifest = ConversionManifest(head, mtp, dtype, hf.fused_experts, hf.value_head, tuple(sorted(absent)))
-        files = companions(Path(source))
-        if left := not_copied(Path(source), files):
-            logger.info("%s", left.removeprefix("; "))
+        files = _companions(Path(source))
 
-        def complete(work: Path, written: Sequence[Written]) -> None:
+        def write(work: Path) -> int:
+            written = write_chunks(work, outputs, file_bytes=CHUNK_FILE_BYTES, threads=jobs)
             (work / HF_FOLDER).mkdir()
             copy_files(work / HF_FOLDER, files)
             tensors = {slab.key: (spec.dtype, (*slab.lead, *spec.shape)) for slab, spec in slabs}
             for slab, spec in slabs:
                 one_dtype(slab.key, {slab.key: tensors[slab.key][0], spec.name: spec.dtype})
             write_metadata(work, tensors, written, extra_state_keys(slab for slab, _ in slabs))
-            write_file(work / MANIFEST_FILE, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+            write_json(work / MANIFEST_FILE, asdict(manifest))
+            return len({chunk.file for chunk in written})
 
-        chunk_files = group_outputs(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
-        return Conversion(chunk_files, complete, [origin], Report(ignored=ignored, absent=manifest.absent))
+        report = Report(ignored=ignored, absent=manifest.absent)
+        return write_folder(target, outputs, write, report, overwrite=overwrite, label="import")
 
-    return convert(prepare, target, [source], overwrite=overwrite, jobs=jobs, label="import")
+
+def _companions(folder: Path) -> dict[str, Path]:
+    """Return the files next to the weights that a conversion copies; log the others."""
+    files = companions(folder)
+    if left := not_copied(folder, files):
+        logger.info("%s", left.removeprefix("; "))
+    return files
 
 
 def _parameters(
@@ -132,7 +137,7 @@ def _parameters(
         dtype = one_dtype(plan.canonical, {name: origin.tensors[name].dtype for name in sources}, cast=wanted)
         for _, part in parts_of(plan, origin.hf) or [(0, plan)]:
             spec = TensorSpec(part.canonical, dtype, part.shape)
-            outputs.append(Output(spec, (ColumnRange(0, 1, part.copies),), origin, slab_of(part, origin.hf)))
+            outputs.append(Output(spec, part.copies, origin, slab_of(part, origin.hf)))
     return outputs, absent
 
 
@@ -154,24 +159,27 @@ def export_checkpoint(
     Multi-token prediction layers that the source does not hold are taken from the reference's weights, or dropped.
     `opened` opens a source of a kind that `open_checkpoint` does not know. Errors as in `import_hf`.
     """
-
-    def prepare() -> Conversion:
-        cast = parse_dtype(options.dtype)
-        origin = opened() if opened is not None else open_checkpoint(source, reference=reference)
+    check_apart(target, source, reference)
+    with ExitStack() as stack:
+        origin = stack.enter_context(opened() if opened is not None else open_checkpoint(source, reference=reference))
         if origin.kind == "hf" and opened is None:
             raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint already")
-        has_weights = reference is not None and any(Path(reference).glob("*.safetensors"))
-        weights = open_checkpoint(reference) if reference is not None and has_weights else None
-        return _to_hf(origin, weights, cast, Path(reference or Path(source) / HF_FOLDER), options)
-
-    return convert(prepare, target, [source, reference], overwrite=overwrite, jobs=jobs, label="export")
+        weights = None
+        if reference is not None and any(Path(reference).glob("*.safetensors")):
+            weights = stack.enter_context(open_checkpoint(reference))
+        outputs, write, report = _to_hf(origin, weights, Path(reference or Path(source) / HF_FOLDER), options, jobs)
+        return write_folder(target, outputs, write, report, overwrite=overwrite, label="export")
 
 
 def _to_hf(
-    origin: WeightFiles, weights: WeightFiles | None, cast: torch.dtype | None, folder: Path, options: ExportOptions
-) -> Conversion:
+    origin: WeightFiles,
+    weights: WeightFiles | None,
+    folder: Path,
+    options: ExportOptions,
+    jobs: int | None,
+) -> tuple[list[Output], Callable[[Path], int], Report]:
     """Plan a Hugging Face checkpoint; `weights` are those of the reference, `folder` has config.json and tokenizer."""
-    sharding = origin.sharding
+    cast, sharding = parse_dtype(options.dtype), origin.sharding
     hf = sharding.hf
     if weights is not None:
         hf = as_on_disk(hf, {name: whole.shape for name, whole in weights.tensors.items()})
@@ -192,7 +200,7 @@ def _to_hf(
     dropped = options.mtp == "drop" and hf.mtp_layers > 0
     sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
     prove_complete(sharding)
-    outputs, parts = _with_merges(_tensors(origin, sharding, cast), hf.adapter)
+    outputs, parts = _with_merges(hf_outputs(origin, sharding, cast), hf.adapter)
     prefixes = PLAIN_NAMES if weights is None else weights.files.prefixes
     if weights is not None:
         made = {output.spec.name for output in outputs}
@@ -206,32 +214,18 @@ def _to_hf(
             kept[name] = False
             outputs.append(_copied(name, weights, None))
     changes = config_changes(hf, dtype=options.dtype or origin.dtype, mtp_dropped=dropped)
-    shards = group_outputs(outputs, options.shard_bytes, shard_name)
-    files = companions(folder)
-    if left := not_copied(folder, files):
-        logger.info("%s", left.removeprefix("; "))
+    files = _companions(folder)
 
-    def complete(work: Path, _: Sequence[Written]) -> None:
+    def write(work: Path) -> int:
+        num_files = write_weights(work, outputs, shard_bytes=options.shard_bytes, threads=jobs)
         copy_companions(work, files, changes)
-        if len(shards) > 1:
-            weight_map = {output.spec.name: shard.name for shard in shards for output in shard.outputs}
-            write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))
         if hf.adapter is not None and not hf.adapter.path:
             tensors = {name: part.read() for name, part in parts.items()}
             write_adapter(work / FOLDER, hf.adapter, tensors, base=folder, prefixes=prefixes)
+        return num_files
 
     report = Report(ignored=origin.ignored, absent=origin.absent, kept=tuple(kept), config_changes=tuple(changes))
-    return Conversion(shards, complete, [origin] if weights is None else [origin, weights], report)
-
-
-def _tensors(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
-    """Return the Hugging Face tensors of a model that a checkpoint of any kind has."""
-    if origin.kind == "hf":  # stored in parts
-        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
-        return [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
-    windows = invert(whole_model(sharding))
-    wholes = hf_wholes(origin, sharding, windows, cast=cast)
-    return [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
+    return outputs, write, report
 
 
 def _with_merges(outputs: list[Output], adapter: Adapter | None) -> tuple[list[Output], dict[str, Output]]:
@@ -260,13 +254,13 @@ def merge_adapter(
         sharding = replace(origin.sharding, hf=adapted(origin.hf, settings, "lm"))
         add_stored(origin.files, sharding.hf.adapter)
         check_tensors(origin.files, sharding.hf, "lm")
-        return replace(origin, sharding=sharding, tensors=tensors_of(origin.files))
+        return replace(origin, sharding=sharding)
 
     return export_checkpoint(folder, target, reference=base, overwrite=overwrite, jobs=jobs, opened=opened)
 
 
 def _copied(name: str, weights: WeightFiles, cast: torch.dtype | None) -> Output:
     """Return a tensor as another checkpoint has it."""
-    shape, dtype = weights.tensors[name]
-    window = ColumnRange(0, 1, (Copy(name, 0, 0, 0, 0, *matrix_shape(shape)),))
-    return Output(TensorSpec(name, dtype if cast is None else cast, shape), (window,), weights)
+    tensor = weights.tensors[name]
+    whole = Copy(name, 0, 0, 0, 0, *matrix_shape(tensor.shape))
+    return Output(TensorSpec(name, tensor.dtype if cast is None else cast, tensor.shape), [whole], weights)

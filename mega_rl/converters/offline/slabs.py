@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.offline.torch_dist import Chunk, DistTensor
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import ColumnRange, Home, rows_of
+from mega_rl.converters.plan.compose import Home, rows_of
 from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Sharding
@@ -66,7 +66,7 @@ def parts_of(plan: ParamPlan, hf: HFConfig) -> list[tuple[int, ParamPlan]]:
     low = 0
     for part, symbol in rows_by_part:
         rows = hf.dims[symbol]
-        copies = rows_of(ColumnRange(0, 1, plan.copies), low, low + rows).copies
+        copies = rows_of(plan.copies, low, low + rows)
         name, canonical, shape = f"{plan.name}.{part}", f"{plan.canonical}.{part}", (rows, *plan.shape[1:])
         parts.append((low, replace(plan, name=name, canonical=canonical, shape=shape, copies=copies)))
         low += rows

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.untrusted import shorten
+from mega_rl.untrusted import is_plain_path, shorten
 
 METADATA_FILE, CONFIG_FILE, COMMON_FILE = ".metadata", "metadata.json", "common.pt"
 CONFIG = {
@@ -180,7 +180,7 @@ def _tensor_of(
             raise ValueError(f"no file is named for the chunk at {offsets}")
         place = places[key, offsets]
         name, length = place.relative_path, place.length
-        if not name or "\\" in name or "\0" in name or name.startswith("/") or ".." in PurePosixPath(name).parts:
+        if not is_plain_path(name):
             raise ValueError(f"file {name!r} is not a relative path inside the checkpoint")
         if getattr(place, "transform_descriptors", None):
             raise ValueError("is compressed or encrypted, which is not supported")
@@ -225,28 +225,22 @@ class Written(NamedTuple):
     length: int
 
 
-class ChunkFile:
-    """Writer of chunks, one after the other, into a file of a checkpoint."""
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a new file, which is flushed to the disk at the end."""
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name = name
-        self._file = (folder / name).open("xb")
 
-    def __enter__(self) -> ChunkFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def write(self, key: str, place: tuple[int, ...], content: Tensor | list[None]) -> Written:
-        """Append one parameter, to become `key`[place], or another object; makes no second copy."""
-        start = self._file.tell()
-        if isinstance(content, Tensor):
-            content = content.view((1,) * len(place) + tuple(content.shape))
-        torch.save(content, self._file)
-        return Written(key, place, self.name, start, self._file.tell() - start)
+def write_chunk(file: IO[bytes], key: str, place: tuple[int, ...], content: Tensor | list[None]) -> Written:
+    """Append one parameter, to become `key`[place], or another object, to a `new_file`; makes no second copy."""
+    start = file.tell()
+    if isinstance(content, Tensor):
+        content = content.view((1,) * len(place) + tuple(content.shape))
+    torch.save(content, file)
+    return Written(key, place, Path(file.name).name, start, file.tell() - start)
 
 
 def write_metadata(
@@ -259,8 +253,8 @@ def write_metadata(
 
     `tensors` are (dtype, global shape) by key. The modules of `extra_states` get an empty state.
     """
-    with ChunkFile(folder, "__extra_0.distcp") as file:
-        nothing = file.write("", (), [None])
+    with new_file(folder / "__extra_0.distcp") as file:
+        nothing = write_chunk(file, "", (), [None])
     chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {key: [] for key in tensors}
     storage: dict[dcp.MetadataIndex, dcp_filesystem._StorageInfo] = {}
     # One object per name: a pickle of equal strings depends on whether they are one object.
@@ -282,7 +276,5 @@ def write_metadata(
         storage[dcp.MetadataIndex(key)] = dcp_filesystem._StorageInfo(nothing.file, nothing.offset, nothing.length)
     torch.save({}, folder / COMMON_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(CONFIG), encoding="utf-8")
-    with (folder / METADATA_FILE).open("xb") as file:
+    with new_file(folder / METADATA_FILE) as file:
         pickle.dump(dcp.Metadata(state_dict_metadata=state, storage_data=storage), file)
-        file.flush()
-        os.fsync(file.fileno())

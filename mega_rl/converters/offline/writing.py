@@ -8,24 +8,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mega_rl.converters.live.adapters import add
 from mega_rl.converters.live.copying import in_threads
-from mega_rl.converters.offline.checkpoint import WeightFiles, fill_windows, is_plain
-from mega_rl.converters.offline.slabs import Slab
-from mega_rl.converters.offline.torch_dist import ChunkFile, Written
-from mega_rl.converters.plan.compose import ColumnRange, rows_of
+from mega_rl.converters.offline.checkpoint import Output
+from mega_rl.converters.offline.torch_dist import Written, new_file, write_chunk
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.converters.safetensors.output_folder import output_folder, require_space
-from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec, plan_shards
+from mega_rl.converters.safetensors.writer import CheckpointWriter, TensorSpec, plan_shards
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 
@@ -54,119 +50,46 @@ class Report:
     config_changes: tuple[str, ...] = ()  # keys of config.json that differ from the source's
 
 
-@dataclass(frozen=True)
-class Output:
-    """A tensor to write and how it is made of a checkpoint's tensors."""
-
-    spec: TensorSpec
-    windows: tuple[ColumnRange, ...]
-    source: WeightFiles
-    slab: Slab | None = None  # its place in a distributed checkpoint
-    adapter: Merge | None = None  # added to its values
-
-    def read(self) -> Tensor:
-        """Return the whole tensor."""
-        return self.read_rows(0, matrix_shape(self.spec.shape)[0]).view(self.spec.shape)
-
-    def read_rows(self, low: int, high: int, buffer: Tensor | None = None) -> Tensor:
-        """Return rows [low, high) as [rows, columns]; buffer: [bytes] uint8 for them."""
-        rows, columns, dtype = high - low, matrix_shape(self.spec.shape)[1], self.spec.dtype
-        matrix = torch.empty(rows, columns, dtype=dtype) if buffer is None else buffer.view(dtype).view(rows, columns)
-        fill_windows(matrix, [rows_of(window, low, high) for window in self.windows], self.source)
-        if self.adapter is not None:
-            a, b, scale = self.adapter
-            matrix.copy_(add(matrix, a.read(), b.read_rows(low, high), scale))
-        return matrix
-
-
-class Merge(NamedTuple):
-    """A low-rank adapter that is merged into a weight as it is written."""
-
-    a: Output
-    b: Output
-    scale: float
-
-
-class OutputFile(NamedTuple):
-    """A file of the target and the tensors in it."""
-
-    name: str
-    outputs: list[Output]
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its tensors."""
-        return sum(output.spec.nbytes for output in self.outputs)
-
-
-@dataclass
-class Conversion:
-    """A planned conversion: the files to write, how the folder is completed, and what to report."""
-
-    files: list[OutputFile]
-    complete: Callable[[Path, Sequence[Written]], None]
-    readers: Sequence[WeightFiles]
-    report: Report
-
-
-def convert(
-    prepare: Callable[[], Conversion],
+def write_folder(
     target: str | Path,
-    inputs: Sequence[str | Path | None],
+    outputs: Sequence[Output],
+    write: Callable[[Path], int],
+    report: Report,
     *,
     overwrite: bool,
-    jobs: int | None,
     label: str,
 ) -> Report:
-    """Plan a conversion and write its files; the target appears as a whole. jobs: threads."""
-    start = perf_counter()
-    for path in inputs:
-        if path is not None:
-            _check_apart(Path(target), Path(path))
-    job = prepare()
-    num_bytes = sum(file.nbytes for file in job.files)
-    with ExitStack() as stack:
-        for reader in job.readers:
-            stack.enter_context(reader)
-        work = stack.enter_context(output_folder(target, overwrite=overwrite))
+    """Write a conversion's folder, which appears as a whole, and complete its report.
+
+    write: fills the folder, and returns the number of files with weights.
+    """
+    start, num_bytes = perf_counter(), sum(output.spec.nbytes for output in outputs)
+    with output_folder(target, overwrite=overwrite) as work:
         require_space(work, num_bytes + OVERHEAD_BYTES)
-        files = sorted(job.files, key=lambda file: -file.nbytes)
-        job.complete(work, _write_files(work, files, jobs, label))
-    report = replace(
-        job.report,
-        num_tensors=sum(len(file.outputs) for file in job.files),
-        num_files=len(job.files),
-        num_bytes=num_bytes,
-        seconds=perf_counter() - start,
-    )
-    logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, report.num_tensors, num_bytes, report.seconds)
-    return report
+        with progress.phase(label, total=num_bytes, unit="B"):
+            num_files = write(work)
+    seconds = perf_counter() - start
+    logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, len(outputs), num_bytes, seconds)
+    return replace(report, num_tensors=len(outputs), num_files=num_files, num_bytes=num_bytes, seconds=seconds)
 
 
-def _check_apart(target: Path, source: Path) -> None:
-    """Raise UserError when one of two folders is, or lies in, the other."""
-    a, b = target.resolve(), source.resolve()
-    if a == b or a in b.parents or b in a.parents:
-        raise UserError(f"{target}: the target and {source} are inside one another; choose another directory")
+def check_apart(target: str | Path, *sources: str | Path | None) -> None:
+    """Raise UserError when the target is, or lies in, one of the sources, or the other way round."""
+    for source in (source for source in sources if source is not None):
+        a, b = Path(target).resolve(), Path(source).resolve()
+        if a == b or a in b.parents or b in a.parents:
+            raise UserError(f"{target}: the target and {source} are inside one another; choose another directory")
 
 
-def group_outputs(outputs: Sequence[Output], file_bytes: int, name: Callable[[int, int], str]) -> list[OutputFile]:
-    """Return outputs in files of at most `file_bytes`; `name(i, n)` names file i of n."""
-    by_name = {output.spec.name: output for output in outputs}
-    groups = plan_shards([output.spec for output in outputs], file_bytes)
-    return [OutputFile(name(i, len(groups)), [by_name[spec.name] for spec in group]) for i, group in enumerate(groups)]
+class _Room:
+    """Bound on the bytes of tensors in memory."""
 
-
-@dataclass
-class _Meter:
-    """Bound on the bytes in memory, and count of those written."""
-
-    advance: Callable[[int], object]
-    _used: int = 0
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self) -> None:
+        self._used = 0
+        self._changed = threading.Condition()
 
     @contextmanager
-    def room(self, num_bytes: int) -> Iterator[None]:
+    def take(self, num_bytes: int) -> Iterator[None]:
         """Wait until `num_bytes` fit, or nothing else is in memory, and hold them during the block."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0 or self._used + num_bytes <= BUFFER_BYTES)
@@ -177,35 +100,23 @@ class _Meter:
             with self._changed:
                 self._used -= num_bytes
                 self._changed.notify_all()
-        self.advance(num_bytes)
 
 
-def _write_files(folder: Path, files: Sequence[OutputFile], threads: int | None, label: str) -> list[Written]:
-    """Write files and return where the chunks of a distributed checkpoint are."""
-    written: list[Written] = []
-    with progress.phase(label, total=sum(file.nbytes for file in files), unit="B") as phase:
-        meter = _Meter(phase.advance)
-        if files and files[0].outputs[0].slab is not None:
-            in_threads(files, lambda file: written.extend(_write_chunks(folder, file, meter)), threads=threads)
-        else:
-            for file in files:
-                _write_safetensors(folder, file, meter, threads)
-    return written
-
-
-def _write_safetensors(folder: Path, file: OutputFile, meter: _Meter, threads: int | None) -> None:
-    with SafetensorsFile(folder / file.name, [output.spec for output in file.outputs]) as target:
-        pieces = [(output, low, high) for output in file.outputs for low, high in _pieces(output)]
-        buffers = threading.local()
+def write_weights(folder: Path, outputs: Sequence[Output], *, shard_bytes: int, threads: int | None) -> int:
+    """Write Hugging Face tensors into files of at most `shard_bytes`; return the number of files."""
+    with CheckpointWriter(folder, [output.spec for output in outputs], shard_bytes=shard_bytes) as target:
+        pieces = [(output, low, high) for output in outputs for low, high in _pieces(output)]
+        buffers, room = threading.local(), _Room()
 
         def work(piece: tuple[Output, int, int]) -> None:
             output, low, high = piece
             columns = matrix_shape(output.spec.shape)[1]
             nbytes = (high - low) * columns * output.spec.dtype.itemsize
-            with meter.room(nbytes):
+            with room.take(nbytes):
                 target.write_rows(output.spec.name, low, [output.read_rows(low, high, _buffer(buffers, nbytes))])
 
         in_threads(pieces, work, threads=threads)
+    return len(target.files)
 
 
 def _buffer(buffers: threading.local, num_bytes: int) -> Tensor:
@@ -221,23 +132,26 @@ def _buffer(buffers: threading.local, num_bytes: int) -> Tensor:
 def _pieces(output: Output) -> Iterator[tuple[int, int]]:
     """Yield the row intervals of a tensor that are made and written one by one."""
     rows, columns = matrix_shape(output.spec.shape)
-    step = max(1, PIECE_BYTES // max(1, columns * output.spec.dtype.itemsize))
-    if not all(is_plain(window) for window in output.windows):
-        step = max(1, rows)
+    step = max(1, rows if output.is_transposed else PIECE_BYTES // max(1, columns * output.spec.dtype.itemsize))
     for low in range(0, rows, step):
         yield low, min(low + step, rows)
 
 
-def _write_chunks(folder: Path, file: OutputFile, meter: _Meter) -> list[Written]:
-    """Write a file of a distributed checkpoint, one whole parameter after the other."""
-    written = []
-    with ChunkFile(folder, file.name) as target:
-        for output in file.outputs:
-            assert output.slab is not None
-            spec = output.spec
-            with meter.room(spec.nbytes):
-                tensor = torch.empty(spec.shape, dtype=spec.dtype)
-                fill_windows(tensor.view(matrix_shape(spec.shape)), output.windows, output.source)
-                written.append(target.write(output.slab.key, output.slab.place, tensor))
-                del tensor
+def write_chunks(folder: Path, outputs: Sequence[Output], *, file_bytes: int, threads: int | None) -> list[Written]:
+    """Write parameters, each as a whole, into files of a distributed checkpoint; return where they are."""
+    by_name = {output.spec.name: output for output in outputs}
+    files = list(enumerate(plan_shards([output.spec for output in outputs], file_bytes)))
+    advance, room = progress.counter(sum(output.spec.nbytes for output in outputs)), _Room()
+    written: list[Written] = []
+
+    def work(file: tuple[int, list[TensorSpec]]) -> None:
+        with new_file(folder / f"__{file[0]}_0.distcp") as target:
+            for spec in file[1]:
+                output = by_name[spec.name]
+                assert output.slab is not None
+                with room.take(spec.nbytes):
+                    written.append(write_chunk(target, output.slab.key, output.slab.place, output.read()))
+                advance(spec.nbytes)
+
+    in_threads(sorted(files, key=lambda file: -sum(spec.nbytes for spec in file[1])), work, threads=threads)
     return written

@@ -34,7 +34,8 @@ class Block(NamedTuple):
 class Copy(NamedTuple):
     """A rectangle of a rank's parameter and its source in a tensor; `hf_name` None writes zeros.
 
-    Rows and cols count in the parameter; element (dst_row + i, dst_col + j) as in `Block`.
+    Rows and cols count in the parameter; element (dst_row + i, dst_col + j * dst_step) as in `Block`. Only transposed
+    copies have steps.
     """
 
     hf_name: str | None
@@ -46,6 +47,7 @@ class Copy(NamedTuple):
     cols: int
     transposed: bool = False
     step: int = 1
+    dst_step: int = 1
 
     @property
     def src_shape(self) -> tuple[int, int]:

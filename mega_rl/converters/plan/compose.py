@@ -24,14 +24,6 @@ class Home(NamedTuple):
     copy: Copy
 
 
-class ColumnRange(NamedTuple):
-    """Every `step`-th column of a tensor from `first_col` on, and the copies that fill these columns."""
-
-    first_col: int
-    step: int
-    copies: tuple[Copy, ...]
-
-
 Homes = Mapping[str, Sequence[Home]]  # canonical parameter name -> homes
 
 
@@ -70,55 +62,43 @@ def _from_home(copy: Copy, home: Home) -> Copy | None:
         top - home.copy.src_row + home.copy.dst_row,
         left - home.copy.src_col + home.copy.dst_col,
         copy.dst_row + (along if copy.transposed else down),
-        copy.dst_col + (down if copy.transposed else along),
+        copy.dst_col + (down * copy.dst_step if copy.transposed else along),
         cols if copy.transposed else rows,
         rows if copy.transposed else cols,
         copy.transposed,
+        dst_step=copy.dst_step,
     )
 
 
-def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
-    """Return the part of a plain window in rows [low, high), counted from 0."""
-    copies = []
-    for copy in window.copies:
+def rows_of(copies: Iterable[Copy], low: int, high: int) -> tuple[Copy, ...]:
+    """Return the part of copies in rows [low, high) of their target, counted from 0; transposed ones are not cut."""
+    inside = []
+    for copy in copies:
         first, last = max(copy.dst_row, low), min(copy.dst_row + copy.rows, high)
         if first < last and copy.transposed:
             assert (first, last) == (copy.dst_row, copy.dst_row + copy.rows), copy
-            copies.append(copy)
+            inside.append(copy)
         elif first < last:
             src_row = copy.src_row + first - copy.dst_row
-            copies.append(copy._replace(src_row=src_row, dst_row=first - low, rows=last - first))
-    return window._replace(copies=tuple(copies))
+            inside.append(copy._replace(src_row=src_row, dst_row=first - low, rows=last - first))
+    return tuple(inside)
 
 
 def _overlap(first: int, count: int, other: int, other_count: int) -> tuple[int, int]:
     return max(first, other), min(first + count, other + other_count)
 
 
-def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[ColumnRange, ...]]:
+def invert(plans: Iterable[ParamPlan]) -> dict[str, list[Copy]]:
     """Return for each source tensor the copies that write it back from whole parameters.
 
     `plans` are those of one rank that holds the whole model, with origin "disk".
     """
-    inverse: dict[str, dict[tuple[int, int], list[Copy]]] = {}
+    inverse: dict[str, list[Copy]] = {}
     for plan in plans:
         for c in plan.copies:
-            if c.hf_name is None:
-                continue
-            # Columns taken in turns: the window counts its own columns, all of one turn.
-            turn = (c.src_col % c.step, c.step)
-            back = Copy(
-                plan.canonical,
-                c.dst_row,
-                c.dst_col,
-                c.src_row,
-                c.src_col // c.step,
-                c.cols if c.transposed else c.rows,
-                c.rows if c.transposed else c.cols,
-                c.transposed,
-            )
-            inverse.setdefault(c.hf_name, {}).setdefault(turn, []).append(back)
-    return {
-        name: tuple(ColumnRange(first, step, tuple(copies)) for (first, step), copies in sorted(turns.items()))
-        for name, turns in inverse.items()
-    }
+            if c.hf_name is not None:
+                rows, cols = (c.cols, c.rows) if c.transposed else (c.rows, c.cols)
+                place = (c.dst_row, c.dst_col, c.src_row, c.src_col, rows, cols)
+                back = Copy(plan.canonical, *place, c.transposed, dst_step=c.step)
+                inverse.setdefault(c.hf_name, []).append(back)
+    return inverse

@@ -17,8 +17,9 @@ from mega_rl.converters.architecture import Adapter, DiskTensor, HFConfig, OwnTa
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.rules import LAYER_KINDS, Rule, Source
 from mega_rl.converters.plan.adapters import PART, WEIGHT, A, B, read_adapter_config, uncut, with_adapters
-from mega_rl.converters.plan.blocks import source_shape
+from mega_rl.converters.plan.blocks import Copy, source_shape
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -308,3 +309,17 @@ def disk_tensors(
             yield DiskTensor(f"{prefix}.{expert}.{names.down}.weight", (hidden, width), expert * hidden)
     else:
         yield DiskTensor(names.on_disk(name), shape, 0)
+
+
+def row_copies(disk: Iterable[DiskTensor], offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
+    """Yield the copies that make rows of a tensor, `shape` from `offset` on, from the tensors on disk that make it.
+
+    The rows are cut from the first dimension only.
+    """
+    low = offset[0] * prod(shape[1:-1]) if offset else 0
+    high = low + matrix_shape(shape)[0]
+    for tensor in disk:
+        first, end = max(tensor.row, low), min(tensor.row + tensor.rows, high)
+        if first < end:
+            columns = matrix_shape(tensor.shape)[1]
+            yield Copy(tensor.name, first - tensor.row, 0, first - low, 0, end - first, columns)

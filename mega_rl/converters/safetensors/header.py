@@ -8,6 +8,7 @@ and nothing in a file is ever executed.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.untrusted import JsonFields, is_shape, parse_object, shorten
+from mega_rl.untrusted import JsonFields, is_plain_path, is_shape, parse_object, read_at, shorten
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's limit, also applied to an index
@@ -42,6 +43,7 @@ class HeaderEntry(NamedTuple):
     name: str
     dtype: str  # "F32", "BF16"
     shape: tuple[int, ...]
+    file: Path
     offset: int  # bytes from the start of the file to the tensor's first byte
     nbytes: int
 
@@ -81,26 +83,32 @@ def read_entries(path: Path) -> dict[str, HeaderEntry]:
             without gap or overlap.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if length > MAX_HEADER_BYTES:
-                raise UserError(
-                    f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors "
-                    "file, fetch it again"
-                )
-            # At most the file's size: the length is only a claim, and `read` allocates what it is asked for.
-            text = file.read(min(length, size))
+            size = os.fstat(file.fileno()).st_size
+            header = read_header_bytes(file.fileno(), size, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return parse_entries(parse_json(header[8:], path), path, size, start=len(header))
+
+
+def read_header_bytes(fd: int, size: int, path: Path) -> bytes:
+    """Return length and text of the header of a file of `size` bytes. Raises UserError."""
+    prefix = read_at(fd, 0, 8, path)
     if len(prefix) < 8:
         raise UserError(f"{path}: {size} bytes are not a safetensors file; fetch the file again")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES:
+        raise UserError(
+            f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors file, fetch "
+            "it again"
+        )
+    # At most the file's size: the length is only a claim, and memory for it is allocated.
+    text = read_at(fd, 8, min(length, size), path)
     if len(text) < length:
         raise UserError(
             f"{path}: truncated, {size} bytes do not hold the header of {length} bytes; fetch the file again"
         )
-    return parse_entries(parse_json(text, path), path, size, start=8 + length)
+    return prefix + text
 
 
 def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict[str, HeaderEntry]:
@@ -132,6 +140,77 @@ def parse_json(text: bytes, path: Path) -> JsonFields:
         raise UserError(f"{path}: {error}; fetch the file again") from error
 
 
+def checkpoint_entries(path: Path) -> dict[str, HeaderEntry]:
+    """Return a file's or directory's tensors; a single file wins over an index, as in transformers.
+
+    Raises UserError or UserErrors for files that are missing, damaged or contradict the index.
+    """
+    if path.is_file():
+        return read_entries(path)
+    if not path.is_dir():
+        raise UserError(f"checkpoint {path}: no such file or directory")
+    if (path / SINGLE_FILE).is_file():
+        return read_entries(path / SINGLE_FILE)
+    if (path / INDEX_FILE).is_file():
+        return _read_sharded(path)
+    hint = "save the model again as safetensors"
+    if any(path.glob("pytorch_model*.bin")):
+        hint = "pickled .bin weights are never loaded, save them with save_pretrained(safe_serialization=True) first"
+    raise UserError(f"checkpoint {path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; {hint}")
+
+
+def _read_sharded(root: Path) -> dict[str, HeaderEntry]:
+    """Return the index's tensors, each checked in its shard. Raises UserErrors with all contradictions."""
+    index = root / INDEX_FILE
+    try:
+        if index.stat().st_size > MAX_HEADER_BYTES:
+            raise UserError(f"{index}: {index.stat().st_size} bytes, at most {MAX_HEADER_BYTES} are allowed")
+        text = index.read_bytes()
+    except OSError as error:
+        raise UserError(f"{index}: cannot be read ({error.strerror})") from error
+    weight_map = parse_json(text, index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(
+            f"{index}: weight_map is {type(weight_map).__name__}, must be an object from tensor to file name; "
+            "download or copy it again"
+        )
+    problems: list[str] = []
+    by_shard: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        if is_plain_path(shard):  # by its text: in a hub cache the files themselves are links out of the folder
+            by_shard.setdefault(shard, []).append(name)
+        else:
+            problems.append(
+                f"{index}: {shorten(name)} is in {shorten(repr(shard))}, must be a relative path inside the checkpoint"
+            )
+    tensors: dict[str, HeaderEntry] = {}
+    for shard, names in sorted(by_shard.items()):
+        if not os.path.isfile(root / shard):
+            problems.append(
+                f"{root / shorten(shard)}: no such file, but the index puts {len(names)} tensors there "
+                f"({shorten(names[0])}, ...); download or copy it again"
+            )
+            continue
+        try:
+            header = read_entries(root / shard)
+        except UserError as error:
+            problems += error.problems if isinstance(error, UserErrors) else [str(error)]
+        else:
+            problems += [
+                f"{root / shard}: lacks {shorten(name)}, which the index puts there"
+                for name in names
+                if name not in header
+            ]
+            if twice := sorted(header.keys() & tensors.keys()):
+                more = f", and so are {len(twice) - 1} more" if twice[1:] else ""
+                where = f"{root / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}{more}"
+                problems.append(f"{where}; only one file may hold a name, so write the checkpoint again")
+            tensors.update(header)  # also names that the index lacks, which transformers loads: the model judges them
+    if problems:
+        raise UserErrors(problems)
+    return tensors
+
+
 def _entry(name: str, raw: Any, path: Path, start: int, problems: list[str]) -> HeaderEntry | None:
     """Return one entry, None after adding its faults to `problems`; the data begins at byte `start`."""
     where = f"{path}: {shorten(name)}"
@@ -151,7 +230,7 @@ def _entry(name: str, raw: Any, path: Path, start: int, problems: list[str]) -> 
     else:
         nbytes, need = offsets[1] - offsets[0], prod(shape) * ITEM_BYTES[dtype]
         if nbytes == need:
-            return HeaderEntry(name, dtype, tuple(shape), start + offsets[0], nbytes)
+            return HeaderEntry(name, dtype, tuple(shape), path, start + offsets[0], nbytes)
         problems.append(f"{where}: {nbytes} bytes, but shape {shape} of {dtype} takes {need}")
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mega_rl.converters.safetensors.header import INDEX_FILE, SINGLE_FILE
-from mega_rl.disk import SaveError, free_bytes, lock_file, sync_folder
+from mega_rl.disk import SaveError, free_bytes, lock_file, sync_folder, write_text
 from mega_rl.errors import UserError, in_units
 
 # A folder may be overwritten if it has one of these files, so that a typing error removes no other folder.
@@ -94,12 +95,10 @@ def copy_files(folder: Path, files: Mapping[str, Path]) -> None:
             sync_folder(target.parent)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a new file and flush it to disk."""
-    with name_file(path), path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write a new file with a JSON object and flush it to disk."""
+    with name_file(path):
+        write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def require_space(folder: Path, nbytes: int) -> None:

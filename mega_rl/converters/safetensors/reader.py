@@ -15,9 +15,8 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path, PurePosixPath
-from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +24,15 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.safetensors.header import (
-    INDEX_FILE,
-    MAX_HEADER_BYTES,
     PLAIN_NAMES,
-    SINGLE_FILE,
+    checkpoint_entries,
     matrix_shape,
     name_prefixes,
-    parse_json,
-    read_entries,
     renamed,
 )
 from mega_rl.converters.safetensors.quantised import BYTES_PER_VALUE, Packed, block_size, decode, pair
 from mega_rl.disk import IOV_MAX
-from mega_rl.errors import UserError, UserErrors
-from mega_rl.untrusted import shorten
+from mega_rl.errors import UserError
 
 # Bytes of a map, and of decoded blocks, that one thread holds at a time. Smaller maps cost more than they save.
 _WINDOW_BYTES = 8 << 20
@@ -84,10 +78,10 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return every tensor of one file by name. Raises UserError or UserErrors as `read_entries`."""
+    """Return every tensor of a file or checkpoint by name. Raises as `checkpoint_entries`."""
     return {
-        entry.name: TensorInfo(entry.name, DTYPES[entry.dtype], entry.shape, path, entry.offset, entry.nbytes)
-        for entry in read_entries(path).values()
+        name: TensorInfo(name, DTYPES[entry.dtype], entry.shape, entry.file, entry.offset, entry.nbytes)
+        for name, entry in checkpoint_entries(path).items()
     }
 
 
@@ -105,7 +99,7 @@ class CheckpointReader:
         self.prefixes = PLAIN_NAMES  # how the names of the language model begin on disk
         self.tensors: dict[str, TensorInfo] = dict(tensors or {})
         if tensors is None:
-            infos = pair(_open_checkpoint(self.path), block_size(self.path))
+            infos = pair(read_header(self.path), block_size(self.path))
             self.prefixes = name_prefixes(infos)
             self.tensors = {renamed(name, self.prefixes, PLAIN_NAMES): info for name, info in infos.items()}
             if len(self.tensors) < len(infos):
@@ -121,9 +115,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -143,10 +135,6 @@ class CheckpointReader:
         result = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, (0, _columns(info)), [result.view(-1, _columns(info))] if result.numel() else [])
         return result
-
-    def read_rows(self, name: str, low: int, high: int) -> Tensor:
-        """Return rows [low, high) as [high - low, columns]."""
-        return self.read_block(name, (low, high), (0, _columns(self.tensors[name])))
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
         """Return rows and columns, each (low, high), as [rows, columns] in the tensor's dtype."""
@@ -279,91 +267,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _shrunk(info: TensorInfo) -> UserError:
     return UserError(f"{info.file}: ends inside {info.name}; it was complete when opened, is it being rewritten?")
-
-
-def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:
-    """Return a file's or directory's tensors; a single file wins over an index, as in transformers."""
-    if path.is_file():
-        return read_header(path)
-    if not path.is_dir():
-        raise UserError(f"checkpoint {path}: no such file or directory")
-    if (path / SINGLE_FILE).is_file():
-        return read_header(path / SINGLE_FILE)
-    if (path / INDEX_FILE).is_file():
-        return _read_sharded(path)
-    hint = ""
-    if any(path.glob("pytorch_model*.bin")):
-        hint = "; pickled .bin weights are never loaded, save them with save_pretrained(safe_serialization=True) first"
-    raise UserError(f"checkpoint {path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
-
-
-def _read_sharded(root: Path) -> dict[str, TensorInfo]:
-    """Return the index's tensors, each checked in its shard. Raises UserErrors with all contradictions."""
-    index = root / INDEX_FILE
-    try:
-        if index.stat().st_size > MAX_HEADER_BYTES:
-            raise UserError(f"{index}: {index.stat().st_size} bytes, at most {MAX_HEADER_BYTES} are allowed")
-        text = index.read_bytes()
-    except OSError as error:
-        raise UserError(f"{index}: cannot be read ({error.strerror})") from error
-    weight_map = parse_json(text, index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(
-            f"{index}: weight_map is {type(weight_map).__name__}, must be an object from tensor to file name"
-        )
-    problems: list[str] = []
-    by_shard: dict[str, list[str]] = {}
-    for name, shard in weight_map.items():
-        if _is_inside(shard):
-            by_shard.setdefault(shard, []).append(name)
-        else:
-            problems.append(
-                f"{index}: {shorten(name)} is in {shorten(repr(shard))}, must be a relative path inside the checkpoint"
-            )
-    tensors: dict[str, TensorInfo] = {}
-    for shard, names in sorted(by_shard.items()):
-        if not _is_file(root / shard):
-            problems.append(
-                f"{root / shorten(shard)}: no such file, but the index puts {len(names)} tensors there "
-                f"({shorten(names[0])}, ...)"
-            )
-            continue
-        try:
-            header = read_header(root / shard)
-        except UserError as error:
-            problems += error.problems if isinstance(error, UserErrors) else [str(error)]
-        else:
-            problems += [
-                f"{root / shard}: lacks {shorten(name)}, which the index puts there"
-                for name in names
-                if name not in header
-            ]
-            if twice := sorted(header.keys() & tensors.keys()):
-                more = f", and so are {len(twice) - 1} more" if twice[1:] else ""
-                where = f"{root / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}{more}"
-                problems.append(f"{where}; only one file may hold a name, so write the checkpoint again")
-            tensors.update(header)  # also names that the index lacks, which transformers loads: the model judges them
-    if problems:
-        raise UserErrors(problems)
-    return tensors
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name too long for the file system
-        return False
-
-
-def _is_inside(shard: Any) -> bool:
-    """Return whether a path of the index names a file below the checkpoint.
-
-    By its text: in a hub cache the files themselves are links out of the folder.
-    """
-    if not isinstance(shard, str) or not shard or "\\" in shard or "\0" in shard:
-        return False
-    path = PurePosixPath(shard)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def _columns(info: TensorInfo) -> int:

@@ -6,13 +6,11 @@ thread, each exactly once. The index is written last.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from mega_rl import disk
 from mega_rl.converters.safetensors.header import INDEX_FILE, METADATA, SINGLE_FILE, encode_header, matrix_shape
-from mega_rl.converters.safetensors.output_folder import copy_files, name_file, output_folder, require_space, write_file
+from mega_rl.converters.safetensors.output_folder import copy_files, name_file, output_folder, require_space, write_json
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, as_bytes
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
@@ -79,9 +77,7 @@ class SafetensorsFile:
     def __enter__(self) -> SafetensorsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -146,7 +142,7 @@ class CheckpointWriter:
         self._advance = progress.counter(self._total)
         require_space(folder, self._total)
         shards = plan_shards(specs, shard_bytes)
-        self.files = [SafetensorsFile(folder / shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
+        self.files = [SafetensorsFile(folder / _shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
         self._file_of: dict[str, SafetensorsFile] = {}
         for file, shard in zip(self.files, shards, strict=True):
             for spec in shard:
@@ -157,14 +153,13 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for file in self.files:
-            file.__exit__(kind, value, trace)
+            file.__exit__(kind)
         if kind is None and len(self.files) > 1:
             weight_map = {name: file.path.name for name, file in self._file_of.items()}
-            write_index(self.folder, weight_map, total_bytes=self._total)
+            index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(self.folder / INDEX_FILE, index)
 
     def file_of(self, name: str) -> SafetensorsFile:
         """Return a tensor's file: threads that write different files do not wait for each other."""
@@ -194,15 +189,9 @@ def plan_shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[Tens
     return shards
 
 
-def shard_name(index: int, count: int) -> str:
+def _shard_name(index: int, count: int) -> str:
     """Return the file name of shard `index` (from 0) of `count`."""
     return SINGLE_FILE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def write_index(folder: Path, weight_map: Mapping[str, str], *, total_bytes: int) -> None:
-    """Write the index of the shards in a folder; `weight_map` is from tensor to file name."""
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    write_file(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def write_checkpoint(

@@ -71,7 +71,7 @@ def packed_sequences(
     max_seqlen: int,
     *,
     positions: Tensor | None = None,
-    device: torch.device | None = None,
+    device: torch.device = HOST,
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> PackedSequences | SharedSequences:
@@ -80,20 +80,11 @@ def packed_sequences(
     `positions` [T / cp] int64, on `device`, turn queries and keys; None where nothing asks for rotary angles. With
     context parallelism `cu_seqlens` speaks of whole sequences, of which rank `cp_rank` holds its two chunks.
     """
-    device = device or HOST
     if cp_size > 1:
         return shared_sequences(
             cu_seqlens, max_seqlen, positions=positions, device=device, cp_rank=cp_rank, cp_size=cp_size
         )
-    return PackedSequences(
-        qkv_format=ONE_ROW,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        positions=positions,
-        device=device,
-    )
+    return PackedSequences.of(cu_seqlens, max_seqlen, qkv_format=ONE_ROW, positions=positions, device=device)
 
 
 def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_size: int = 1) -> TokenPositions:
@@ -102,17 +93,8 @@ def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_s
     Of context-parallel slices every boundary is that of the whole sequences, padding included.
     """
     bounds = send(cu_seqlens, positions.device)
-    padded = bounds if cp_size > 1 else None
-    return TokenPositions(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        positions=positions,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-    )
+    padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if cp_size > 1 else {}
+    return TokenPositions.of(bounds, max_seqlen, qkv_format="thd", positions=positions, **padded)
 
 
 def attend_packed(
@@ -220,27 +202,24 @@ class CoreAttention(CutOverTensors, MegatronModule):
         [T, 1, heads*E]; tokens attend within their own sequence.
         """
         assert attention_bias is None
-        if packed_seq_params is None:
-            return self._attend_rows(self._grown(query, None), key, value)
-        query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
-        assert isinstance(packed_seq_params, TokenPositions)
-        query = self._grown(query, packed_seq_params.positions)
+        sequences = packed_seq_params
+        assert sequences is None or isinstance(sequences, TokenPositions)
+        if sequences is not None:
+            query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        query = self._grown(query, None if sequences is None else sequences.positions)
         if self.cp_group is not None:
-            assert isinstance(packed_seq_params, SharedSequences)
+            assert sequences is None or isinstance(sequences, SharedSequences)
             context = attend_shared(
-                self._attend,
-                query,
-                key,
-                value,
-                group=self.cp_group,
-                window=self.window,
-                sequences=packed_seq_params,
+                self._attend, query, key, value, group=self.cp_group, window=self.window, sequences=sequences
             )
+        elif sequences is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            context = self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
         else:
-            assert isinstance(packed_seq_params, PackedSequences)
+            assert isinstance(sequences, PackedSequences)
             attend = partial(attend_packed, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
-            context = attend(self.kernel, query, key, value, packed_seq_params).flatten(1)
-        return context.unsqueeze(1)
+            context = attend(self.kernel, query, key, value, sequences).flatten(1)
+        return context if sequences is None else context.unsqueeze(1)
 
     def _grown(self, query: Tensor, positions: Tensor | None) -> Tensor:
         """Return `query` [T, ...] grown with its position (see `Yarn`); None: of padded rows."""
@@ -252,15 +231,6 @@ class CoreAttention(CutOverTensors, MegatronModule):
             positions = held_positions([query.size(0) * at[1]], cp_rank=at[0], cp_size=at[1]).to(query.device)
         growth = 1 + factor * torch.log(1 + torch.floor(positions / length))
         return query * growth.to(query.dtype).view(-1, *[1] * (query.dim() - 1))
-
-    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[S, B, heads*E]: context in a padded batch; shapes as in `forward`."""
-        if self.cp_group is not None:
-            return attend_shared(
-                self._attend, query, key, value, group=self.cp_group, window=self.window, sequences=None
-            )
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The kernel with what is this layer's; shapes as in `mega_rl.engines.models.attention_kernels`."""

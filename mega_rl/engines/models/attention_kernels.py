@@ -144,7 +144,8 @@ def attend_varlen(
 
 SMALLEST_CLASS = 16  # tokens; shorter sequences share one length class
 
-# (query [n, heads, m, D], key [n, groups, m, D], value [n, groups, m, E]) -> [n, heads, m, E], causal
+# (query [n, heads, c, D], key [n, groups, m, D], value [n, groups, m, E]) -> [n, heads, c, E], causal: the queries are
+# the last c of m tokens.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -189,9 +190,11 @@ def attend_by_length(attend: Attend, query: Tensor, key: Tensor, value: Tensor, 
 
     key: [T, groups, D]. value: [T, groups, E].
 
-    Tokens attend within their own sequence: `attend` is given one length class after the other, each a batch.
+    Tokens attend within their own sequence: `attend` is given one length class after the other, each a batch. The
+    gradient of a padding slot is exactly zero, as no real query sees a later slot and the padding queries' outputs are
+    dropped: the backward reads only the real slots.
     """
-    padded = [_ToClasses.apply(x, classes.index, classes.slots) for x in (query, key, value)]
+    padded = [Picked.apply(x, classes.index, classes.slots) for x in (query, key, value)]
     contexts, offset = [], 0
     for count, length in classes.shapes:
         end = offset + count * length
@@ -202,26 +205,22 @@ def attend_by_length(attend: Attend, query: Tensor, key: Tensor, value: Tensor, 
     return _ToPacked.apply(context, classes.index, classes.slots, classes.filled)
 
 
-class _ToClasses(torch.autograd.Function):
-    """[T, ...] packed -> [slots, ...] padded; both directions are gathers.
-
-    The gradient of a padding slot is exactly zero: no real query sees a later slot, and the padding queries' outputs
-    are dropped. So the backward needs to read the real slots only.
-    """
+class Picked(torch.autograd.Function):
+    """Rows of a tensor by `index`; in the backward `back` picks from the result's gradients."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, packed: Tensor, index: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return packed.index_select(0, index)
+    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return tensor.index_select(0, index)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grad.index_select(0, slots), None, None
+        (back,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad.index_select(0, back), None, None
 
 
 class _ToPacked(torch.autograd.Function):
-    """[slots, ...] padded -> [T, ...] packed; the inverse of `_ToClasses` on the real slots."""
+    """[slots, ...] padded -> [T, ...] packed: the inverse of `Picked` on the real slots."""
 
     @staticmethod
     def forward(

@@ -60,11 +60,10 @@ def transformer_config(
     the environment of the process, where every model must find the same.
 
     `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
-    micro-batches or of data-parallel ranks, because every token's loss already carries its global weight. Only
-    `engine.megatron.ddp.average_in_collective` needs it off, and the engine then scales the loss up by what is divided.
+    micro-batches or of data-parallel ranks, because every token's loss already carries its global weight.
 
-    Raises UserError: experts or latent attention under tensor parallelism without sequence parallelism, experts with
-    biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
+    Raises UserError: experts or latent attention under tensor parallelism without sequence parallelism, or yarn's
+    positions that context parallelism does not divide.
     """
     _check(hf, layout)
     if hf.delta is not None and deterministic and torch.cuda.is_available():
@@ -75,7 +74,7 @@ def transformer_config(
     kind = DTYPES[model.dtype]
     kwargs: dict[str, Any] = {
         **transformer_config_kwargs(hf),
-        **_parallelism(layout, mtp_layers=_mtp_layers(hf), overlap_p2p=megatron.overlap_p2p),
+        **_parallelism(layout, mtp_layers=_mtp_layers(hf)),
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
         **_mixture(hf, megatron.moe, te=attention.startswith(TE), deterministic=deterministic),
         "pipeline_dtype": kind,
@@ -85,7 +84,7 @@ def transformer_config(
         "hidden_dropout": 0.0,
         # Fuses nothing without dropout and biases, and torch would compile it anew for eight shapes of packed rows.
         "bias_dropout_fusion": False,
-        "calculate_per_token_loss": not megatron.ddp.average_in_collective,
+        "calculate_per_token_loss": True,
         "attention_backend": AttnBackend[attention.removeprefix(TE)] if attention.startswith(TE) else AttnBackend.auto,
         "deterministic_mode": deterministic,
         "perform_initialization": False,  # every parameter is loaded, or set by its own module
@@ -114,9 +113,8 @@ def _mixture(hf: HFConfig, moe: MoeConfig, *, te: bool, deterministic: bool) -> 
     if hf.moe is None:
         return {}
     return {
-        "moe_grouped_gemm": moe.grouped_experts,
-        "moe_permute_fusion": te and moe.permute_fusion and not deterministic,
-        "moe_router_fusion": moe.router_fusion,
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": te and not deterministic,
         "moe_shared_expert_overlap": moe.shared_expert_overlap and hf.moe.shared_ffn_hidden_size > 0,
     }
 
@@ -131,11 +129,6 @@ def _check(hf: HFConfig, layout: ParallelLayout) -> None:
             f"engine.megatron.sequence_parallel=false: model_type={hf.family} with tp={layout.tp} needs it, having "
             "experts, latent attention or gated delta nets; set engine.megatron.sequence_parallel=true"
         )
-    if hf.moe is not None and hf.linear_bias and layout.etp > 1:
-        raise UserError(
-            f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of model_type="
-            f"{hf.family} have; use 1 rank of expert tensor parallelism (in training: engine.megatron.etp=1)"
-        )
     yarn = hf.rope.yarn
     if layout.cp > 1 and yarn is not None and yarn.original_max_position_embeddings % (2 * layout.cp):
         # Megatron-Core cuts a table of that many positions whenever it builds the model.
@@ -145,9 +138,8 @@ def _check(hf: HFConfig, layout: ParallelLayout) -> None:
         )
 
 
-def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) -> dict[str, Any]:
+def _parallelism(layout: ParallelLayout, *, mtp_layers: int) -> dict[str, Any]:
     """Return the settings of a layout in Megatron-Core's words."""
-    overlaps = overlap_p2p and layout.vpp > 1  # a reference may have a layout without virtual stages
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -157,8 +149,9 @@ def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) 
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": layout.sequence_parallel,
-        "overlap_p2p_comm": overlaps,
-        "batch_p2p_comm": not overlaps,
+        # With pp=2 the interleaved schedule gives wrong gradients without overlap: docs/known_upstream_issues.md.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
         "batch_p2p_sync": False,  # a wait of the host for each message, against a race in releases of torch before 2
         "variable_seq_lengths": layout.pp > 1,  # set for each pass: micro-batches may have several shapes
     }
@@ -277,17 +270,13 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     """
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1, ExpertRowParallelLinear: 1}
     for module in model.modules():
-        dim = dims.get(type(module))
-        if dim is not None and isinstance(module.weight, Tensor):
-            mark_cut(module.weight, dim=dim)
-
-
-def mark_cut(weight: Tensor, *, dim: int) -> None:
-    """Mark a weight as cut along `dim` by tensor parallelism, unless Megatron-Core has marked it."""
-    if not hasattr(weight, "tensor_model_parallel"):
-        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
-    marks = (weight.tensor_model_parallel, weight.partition_dim)  # type: ignore[attr-defined]
-    assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
+        dim, weight = dims.get(type(module)), getattr(module, "weight", None)
+        if dim is None or weight is None:
+            continue
+        if not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+        marks = (weight.tensor_model_parallel, weight.partition_dim)
+        assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
 
 
 def unmark_whole_weights(model: torch.nn.Module) -> None:

@@ -10,7 +10,6 @@ as many in the backward; T * groups * (D + E) numbers are kept for the backward,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -21,12 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mega_rl.data.packing import held_positions
+from mega_rl.engines.models.attention_kernels import Attend, Picked
 from mega_rl.engines.models.rope import ONE_ROW, TokenPositions
 from mega_rl.parallel.accelerator.base import send
-
-# (query [n, heads, c, D], key [n, groups, m, D], value [n, groups, m, E]) -> [n, heads, c, E]: the queries are the last
-# c of m tokens.
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -66,12 +62,10 @@ def shared_sequences(
     sorted_keys = from_keys[_sorted_tokens(lengths, order)]
     sorted_queries = _sorted_tokens(lengths // cp_size, order)
     sizes, counts = (x.tolist() for x in lengths.unique(return_counts=True))
-    return SharedSequences(
+    return SharedSequences.of(
+        cu_seqlens,
+        max_seqlen,
         qkv_format=ONE_ROW,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
         positions=positions,
         pieces=tuple((count, size // (2 * cp_size)) for count, size in zip(counts, sizes, strict=True)),
         sorted_queries=send(sorted_queries, device),
@@ -111,7 +105,7 @@ def attend_shared(
         whole = _GatherTokens.apply(joined, order, inverse, group).permute(1, 2, 0, 3)
         context = chunks(query.permute(1, 2, 0, 3), *whole.split(widths, dim=-1))
         return context.permute(2, 0, 1, 3).flatten(2)
-    queries = _Permute.apply(query, sequences.sorted_queries, sequences.from_sorted_queries)
+    queries = Picked.apply(query, sequences.sorted_queries, sequences.from_sorted_queries)
     whole = _GatherTokens.apply(joined, sequences.sorted_keys, sequences.from_sorted_keys, group)
     sizes = [2 * count * chunk for count, chunk in sequences.pieces]
     contexts = []
@@ -120,7 +114,7 @@ def attend_shared(
     ):
         q, kv = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, kv))
         contexts.append(chunks(q, *kv.split(widths, dim=-1)).transpose(1, 2).flatten(2).flatten(0, 1))
-    return _Permute.apply(torch.cat(contexts), sequences.from_sorted_queries, sequences.sorted_queries)
+    return Picked.apply(torch.cat(contexts), sequences.from_sorted_queries, sequences.sorted_queries)
 
 
 def attend_chunks(
@@ -145,20 +139,6 @@ def _row_order(held: int, cp_size: int, device: torch.device) -> tuple[Tensor, T
     length = held * cp_size
     places = torch.cat([held_positions([length], cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)])
     return send(places.argsort(), device), send(places, device)
-
-
-class _Permute(torch.autograd.Function):
-    """Rows of a tensor in another order; the gradient returns by the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return tensor.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -13,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.converters.architecture import HFConfig, Rope
+from mega_rl.converters.architecture import HFConfig
 
 # The form of a packed micro-batch for Megatron-Core's layers: one row of T tokens, [T, 1, heads, D]. Under "thd" they
 # would turn queries and keys sequence by sequence, and ask the device for the lengths: four waits of the host in every
@@ -27,6 +28,12 @@ class TokenPositions(PackedSeqParams):
 
     positions: Tensor | None = None  # [T / cp] int64, of the tokens that this rank holds, on the model's device
     pad_between_seqs: bool = False  # a sequence's padding is a part of it; see `build.pass_on_padding`
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, max_seqlen: int, **fields: Any) -> Self:
+        """Return the parameters of sequences whose queries and keys end alike; fields: the others."""
+        ends: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+        return cls(**ends, max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen, **fields)
 
 
 class PackedRotary(torch.nn.Module):
@@ -78,24 +85,16 @@ class PackedRotary(torch.nn.Module):
 def set_llama3_frequencies(chunk: GPTModel, hf: HFConfig) -> None:
     """Set a chunk's rotary frequencies to those of `hf.rope` (kind "llama3").
 
-    Megatron-Core's own scaling (`RotaryEmbedding._apply_scaling`) has all settings but the factor built in: another
-    original context length would be ignored without a word.
-    """
-    rotary = chunk.rotary_pos_emb
-    rotary.inv_freq = llama3_frequencies(hf.rope, hf.head_dim).to(rotary.inv_freq)
-
-
-def llama3_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return [head_dim / 2] float32 angles per position, scaled as Llama 3 does.
-
     Wavelengths above original / low_freq_factor are stretched by the factor, those below original / high_freq_factor
     stay, and between the two the frequency goes over linearly in original / wavelength (Llama 3 reference code,
-    `apply_scaling`; transformers `_compute_llama3_parameters`).
+    `apply_scaling`; transformers `_compute_llama3_parameters`). Megatron-Core's own scaling
+    (`RotaryEmbedding._apply_scaling`) has all settings but the factor built in: another original context length would
+    be ignored without a word.
     """
-    settings = rope.llama3
+    rotary, rope, settings = chunk.rotary_pos_emb, hf.rope, hf.rope.llama3
     assert settings is not None
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    plain = 1.0 / rope.theta ** (torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim)
     turns = settings.original_max_position_embeddings * plain / (2 * math.pi)  # within the original context
     low, high = settings.low_freq_factor, settings.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (kept + (1 - kept) / rope.factor)
+    rotary.inv_freq = (plain * (kept + (1 - kept) / rope.factor)).to(rotary.inv_freq)

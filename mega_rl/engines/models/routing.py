@@ -17,7 +17,7 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.accelerator.base import send
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.types import Metrics
+from mega_rl.types import Experience, Metrics, Rollout
 
 LONGEST = torch.iinfo(torch.int16).max
 
@@ -48,7 +48,6 @@ class Routing:
         self.num_rows = self.num_mixtures + hf.num_layers * self._rows
         self._tp = groups.coordinates.tp_rank, groups.layout.tp if groups.layout.sequence_parallel else 1
         self._replica, self._world = ranks_of(groups.host_replica), ranks_of(groups.world)
-        self._shares = groups.layout.dp * groups.layout.cp
         numbers = list(accumulate(int(mixed) for mixed in moe.layers))
         self.routers: list[list[Router]] = []
         self._attentions: list[list[Expecting]] = []  # those with an indexer, if their choices are recorded
@@ -68,29 +67,26 @@ class Routing:
     def begin(
         self,
         micros: Sequence[MicroBatch],
+        batch: Rollout | Experience,
         *,
-        width: int,
-        routing: Tensor | None,
         training: bool,
         sequences: int = 0,
-        averaged: bool = False,
     ) -> None:
-        """Begin a pass over `micros`, on the host, of a batch of padded length `width`.
+        """Begin a pass over the micro-batches of a batch, on the host.
 
-        `routing` is the batch's, [B, width, mixtures, top_k] int16. `sequences` counts the rows of the mini-batch on
-        all data-parallel ranks. `averaged`: gradients will be divided by the number of ranks that share the tokens.
+        `sequences` counts the rows of the mini-batch on all data-parallel ranks.
 
-        Raises RunError: `routing` names experts that the model lacks, or has not one choice per mixture and expert;
+        Raises RunError: its `routing` names experts that the model lacks, or has not one choice per mixture and expert;
         positions are too large to be recorded.
         """
+        width, routing = batch.tokens.size(1), batch.routing
         if self._rows and width > LONGEST:
             raise RunError(f"choices of indexers are recorded up to {LONGEST} tokens, a row here may have {width}")
         self._micros, self._width, self._training = micros, width, training
         self._routing = None if routing is None or not self.record else routing.flatten(0, 1)
         if self._routing is not None:
             self._check(self._routing)
-        self._scale = self._shares if averaged else 1
-        self._weight = self.balance_coef / max(sequences, 1) * self._scale if training else 0.0
+        self._weight = self.balance_coef / max(sequences, 1) if training else 0.0
         self._done = [0] * len(self.routers)
         self._open: list[tuple[RoutedTokens, Tensor, Tensor] | None] = [None] * len(self.routers)
         for module in (*self._all(), *(attention for layers in self._attentions for attention in layers)):
@@ -154,7 +150,7 @@ class Routing:
             "moe_experts_without_tokens": float((self.loads == 0).sum()),
         }
         if self.balance_coef:
-            metrics["moe_balance_loss"] = float(table[:, columns].sum()) / self._scale
+            metrics["moe_balance_loss"] = float(table[:, columns].sum())
         return metrics
 
     def update_biases(self) -> None:

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mega_rl.config.needs import RequestedAttention, Role
-from mega_rl.config.schema import ModelConfig, MoeConfig
+from mega_rl.config.schema import ModelConfig
 from mega_rl.converters.architecture import HFConfig, Mla, is_delta_net, is_moe
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.sharding import Spec
@@ -88,29 +88,10 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
     return "te"
 
 
-def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfig) -> None:
-    """Check the settings of experts against the layers `impl`, "te" or "local".
-
-    Raises UserError: experts one after the other in Transformer Engine's layers; a fused router in local ones, or
-    recomputation of grouped experts' activation, for they compute their experts one after the other.
-    """
+def check_recompute(impl: Spec, hf: HFConfig, model: ModelConfig) -> None:
+    """Raise UserError for recomputation of grouped experts' activation in local layers, which have none."""
     if hf.moe is None:
         return
-    if impl == "te" and not moe.grouped_experts:
-        raise UserError(
-            "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped; set it "
-            "to true or engine.megatron.transformer_impl=local"
-        )
-    if impl == "local" and moe.router_fusion:
-        raise UserError(
-            "engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose layers this model "
-            "does not have; leave it out, or install mega_rl[gpu] on a machine with CUDA"
-        )
-    if moe.router_fusion and hf.moe.weight_floor is not None:
-        raise UserError(
-            "engine.megatron.moe.router_fusion=true: Transformer Engine's kernel knows no corrections of a softmax, as "
-            f"model_type={hf.family} has; leave it out"
-        )
     selective = model.recompute == "selective"
     if impl == "local" and selective and "moe_act" in model.recompute_modules:
         raise UserError(
@@ -342,7 +323,7 @@ def _experts() -> ModuleSpec:
 
 
 def choose_attention(requested: str, *, key: str, hf: HFConfig, impl: Spec, device_type: str, dtype: str) -> Attention:
-    """Return the attention for setting `key` of value `requested`, one of `schema.ATTENTION`.
+    """Return the attention for setting `key` of value `requested`, one of `config.setting.ATTENTION`.
 
     "auto" leaves the choice to Transformer Engine in its layers; elsewhere it is FlashAttention in Hugging Face's
     models where that can run, else sdpa. `dtype` is "bf16" or "fp32".

@@ -16,11 +16,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
+from mega_rl.operations.launcher.ranks import StopSignals
 from mega_rl.untrusted import parse_object, read_record
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ Message: TypeAlias = Mapping[str, object]
 MAGIC = b"mega_rl launcher\n"  # first bytes of each end, before its nonce
 HANDSHAKE_S = 10.0
 RETRY_S = 1.0
+JOIN_S = 600.0  # for all launchers to join: images are pulled, disks are mounted
 BEAT_S = 2.0
 SILENT_S = 30.0  # without a beat: the other launcher, its host or the network is lost
 SEND_S = 10.0
@@ -54,9 +56,9 @@ class Joining:
 class Channel:
     """A connection to another launcher, which proves with every message that it knows the key."""
 
-    def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool, silent_s: float = SILENT_S) -> None:
+    def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool) -> None:
         """Send the greeting. Raises OSError if the other end is gone."""
-        self._socket, self._key, self._silent_s = connection, key, silent_s
+        self._socket, self._key = connection, key
         self._own, self._other = (b"s", b"c") if is_server else (b"c", b"s")
         self._greeting = MAGIC + secrets.token_bytes(_GREETING - len(MAGIC))
         self._session = b""  # key of the session, once the other end's nonce is known
@@ -85,7 +87,7 @@ class Channel:
         """Send beats from a thread, whatever this process waits for."""
 
         def beat() -> None:
-            while not self._closed.wait(min(BEAT_S, self._silent_s / 5)):
+            while not self._closed.wait(BEAT_S):
                 try:
                     self.send({"type": BEAT})
                 except ChannelLost:
@@ -115,8 +117,8 @@ class Channel:
                 self._buffer += data
                 self._heard = time.monotonic()
                 lost = "" if data else "its connection is closed"
-            if time.monotonic() - self._heard > self._silent_s:
-                lost = f"nothing was heard of it for {self._silent_s:g} s"
+            if time.monotonic() - self._heard > SILENT_S:
+                lost = f"nothing was heard of it for {SILENT_S:g} s"
         except ConnectionResetError:  # it ended with bytes of ours unread
             lost = "its connection is closed"
         except OSError as error:
@@ -163,14 +165,14 @@ class Channel:
         return hmac.digest(self._session, sender + number.to_bytes(8, "big") + payload, hashlib.sha256)
 
 
-def connect(address: str, port: int, key: bytes, joining: Joining, *, silent_s: float = SILENT_S) -> Channel:
+def connect(address: str, port: int, key: bytes, joining: Joining) -> Channel:
     """Join the launcher of node 0 and return the channel to it.
 
     Raises OSError if nothing answers there yet, ChannelLost if another program or a launcher with another key does.
     """
     connection = socket.create_connection((address, port), timeout=HANDSHAKE_S)
     try:
-        channel = Channel(connection, key, is_server=False, silent_s=silent_s)
+        channel = Channel(connection, key, is_server=False)
         asked = False
         while not (messages := channel.receive()):  # node 0 welcomes only callers that know the key
             if channel.is_ready and not asked:
@@ -187,21 +189,12 @@ def connect(address: str, port: int, key: bytes, joining: Joining, *, silent_s: 
     return channel
 
 
-def join(
-    place: tuple[str, int],
-    key: bytes,
-    joining: Joining,
-    *,
-    join_s: float,
-    silent_s: float = SILENT_S,
-    stopped: Callable[[], bool],
-) -> Channel | None:
-    """Call node 0's launcher until it answers, for `join_s` seconds; return None after a signal."""
-    address, port = place
-    deadline = time.monotonic() + join_s
-    while not stopped():
+def join(address: str, port: int, key: bytes, joining: Joining, stop: StopSignals) -> Channel | None:
+    """Call node 0's launcher until it answers, for `JOIN_S` seconds; return None after a signal."""
+    deadline = time.monotonic() + JOIN_S
+    while not stop.first:
         try:
-            return connect(address, port, key, joining, silent_s=silent_s)
+            return connect(address, port, key, joining)
         except ChannelLost as error:
             raise UserError(
                 f"--master-addr={address} --master-port={port}: this node is not let in ({error}); give every node "
@@ -210,7 +203,7 @@ def join(
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise RunError(
-                    f"the launcher of node 0 did not answer at {address}, port {port}, within {join_s:g} s "
+                    f"the launcher of node 0 did not answer at {address}, port {port}, within {JOIN_S:g} s "
                     f"({error.strerror or error})"
                 ) from None
         time.sleep(RETRY_S)
@@ -220,8 +213,8 @@ def join(
 class Door:
     """Listener of node 0, by which launchers that know the key join."""
 
-    def __init__(self, listener: socket.socket, key: bytes, *, silent_s: float = SILENT_S) -> None:
-        self._listener, self._key, self._silent_s = listener, key, silent_s
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
+        self._listener, self._key = listener, key
         self._callers: list[Channel] = []
         listener.setblocking(False)
 
@@ -230,7 +223,7 @@ class Door:
         with contextlib.suppress(OSError):  # no further caller, or one that is gone again
             while True:
                 connection, _ = self._listener.accept()
-                self._callers.append(Channel(connection, self._key, is_server=True, silent_s=self._silent_s))
+                self._callers.append(Channel(connection, self._key, is_server=True))
         arrived = []
         for caller in list(self._callers):
             try:

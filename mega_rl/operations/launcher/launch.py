@@ -19,11 +19,10 @@ from pathlib import Path
 from mega_rl import __version__
 from mega_rl.environment import interface_of
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.launcher.channel import SILENT_S, Channel, ChannelLost, Door, Joining, join
+from mega_rl.operations.launcher.channel import Channel, ChannelLost, Door, Joining, join
 from mega_rl.operations.launcher.nodes import (
     ENDED,
     FINISH,
-    JOIN_S,
     POLL_S,
     START,
     STOPPED_BY,
@@ -34,7 +33,7 @@ from mega_rl.operations.launcher.nodes import (
 )
 from mega_rl.operations.launcher.ranks import KEY, LOOPBACK, NodeRanks, StopSignals, listen
 from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
-from mega_rl.operations.launcher.supervisor import Conclusion, Supervisor
+from mega_rl.operations.launcher.supervisor import Conclusion, RestartPolicy, Supervisor
 from mega_rl.tracking.health.records import SAVE_S
 from mega_rl.tracking.progress import printable
 from mega_rl.tracking.progress.terminal import ERASE_LINE
@@ -50,8 +49,7 @@ class Launch:
     """The ranks of one node and their place in the run.
 
     program: a module and its arguments. run_dir: folder of the ranks' records and checkpoints. resume:
-    checkpoint.resume of the first start. master_addr, master_port: of node 0's launcher, with several nodes. join_s:
-    time for all to join. silent_s: time without a beat after which a launcher is lost.
+    checkpoint.resume of the first start. master_addr, master_port: of node 0's launcher, with several nodes.
     """
 
     program: tuple[str, ...]
@@ -63,8 +61,6 @@ class Launch:
     node_rank: int = 0
     master_addr: str = LOOPBACK
     master_port: int = 0
-    join_s: float = JOIN_S
-    silent_s: float = SILENT_S
 
     @classmethod
     def parse(cls, text: str) -> Launch:
@@ -126,17 +122,13 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         interface = interface_of(address) if several else "lo"
         return LocalNode(NodeRanks(settings.program, variables=variables, interface=interface), health)
 
-    def is_stopped() -> bool:
-        return stop.first != 0
-
     key = key_of(variables) if several else b""
     if settings.node_rank > 0:
-        place = settings.master_addr, settings.master_port
         joining = Joining(settings.node_rank, socket.gethostname(), settings.digest)
-        channel = join(place, key, joining, join_s=settings.join_s, silent_s=settings.silent_s, stopped=is_stopped)
-        return (
-            Conclusion(128 + stop.first) if channel is None else follow(channel, node_at(channel.local_address), stop)
-        )
+        channel = join(settings.master_addr, settings.master_port, key, joining, stop)
+        if channel is None:
+            return Conclusion(128 + stop.first)
+        return follow(channel, node_at(channel.local_address), stop)
     with listen(settings.master_addr, settings.master_port) if several else nullcontext() as listener:
         local = node_at(LOOPBACK if listener is None else str(listener.getsockname()[0]))
         nodes: list[RunNode] = [local]
@@ -144,8 +136,7 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         try:
             log.info("starting %d ranks", settings.nnodes * settings.nproc_per_node)
             if listener is not None:
-                door, size = Door(listener, key, silent_s=settings.silent_s), settings.nnodes
-                gather(nodes, size, door, command=settings.digest, stopped=is_stopped, join_s=settings.join_s)
+                gather(nodes, settings.nnodes, Door(listener, key), command=settings.digest, stop=stop)
             conclusion = Supervisor(
                 local,
                 nodes,
@@ -153,14 +144,13 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
                 master_addr=settings.master_addr if several else LOOPBACK,
                 health=health,
                 progress=RunProgress(Path(settings.run_dir), health, newest, resume=settings.resume),
-                max_restarts=settings.max_restarts,
+                restarts=RestartPolicy(settings.max_restarts),
                 stop=stop,
             ).run()
         except RunError as error:
             conclusion = Conclusion(error.exit_code, str(error))
         finally:
             local.ranks.close()
-            local.close_store()
             finish(nodes, conclusion.code, conclusion.line)
         return conclusion
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.launcher.channel import Channel, ChannelLost, Door, Joining, Message
-from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd, RankStore
+from mega_rl.operations.launcher.channel import JOIN_S, Channel, ChannelLost, Door, Joining, Message
+from mega_rl.operations.launcher.ranks import SIGNALS, Assignment, NodeRanks, RankEnd, StopSignals
 from mega_rl.operations.launcher.run_health import RunHealth
 from mega_rl.untrusted import read_record, shown
 
@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 
 START, SIGNAL, END, KILL, FINISH = "start", "signal", "end", "kill", "finish"  # orders of node 0
 ENDED, STOPPED_BY = "ended", "stopped by"  # reports to it
-JOIN_S = 600.0  # images are pulled, disks are mounted
 REMIND_S = 30.0
 POLL_S = 0.05
 FINISH_S = 5.0  # for launchers that were told to end to hang up
@@ -36,31 +35,18 @@ def signal_number(message: Message) -> int:
 
 
 class LocalNode:
-    """The ranks of this process's node; on node 0 also the store of all ranks."""
+    """The ranks of this process's node."""
 
     number = 0  # node 0 asks only itself and its remote nodes
 
     def __init__(self, ranks: NodeRanks, health: RunHealth) -> None:
         self.ranks, self._health = ranks, health
-        self._store: RankStore | None = None
-
-    def open_store(self, address: str) -> int:
-        """Open the store of a generation and return its port."""
-        self.close_store()
-        self._store = RankStore(address)
-        return self._store.port
-
-    def close_store(self) -> None:
-        """Close the store."""
-        if self._store is not None:
-            self._store.close()
-        self._store = None
+        self.lifeline: int | None = None  # on node 0; see `rank_store`
 
     def order(self, kind: str, **values: object) -> None:
         """Carry out an order of node 0 for the ranks. Raises ValueError for wrong values."""
         if kind == START:
-            lifeline = None if self._store is None else self._store.lifeline
-            self.ranks.start(read_record(Assignment, values), lifeline=lifeline)
+            self.ranks.start(read_record(Assignment, values), lifeline=self.lifeline)
         elif kind == SIGNAL:
             self.ranks.signal(signal_number(values))
         elif kind == END:
@@ -115,22 +101,14 @@ class RemoteNode:
 RunNode: TypeAlias = LocalNode | RemoteNode
 
 
-def gather(
-    members: list[RunNode],
-    size: int,
-    door: Door,
-    *,
-    command: str,
-    stopped: Callable[[], bool],
-    join_s: float,
-) -> None:
+def gather(members: list[RunNode], size: int, door: Door, *, command: str, stop: StopSignals) -> None:
     """Let launchers in until a run has its nodes, or a signal came; sort them.
 
-    command: digest that launchers must join with. Raises RunError with the missing numbers after `join_s` seconds.
+    command: digest that launchers must join with. Raises RunError with the missing numbers after `JOIN_S` seconds.
     """
     begun, reminded = time.monotonic(), 0.0
     refused: list[RunNode] = []
-    while not stopped() and (missing := sorted({*range(size)} - {node.number for node in members})):
+    while not stop.first and (missing := sorted({*range(size)} - {node.number for node in members})):
         for channel, joined in door.arrivals():
             node = RemoteNode(channel, joined)
             if joined.command != command:
@@ -144,11 +122,11 @@ def gather(
                 node.order(FINISH, code=UserError.exit_code, line=line)
         waited = time.monotonic() - begun
         names = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {size}"
-        if waited >= join_s:
-            raise RunError(f"the launcher of {names} has not joined within {join_s:g} s; look at its output there")
+        if waited >= JOIN_S:
+            raise RunError(f"the launcher of {names} has not joined within {JOIN_S:g} s; look at its output there")
         if waited - reminded >= REMIND_S:
             reminded = waited
-            log.info("waiting for the launcher of %s, for %.0f of at most %.0f s", names, waited, join_s)
+            log.info("waiting for the launcher of %s, for %.0f of at most %.0f s", names, waited, JOIN_S)
         time.sleep(POLL_S)
     members.sort(key=lambda node: node.number)
 

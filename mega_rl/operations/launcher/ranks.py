@@ -8,19 +8,19 @@ ranks has a new store, without keys of dead ranks.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
 from mega_rl.environment import own_cores, python_module
 from mega_rl.errors import LAST_WORD, UserError
-from mega_rl.processes import DEVNULL, Child, ChildDeadlineError, ChildStartError
+from mega_rl.processes import DEVNULL, Child, ChildDeadlineError
 from mega_rl.tracking.health.records import GENERATION, INNOCENT_CODES, UNSAID
 
 LOOPBACK = "127.0.0.1"
@@ -109,7 +109,7 @@ class NodeRanks:
         return {rank: child.pid for rank, child in self._running.items()}
 
     def start(self, assignment: Assignment, *, lifeline: int | None = None) -> None:
-        """Start the ranks; those of the generation before have ended. lifeline: see `RankStore`."""
+        """Start the ranks; those of the generation before have ended. lifeline: see `rank_store`."""
         assert not self._running, "ranks of an earlier generation still run"
         self._kill_at = float("inf")
         resume = [f"checkpoint.resume={assignment.resume}"] if assignment.resume else []
@@ -164,7 +164,7 @@ class NodeRanks:
         """Kill the ranks that still run."""
         self.kill()
         for child in self._running.values():
-            with contextlib.suppress(ChildDeadlineError):  # in a file system that does not answer
+            with suppress(ChildDeadlineError):  # in a file system that does not answer
                 child.wait(CLOSE_S)
         self._running.clear()
         self._forget_last_words()
@@ -194,9 +194,7 @@ class StopSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -210,36 +208,27 @@ class StopSignals:
         self._pending.append(number)
 
 
-class RankStore:
-    """A store's process, as its launcher sees it. The port answers at once."""
+@contextmanager
+def rank_store(address: str) -> Iterator[tuple[int, int]]:
+    """Keep a store for ranks that run inside; yield its port, which answers at once, and its lifeline.
 
-    def __init__(self, address: str) -> None:
-        """address: an address of this machine.
-
-        Raises UserError for an address of another machine, RunError when no further process may start.
-        """
-        listener = listen(address)
-        self.port = int(listener.getsockname()[1])
-        # The store ends when the last holder of the other end does: the launcher or, if it was killed, the ranks, which
-        # need their store while they save.
-        read, self.lifeline = os.pipe()
-        fds = [listener.fileno(), read]
-        own = str(listener.getsockname()[0])
-        command = python_module("mega_rl.operations.launcher.ranks", own, *map(str, fds))
-        try:
-            with listener:
-                streams = (DEVNULL, DEVNULL, None)
-                self._child = Child("the ranks' store", command, blocks=SIGNALS, pass_fds=fds, streams=streams)
-        except ChildStartError:
-            os.close(self.lifeline)
-            raise
-        finally:
-            os.close(read)
-
-    def close(self) -> None:
-        """End the store; the ranks have ended."""
-        os.close(self.lifeline)
-        self._child.end()
+    address: of this machine. Raises UserError for an address of another machine, RunError when no further process may
+    start.
+    """
+    # The store ends when the last holder of the lifeline does: the launcher or, if it was killed, the ranks, which need
+    # their store while they save.
+    read, lifeline = os.pipe()
+    try:
+        with listen(address) as listener:
+            own, port = listener.getsockname()[:2]
+            fds = [listener.fileno(), read]
+            command = python_module("mega_rl.operations.launcher.ranks", own, *map(str, fds))
+            store = Child("the ranks' store", command, blocks=SIGNALS, pass_fds=fds, streams=(DEVNULL, DEVNULL, None))
+        with store:
+            yield port, lifeline
+    finally:
+        os.close(read)
+        os.close(lifeline)
 
 
 def listen(address: str, port: int = 0) -> socket.socket:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from time import monotonic
+from typing import TypeAlias, TypeVar
 
 from mega_rl.operations.diagnosis import diagnose, kills_for_memory
 from mega_rl.operations.launcher.ranks import INNOCENT, RankEnd
@@ -38,8 +38,8 @@ class RunHealth:
     measured by this process's monotonic clock.
     """
 
-    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._clock = run_dir, clock
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._kills = kills_for_memory()
         self._look: Running[str | None] | None = None
         self._look_began = 0.0
@@ -59,26 +59,26 @@ class RunHealth:
     def overdue(self) -> str | None:
         """Return why ranks count as stuck though none has ended, or None; on node 0."""
         if self._look is None:
-            self._look, self._look_began = Running(self.look, name="look for overdue waits"), self._clock()
+            self._look, self._look_began = Running(self.look, name="look for overdue waits"), monotonic()
         if self._look.wait(LOOK_S):
-            seconds = self._clock() - self._look_began
+            seconds = monotonic() - self._look_began
             if seconds <= SILENT_S + self._timeout_s:
                 return None
             return f"the run folder {self._run_dir} has not answered for {seconds:.0f} s: its file system hangs"
         look, self._look = self._look, None
-        return _result(look)
+        return look.outcome()
 
     def look(self) -> str | None:
         """Return why ranks count as stuck from one reading of their records, or None."""
         records = read_records(self._run_dir)
         beats = {rank: record.beat for rank, record in records.items()}
         if beats != self._beats:
-            self._beats, self._heard = beats, self._clock()
+            self._beats, self._heard = beats, monotonic()
         self._timeout_s = max((self._timeout_s, *(record.timeout_s for record in records.values())))
         living = {rank: record for rank, record in records.items() if record.ended is None}
         if not living or len(living) < len(records):
             return None  # no rank has begun; or one has ended, and its launcher knows
-        silent_s = self._clock() - self._heard
+        silent_s = monotonic() - self._heard
         if silent_s > SILENT_S + self._timeout_s:
             return f"no sign of life of {in_words(list(living))} for {silent_s:.0f} s"
         reasons = (f"rank {rank} {reason}" for rank, record in living.items() if (reason := _past_deadline(record)))
@@ -114,13 +114,7 @@ class RunHealth:
         if running.wait(ANSWER_S):
             log.warning("access to %s takes longer than %g s: does the file system hang?", folder, ANSWER_S)
             return otherwise
-        return _result(running)
-
-
-def _result(running: Running[Value]) -> Value:
-    if running.error is not None:
-        raise running.error
-    return cast(Value, running.result)
+        return running.outcome()
 
 
 def _past_deadline(record: RankRecord) -> str | None:

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 
 from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, LocalNode, RunNode
-from mega_rl.operations.launcher.ranks import INNOCENT, SIGNALS, STOPPED, Assignment, RankEnd, StopSignals
+from mega_rl.operations.launcher.ranks import INNOCENT, SIGNALS, STOPPED, Assignment, RankEnd, StopSignals, rank_store
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
 from mega_rl.operations.observations import in_words
-from mega_rl.tracking.health.records import LOST_PEER_CODE, SAVE_S, UNSAID
+from mega_rl.tracking.health.records import LOST_PEER_CODE, SAVE_S, UNSAID, ending
 
 log = logging.getLogger(__name__)
 
@@ -65,18 +65,8 @@ def failure_of(ends: Sequence[RankEnd], *, world_size: int) -> RunFailure | None
         lost = first.code == LOST_PEER_CODE
         what = "lost the connection to" if lost else "waited trainer.timeout_s in a collective for"
         return RunFailure(f"{who} {what} {others}", RunError.exit_code)
-    said = 0 < first.code < UNSAID
-    return RunFailure(f"{who} {ending(first.code)}", _exit_code(first), said=said)
-
-
-def ending(exit_code: int) -> str:
-    """Return how a rank ended, from the code of its `RankEnd`."""
-    if exit_code >= UNSAID:
-        return f"ended with exit code {exit_code - UNSAID} before its work was done"
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    name = name_of_signal(-exit_code)
-    return f"was killed by {name}" + (": perhaps the machine is out of memory" if name == "SIGKILL" else "")
+    perhaps = ": perhaps the machine is out of memory" if first.code == -signal.SIGKILL else ""
+    return RunFailure(f"{who} {ending(first.code)}{perhaps}", _exit_code(first), said=0 < first.code < UNSAID)
 
 
 def stop_code(ends: Sequence[RankEnd], number: int) -> int:
@@ -202,99 +192,96 @@ class RestartPolicy:
         return None
 
 
+@dataclass
 class Supervisor:
     """Supervisor of a run, from the first start of its ranks to the last end."""
 
-    def __init__(
-        self,
-        local: LocalNode,
-        nodes: Sequence[RunNode],
-        *,
-        nproc: int,
-        master_addr: str,
-        health: RunHealth,
-        progress: RunProgress,
-        max_restarts: int,
-        stop: StopSignals,
-    ) -> None:
-        """nodes: all nodes in their order. nproc: ranks of each. master_addr: address of the ranks' store."""
-        self._local, self._nodes, self._nproc, self._master_addr = local, nodes, nproc, master_addr
-        self._health, self._progress, self._restarts = health, progress, RestartPolicy(max_restarts)
-        self._stop = stop
-        self._stopped_by = 0  # the first signal to any launcher
+    local: LocalNode
+    nodes: Sequence[RunNode]  # all, in their order
+    nproc: int  # ranks of each node
+    master_addr: str  # address of the ranks' store
+    health: RunHealth
+    progress: RunProgress
+    restarts: RestartPolicy
+    stop: StopSignals
+    stopped_by: int = 0  # the first signal to any launcher
 
     def run(self) -> Conclusion:
         """Run until the ranks have ended and do not start again."""
         number, resume = 0, ""
         while True:
             if self._pass_on(None):
-                return Conclusion(128 + self._stopped_by)
+                return Conclusion(128 + self.stopped_by)
             conclusion = self._conclude(self._run_generation(number, resume))
             if conclusion is not None:
                 return conclusion
-            number, resume = number + 1, "auto" if self._progress.is_saved else ""
+            number, resume = number + 1, "auto" if self.progress.is_saved else ""
 
     def _run_generation(self, number: int, resume: str) -> GenerationState:
         """Start the ranks and return when all have ended."""
-        self._health.clear()
-        port = self._local.open_store(self._master_addr)
-        for place, node in enumerate(self._nodes):
-            assignment = Assignment(number, place, len(self._nodes), self._nproc, self._master_addr, port, resume)
-            node.order(START, **asdict(assignment))
-        state = GenerationState(len(self._nodes) * self._nproc, time.monotonic)
+        size = len(self.nodes)
+        self.health.clear()
+        with rank_store(self.master_addr) as (port, self.local.lifeline):
+            for place, node in enumerate(self.nodes):
+                assignment = Assignment(number, place, size, self.nproc, self.master_addr, port, resume)
+                node.order(START, **asdict(assignment))
+            state = GenerationState(size * self.nproc, time.monotonic)
+            self._watch(state)
+        return state
+
+    def _watch(self, state: GenerationState) -> None:
+        """Pass on signals, news and orders until all ranks have ended."""
         next_look = time.monotonic() + OVERDUE_EVERY_S
         while not state.over:
             self._pass_on(state)
             self._take_news(state)
             if state.running and time.monotonic() >= next_look:
                 next_look = time.monotonic() + OVERDUE_EVERY_S
-                if (cause := self._health.overdue()) is not None:
+                if (cause := self.health.overdue()) is not None:
                     state.fail(cause)
             self._carry_out(state)
             time.sleep(POLL_S)
-        self._local.close_store()
-        return state
 
     def _take_news(self, state: GenerationState) -> None:
-        for place, node in enumerate(self._nodes):
+        for place, node in enumerate(self.nodes):
             ends, stopped_by, lost = node.poll()
             for end in ends:
                 state.add(end)
             if stopped_by:
-                self._stopped_by = self._stopped_by or stopped_by
+                self.stopped_by = self.stopped_by or stopped_by
                 state.stop()
             if lost:
-                state.lose(range(place * self._nproc, (place + 1) * self._nproc), lost)
+                state.lose(range(place * self.nproc, (place + 1) * self.nproc), lost)
 
     def _carry_out(self, state: GenerationState) -> None:
         due, failure = state.due(), state.failure
-        may_go_on = failure is not None and failure.may_go_on and not self._stopped_by
+        may_go_on = failure is not None and failure.may_go_on and not self.stopped_by
         # This node comes last: it may take ten seconds to write stacks.
-        for node in reversed(self._nodes if due else ()):
+        for node in reversed(self.nodes if due else ()):
             node.order(due, collect=may_go_on)
 
     def _pass_on(self, state: GenerationState | None) -> bool:
         """Pass the user's signals on to running ranks; return whether any has come so far."""
-        for number in self._stop.take():
-            self._stopped_by = self._stopped_by or number
+        for number in self.stop.take():
+            self.stopped_by = self.stopped_by or number
             if state is not None:
                 state.stop()
-                for node in self._nodes:
+                for node in self.nodes:
                     node.order(SIGNAL, number=number)
-        return self._stopped_by != 0
+        return self.stopped_by != 0
 
     def _conclude(self, state: GenerationState) -> Conclusion | None:
         """Return how the run has ended; None if its ranks start again, which it logs."""
         failure = state.failure
         if self._pass_on(None):
-            code = stop_code(state.ends, self._stopped_by)
+            code = stop_code(state.ends, self.stopped_by)
             if code in STOPPED and not any(end.code in (0, UserError.exit_code, *STOPPED) for end in state.ends):
                 return Conclusion(code, f"stopped by {name_of_signal(code - 128)} before the ranks could save")
-            is_said = code in (0, UserError.exit_code, 128 + self._stopped_by, *STOPPED)
+            is_said = code in (0, UserError.exit_code, 128 + self.stopped_by, *STOPPED)
             return Conclusion(code, "" if failure is None or is_said else failure.cause)
         if failure is None:
             return Conclusion(0)
-        diagnosis = self._health.diagnose(state.ends, world_size=len(self._nodes) * self._nproc)
+        diagnosis = self.health.diagnose(state.ends, world_size=len(self.nodes) * self.nproc)
         cause = diagnosis or failure.cause
         if not failure.may_go_on:
             return Conclusion(failure.code)
@@ -303,14 +290,14 @@ class Supervisor:
         elif state.left:
             refusal = f"{in_words(state.left)} did not end when killed; look at that node"
         else:
-            refusal = self._restarts.refusal(failure, step=self._progress.step, progressed=self._progress.is_made)
+            refusal = self.restarts.refusal(failure, step=self.progress.step, progressed=self.progress.is_made)
         if refusal == "" and diagnosis == "":
             return Conclusion(failure.code)  # the rank's line is the last one
         if refusal is not None:
             return Conclusion(failure.code, "; ".join(filter(None, (cause, refusal))))
         log.warning(
             "%s; after step %d: restart %d of at most %d, from %s",
-            *(cause, self._progress.step, self._restarts.restarts, self._restarts.max_restarts),
-            self._progress.next_start,
+            *(cause, self.progress.step, self.restarts.restarts, self.restarts.max_restarts),
+            self.progress.next_start,
         )
         return None

@@ -19,17 +19,14 @@ NodeRestarts: TypeAlias = Annotated[
 class ClusterRun:
     """Options that all schedulers have; every field is an option of the command."""
 
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the run.")]
-    nproc_per_node: Annotated[
-        int, typer.Option("--nproc-per-node", min=1, help="Ranks on each node, one GPU for each.")
-    ]
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the run.")]
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node, one GPU for each.")]
     max_restarts: Annotated[
-        int,
-        typer.Option("--max-restarts", min=0, help="Restarts of dead or stuck ranks by their launchers, as of train."),
+        int, typer.Option(min=0, help="Restarts of dead or stuck ranks by their launchers, as of train.")
     ] = DEFAULT_RESTARTS
     env: Annotated[
         list[str] | None,
-        typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the ranks; without a value, as it is here."),
+        typer.Option(metavar="NAME[=VALUE]", help="Variable of the ranks; without a value, as it is here."),
     ] = None
 
     @property

@@ -39,20 +39,18 @@ def parse_mount(text: str) -> tuple[str, dict[str, object]]:
 class JobSetRun(ClusterRun):
     """A run on nodes of a Kubernetes cluster; every field is an option of the command."""
 
-    image: Annotated[str, typer.Option("--image", help="Image whose entry point is mega-rl, with a tag or digest.")]
-    name: Annotated[str, typer.Option("--name", help="Name of the JobSet and its Secret.")] = "mega-rl"
+    image: Annotated[str, typer.Option(help="Image whose entry point is mega-rl, with a tag or digest.")]
+    name: Annotated[str, typer.Option(help="Name of the JobSet and its Secret.")] = "mega-rl"
     mount: Annotated[
         list[str] | None,
-        typer.Option("--mount", metavar="SOURCE", help="pvc:CLAIM:/PATH or host:/PATH/ON/THE/NODE:/PATH; repeatable."),
+        typer.Option(metavar="SOURCE", help="pvc:CLAIM:/PATH or host:/PATH/ON/THE/NODE:/PATH; repeatable."),
     ] = None
-    cpus: Annotated[int, typer.Option("--cpus", min=0, help="CPUs of a pod; default: 8 for each rank.")] = 0
-    memory: Annotated[str, typer.Option("--memory", help="Memory of a pod; default: 64Gi for each rank.")] = ""
+    cpus: Annotated[int, typer.Option(min=0, help="CPUs of a pod; default: 8 for each rank.")] = 0
+    memory: Annotated[str, typer.Option(help="Memory of a pod; default: 64Gi for each rank.")] = ""
     rdma: Annotated[
-        list[str] | None, typer.Option("--rdma", metavar="RESOURCE=COUNT", help="RDMA devices of a pod, as rdma/hca=8.")
+        list[str] | None, typer.Option(metavar="RESOURCE=COUNT", help="RDMA devices of a pod, as rdma/hca=8.")
     ] = None
-    secret: Annotated[
-        list[str] | None, typer.Option("--secret", help="Secret whose entries are variables of the ranks.")
-    ] = None
+    secret: Annotated[list[str] | None, typer.Option(help="Secret whose entries are variables of the ranks.")] = None
     node_restarts: NodeRestarts = 3
 
 
@@ -79,11 +77,6 @@ def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
             f"({', '.join(paths) or 'there is none'}), as trainer.run_dir=/runs/{run.name} with --mount pvc:CLAIM:/runs"
         )
     return problems
-
-
-def pod_name(run: JobSetRun, node: int) -> str:
-    """Return the host name of a node's pod."""
-    return f"{run.name}-node-0-{node}"
 
 
 def render(run: JobSetRun, facts: RecipeFacts) -> str:
@@ -129,7 +122,7 @@ def _container(run: JobSetRun, facts: RecipeFacts) -> dict[str, object]:
     key = {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}}
     values = {"HOME": "/cache", **variables(run.env)}
     options = [*run.launcher_options, "--node-rank", "$(JOB_COMPLETION_INDEX)"]  # Kubernetes puts the number in
-    options += ["--master-addr", f"{pod_name(run, 0)}.{run.name}", "--master-port", "29500"]
+    options += ["--master-addr", f"{run.name}-node-0-0.{run.name}", "--master-port", "29500"]  # the pod of node 0
     settings = [setting.replace("$(", "$$(") for setting in facts.overrides]  # else a variable's value
     return {
         "image": run.image,

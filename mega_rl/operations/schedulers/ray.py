@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from types import ModuleType
 from typing import Annotated, TypeAlias
 
@@ -54,14 +55,9 @@ Output: TypeAlias = tuple[int, Sequence[str], int | str | None]
 class RayRun(ClusterRun):
     """A run on nodes of a Ray cluster; every field is an option of the command."""
 
-    cpus_per_node: Annotated[
-        int, typer.Option("--cpus-per-node", min=0, help="CPUs asked of each node; default: one for each rank.")
-    ] = 0
-    address: Annotated[
-        str,
-        typer.Option("--address", help="Ray cluster as HOST:PORT; default: RAY_ADDRESS, or this machine's."),
-    ] = ""
-    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Longest wait for free nodes, in seconds.")] = 600.0
+    cpus_per_node: Annotated[int, typer.Option(min=0, help="CPUs asked of each node; default: one for each rank.")] = 0
+    address: Annotated[str, typer.Option(help="Ray cluster as HOST:PORT; default: RAY_ADDRESS or this machine's.")] = ""
+    wait_s: Annotated[float, typer.Option(min=0, help="Longest wait for free nodes, in seconds.")] = 600.0
     node_restarts: NodeRestarts = 3
 
 
@@ -143,8 +139,8 @@ class NodeLauncher:
 
     def _wait_for_lock(self, path: Path) -> None:
         """Wait until a checkpoint folder's lock is free, at most LOCK_WAIT_S, or for a signal."""
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while time.monotonic() < deadline and path.is_file() and not self._stop:
+        deadline = monotonic() + LOCK_WAIT_S
+        while monotonic() < deadline and path.is_file() and not self._stop:
             try:
                 os.close(lock_file(path))
             except BlockingIOError:
@@ -201,12 +197,12 @@ class RayCluster:
             f"{nodes} nodes with {' and '.join(f'{amount:g} {name}' for name, amount in bundle.items())} free on each"
         )
         log.info("waiting for %s", wanted)
-        deadline = time.monotonic() + wait_s
+        deadline = monotonic() + wait_s
         while not group.wait(1):
             if stop.take():
                 util.remove_placement_group(group)
                 return None
-            if time.monotonic() > deadline:
+            if monotonic() > deadline:
                 util.remove_placement_group(group)
                 raise RunError(
                     f"{wanted} were not there within {wait_s:g} s; the cluster has "
@@ -291,7 +287,6 @@ def drive(
     place: Callable[[StopSignals], RayPlacement | None],
     *,
     write: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Run until the ranks have ended, through losses of nodes; return the exit code."""
     own = variables(run.env)
@@ -309,7 +304,7 @@ def drive(
                 # A new key for each placement: no launcher of an earlier one may join.
                 environment = {**own, KEY: secrets.token_hex(32)}
                 placement.start(started, environment, facts.run_dir if restarts else "")
-                code, reason = _watch(run.nodes, placement, stop, write=write, clock=clock)
+                code, reason = _watch(run.nodes, placement, stop, write=write)
             except NodeLost as error:
                 code, reason = error.exit_code, str(error)
             finally:
@@ -332,14 +327,7 @@ def commands(run: RayRun, facts: RecipeFacts, address: str, port: int, *, resume
     return [[*options, "--node-rank", str(node), *recipe, *overrides] for node in range(run.nodes)]
 
 
-def _watch(
-    nodes: int,
-    placement: RayPlacement,
-    stop: StopSignals,
-    *,
-    write: Callable[[str], None],
-    clock: Callable[[], float],
-) -> tuple[int, str]:
+def _watch(nodes: int, placement: RayPlacement, stop: StopSignals, *, write: Callable[[str], None]) -> tuple[int, str]:
     """Wait for all launchers, show their output, pass on signals, end launchers that hang; return `_end_of`."""
     codes: dict[int, int] = {}  # in the order of the ends
     lost: dict[int, str] = {}
@@ -347,9 +335,9 @@ def _watch(
     give_up = math.inf
 
     def hurry(after: Mapping[signal.Signals, float]) -> None:
-        due.update({number: min(clock() + after.get(number, math.inf), when) for number, when in due.items()})
+        due.update({number: min(monotonic() + after.get(number, math.inf), when) for number, when in due.items()})
 
-    while len(codes) + len(lost) < nodes and clock() <= give_up:
+    while len(codes) + len(lost) < nodes and monotonic() <= give_up:
         for number in stop.take():
             placement.signal(number)
             due.pop(signal.SIGTERM, None)  # every node got a signal; afterwards the driver sends only the kill
@@ -363,10 +351,10 @@ def _watch(
             elif end is not None:
                 codes[node] = end
                 hurry(AFTER_AN_END if end else {})
-        for number in [number for number, when in due.items() if when <= clock()]:
+        for number in [number for number, when in due.items() if when <= monotonic()]:
             placement.signal(number)
             del due[number]
-            give_up = clock() + GIVE_UP_S if number == signal.SIGKILL else give_up
+            give_up = monotonic() + GIVE_UP_S if number == signal.SIGKILL else give_up
     for node in set(range(nodes)) - {*codes, *lost}:
         lost[node] = "its launcher did not end when it was killed"
     return _end_of(codes, lost, stopped_by=stop.first)

@@ -45,30 +45,25 @@ class SlurmRun(ClusterRun):
     submit: Annotated[
         bool, typer.Option("--submit", help="Submit the script with sbatch and print the job's number.")
     ] = False
-    name: Annotated[str, typer.Option("--name", help="Name of the job.")] = "mega-rl"
-    partition: Annotated[str, typer.Option("--partition", help="Partition, or several with commas.")] = ""
-    account: Annotated[str, typer.Option("--account", help="Account that the job is charged to.")] = ""
-    time: Annotated[str, typer.Option("--time", help="Time limit, as 4:00:00 or 2-00; default: the partition's.")] = ""
+    name: Annotated[str, typer.Option(help="Name of the job.")] = "mega-rl"
+    partition: Annotated[str, typer.Option(help="Partition, or several with commas.")] = ""
+    account: Annotated[str, typer.Option(help="Account that the job is charged to.")] = ""
+    time: Annotated[str, typer.Option(help="Time limit, as 4:00:00 or 2-00; default: the partition's.")] = ""
     warning_s: Annotated[
-        int, typer.Option("--warning-s", help="Seconds before the time limit in which the run ends its step and saves.")
+        int, typer.Option(help="Seconds before the time limit in which the run ends its step and saves.")
     ] = 600
     cpus_per_node: Annotated[
-        int, typer.Option("--cpus-per-node", min=0, help="Share nodes with other jobs and take this many CPUs of each.")
+        int, typer.Option(min=0, help="Share nodes with other jobs and take this many CPUs of each.")
     ] = 0
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sbatch", metavar="NAME[=VALUE]", help="Further option of sbatch, as constraint=h100, mem=900G."
-        ),
+        typer.Option(metavar="NAME[=VALUE]", help="Further option of sbatch, as constraint=h100, mem=900G."),
     ] = None
-    image: Annotated[str, typer.Option("--image", help="Image with mega-rl, by pyxis; default: no container.")] = ""
+    image: Annotated[str, typer.Option(help="Image with mega-rl, by pyxis; default: no container.")] = ""
     mount: Annotated[
-        list[str] | None,
-        typer.Option("--mount", metavar="PATH", help="Folder of the nodes in the container; repeatable."),
+        list[str] | None, typer.Option(metavar="PATH", help="Folder of the nodes in the container; repeatable.")
     ] = None
-    venv: Annotated[
-        Path | None, typer.Option("--venv", help="Environment with mega-rl on every node; default: this one.")
-    ] = None
+    venv: Annotated[Path | None, typer.Option(help="Environment with mega-rl on every node; default: this one.")] = None
     requeue: Annotated[
         bool, typer.Option("--requeue/--no-requeue", help="Again after the time limit, preemption or a lost node.")
     ] = True
@@ -210,13 +205,6 @@ FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below the ports of outgoing connection
 STEP_STRIDE = 97  # ports between steps of one job, which may run at the same time
 
 
-def is_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several tasks of a step, without a launcher."""
-    if "RANK" in environment or "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
-        return False
-    return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-
-
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a task, which becomes the rank of its number."""
     names = ("STEP_NUM_TASKS", "STEP_NUM_NODES", "PROCID", "NODEID", "LOCALID", "JOB_ID", "STEP_ID", "STEP_NODELIST")
@@ -258,6 +246,6 @@ def become_rank(environment: MutableMapping[str, str] | None = None) -> None:
     MASTER_ADDR and MASTER_PORT that a script has set stay: the network of the ranks may have other names.
     """
     given = os.environ if environment is None else environment
-    if is_one_of_several(given):
+    if "RANK" not in given and "SLURM_STEP_ID" in given and given.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         own = {name: given[name] for name in ("MASTER_ADDR", "MASTER_PORT") if given.get(name)}
         given.update({**rank_variables(given), **own})

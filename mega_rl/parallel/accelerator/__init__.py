@@ -55,7 +55,7 @@ def prepare(
 
     On a CPU this makes Megatron-Core's CUDA assumptions hold (see `accelerator.cpu`), so it must run before the
     first import of `megatron`. Calling it again gives the same accelerator. torch gets this rank's share of the host's
-    cores (see `use_threads`).
+    cores, unless OMP_NUM_THREADS is set.
 
     variables: environment of the run on a GPU (`variables_of`), which has to be there before CUDA starts.
     deepep: the run sends tokens to experts by DeepEP (`megatron_core.load`).
@@ -80,11 +80,12 @@ def prepare(
             "trainer.device=cpu: CUDA devices are visible, and Megatron-Core would use them; "
             "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
-    use_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        # By itself torch starts a thread for every processor of the host, also in a container that may use two of them.
+        torch.set_num_threads(own_cores())
+    if problem := megatron_core.problem():
+        raise UserError(problem)
     if has_cuda:
-        problem = megatron_core.problem()
-        if problem:
-            raise UserError(problem)
         accelerator: Accelerator = prepare_cuda()
     else:
         from mega_rl.parallel.accelerator import cpu
@@ -92,18 +93,6 @@ def prepare(
         accelerator = cpu.prepare()
     megatron_core.load(deepep=deepep)
     return accelerator
-
-
-VARIABLE = "OMP_NUM_THREADS"
-
-
-def use_threads() -> None:
-    """Give torch this rank's share of the host's cores, unless OMP_NUM_THREADS is set.
-
-    Without it, torch starts a thread for every processor of the host, also in a container that may use two of them.
-    """
-    if VARIABLE not in os.environ:
-        torch.set_num_threads(own_cores())
 
 
 @contextmanager

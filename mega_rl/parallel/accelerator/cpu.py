@@ -301,13 +301,11 @@ def _quiet() -> None:
 
 @cache
 def prepare() -> CpuAccelerator:
-    """Make Megatron-Core importable and runnable on this CPU.
+    """Make a supported Megatron-Core importable and runnable on this CPU.
 
-    Raises UserError: a megatron-core that is not supported; megatron imported already.
+    Raises UserError: megatron imported already.
     """
     assert not torch.cuda.is_available(), "the CPU stand-in must not be installed where CUDA is available"
-    if problem := megatron_core.problem():
-        raise UserError(problem)
     if "megatron" in sys.modules:
         raise UserError(
             "megatron was imported before mega_rl could make it run without CUDA; "

@@ -54,38 +54,6 @@ def _no_jit_fuser(module: ModuleType) -> None:
     module.disable_jit_fuser()
 
 
-@_patch("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict")
-def _state_before_first_step(module: ModuleType) -> None:
-    """Upstream asserts that torch's Adam has state before its first step: create it as zeros."""
-    original = module.DistributedOptimizer.state_dict
-
-    def state_dict(self: Any) -> dict[str, Any]:
-        optimizer = self.optimizer
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            state = optimizer.state[parameter]
-            state.setdefault("step", torch.tensor(0.0))
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment not in state:
-                    state[moment] = torch.zeros_like(parameter, requires_grad=False)
-        return original(self)
-
-    module.DistributedOptimizer.state_dict = state_dict
-
-
-@_patch("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states")
-def _load_torch_adam(module: ModuleType) -> None:
-    """Upstream wants torch Adam's step from checkpoints without it, and writes into views that require grad."""
-    original = module.DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, position = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][position]
-        with torch.no_grad():
-            original(self, model_param, {"step": self.optimizer.state[main_param]["step"], **tensors})
-
-    module.DistributedOptimizer._set_main_param_and_optimizer_states = set_states
-
-
 @_patch("megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__", "0.16")
 def _no_transformer_engine_in_mla(module: ModuleType) -> None:
     """Upstream assumes Transformer Engine is installed and calls isinstance with a mock: say it is not."""

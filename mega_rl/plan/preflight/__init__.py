@@ -18,6 +18,7 @@ from mega_rl.config.schema.rollout import runs_code
 from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of
+from mega_rl.converters.safetensors.header import checkpoint_entries
 from mega_rl.data.downloads import HubNames, fetch, hub_names
 from mega_rl.data.hub import dataset_name
 from mega_rl.errors import UserError, UserErrors, no_such
@@ -27,7 +28,6 @@ from mega_rl.plan.preflight.checkpoints import (
     check_tokenizers,
     check_weight_files,
     read_checkpoints,
-    tensor_shape,
 )
 from mega_rl.plan.preflight.host import (
     Checkpoints,
@@ -228,7 +228,16 @@ def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
                 f"trainer.timeout_s={config.trainer.timeout_s:g}, the time that other ranks wait for the scores"
             )
     elif "reward.source.path" in checkpoints:
-        yield from _head(Path(reward.model_path), checkpoints["reward.source.path"])
+        hf = checkpoints["reward.source.path"]
+        try:
+            shape: list[int] | None = list(checkpoint_entries(Path(reward.model_path))[hf.value_head].shape)
+        except (UserError, KeyError):
+            shape = None
+        if shape != [1, hf.hidden_size]:
+            yield (
+                f"reward.source.path: {reward.model_path}: {hf.value_head} must have the shape {[1, hf.hidden_size]}, "
+                f"not {shape}; a reward model is a sequence-classification checkpoint with one label"
+            )
         yield from _room(config)
 
 
@@ -242,16 +251,6 @@ def probe_rewards(config: Config) -> Iterator[str]:
             find_service(source.url, source.key_file)
     except UserError as error:
         yield str(error)
-
-
-def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
-    """Yield a problem if a reward model's head has not one label."""
-    shape = tensor_shape(directory, hf.value_head)
-    if shape != [1, hf.hidden_size]:
-        yield (
-            f"reward.source.path: {directory}: {hf.value_head} must have the shape {[1, hf.hidden_size]}, not {shape}; "
-            "a reward model is a sequence-classification checkpoint with one label"
-        )
 
 
 def _room(config: Config) -> Iterator[str]:

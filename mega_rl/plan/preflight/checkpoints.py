@@ -18,7 +18,7 @@ from mega_rl.converters.families import FAMILIES, KnownBug
 from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config, release_problems
 from mega_rl.converters.plan.parameters import adapter_problems
-from mega_rl.converters.safetensors.header import read_entries
+from mega_rl.converters.safetensors.header import checkpoint_entries
 from mega_rl.data.downloads import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError
@@ -27,7 +27,7 @@ from mega_rl.plan.setup import models_of
 
 ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.source.path"
 # Properties of a checkpoint that its forward does not depend on.
-_NOT_COMPUTED = ("eos_token_ids", "pad_token_id", "dtype", "initializer_range", "prefixes", "quantization")
+_NOT_COMPUTED = ("dtype", "initializer_range", "prefixes", "quantization")
 
 
 def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
@@ -69,48 +69,15 @@ def check_weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> I
     """Yield the errors in weight files of the checkpoints and in files that an export copies."""
     paths = {key: Path(path) for key, path in checkpoint_paths(config).items() if key in checkpoints}
     for key, path in paths.items():
-        yield from (f"{key}: {problem}" for problem in _weight_files(path))
+        try:
+            checkpoint_entries(path)
+        except UserError as error:
+            yield from (f"{key}: {line}" for line in str(error).splitlines())
     if ACTOR in paths and (config.checkpoint.hf_final or config.checkpoint.hf_interval):
         try:
             companions(paths[ACTOR])
         except UserError as error:
             yield f"{ACTOR}: {error}"
-
-
-def _weight_files(directory: Path) -> Iterator[str]:
-    """Yield the problems of the weight files, looked up as `mega_rl.converters.safetensors.reader` does."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    files = [single]
-    if not single.is_file() and not index.is_file():
-        yield f"{directory}: holds neither {single.name} nor {index.name}; save the model again as safetensors"
-        return
-    if not single.is_file():
-        try:
-            files = [directory / name for name in sorted(set(read_json_object(index)["weight_map"].values()))]
-        except (UserError, KeyError, TypeError, AttributeError):
-            files = [directory]  # refused below: the folder is not a file in itself
-        if any(file.parent != directory for file in files):
-            yield f"{index}: not an index of shards; it needs a 'weight_map' of tensor to file inside the checkpoint"
-            return
-    for file in files:
-        if not file.is_file():
-            yield f"{file}: missing, though the index names it; download or copy it again"
-            continue
-        try:
-            read_entries(file)
-        except UserError as error:
-            yield from str(error).splitlines()
-
-
-def tensor_shape(directory: Path, name: str) -> list[int] | None:
-    """Return a tensor's shape from its file; None if it is missing or damaged."""
-    file = directory / "model.safetensors"
-    try:
-        if not file.is_file():
-            file = directory / read_json_object(directory / "model.safetensors.index.json")["weight_map"][name]
-        return list(read_entries(file)[name].shape)
-    except (UserError, OSError, KeyError, TypeError):
-        return None
 
 
 def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:

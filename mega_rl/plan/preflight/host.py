@@ -42,11 +42,9 @@ def launched_world_size() -> int:
 def refuse_tasks_of_srun(*, launchers: int = 1) -> None:
     """Raise UserError in Slurm tasks that are not ranks of one run; launchers may be tasks."""
     variables = os.environ
-    if "RANK" in variables or "SLURM_PROCID" not in variables:
-        return
-    if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
-        return  # the batch script has the variables of task 0, but no step
-    tasks = variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1"))
+    if "RANK" in variables or "SLURM_STEP_ID" not in variables:
+        return  # a batch script has the variables of task 0, but no step
+    tasks = variables.get("SLURM_STEP_NUM_TASKS", "1")
     if int(tasks) not in (1, launchers):
         raise UserError(
             f"srun started {tasks} tasks, which would be {tasks} separate runs; leave out --nproc-per-node to train "
@@ -119,19 +117,20 @@ def check_servers(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
     if config.rollout.backend != "sglang":
         return
     actor = checkpoints.get("model.path")
-    if actor is not None and actor.own is None and FAMILIES[actor.family].absent_in_sglang:
-        yield f"model.path: model_type={actor.family}: SGLang 0.5.21 has no such model; set rollout.backend=hf"
-    if actor is not None and actor.own is None and actor.tied and FAMILIES[actor.family].untied_in_sglang:
-        yield (
-            f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.21 gives its output "
-            "layer separate weights, which the checkpoint lacks; use an untied checkpoint or rollout.backend=hf"
-        )
-    needed = FAMILIES[actor.family].needed_by_sglang if actor is not None and actor.own is None else ()
-    if actor is not None and (lacking := [key for key in needed if actor.raw.get(key) is None]):
-        yield (
-            f"model.path: model_type={actor.family}: without {', '.join(lacking)} in config.json SGLang 0.5.21 "
-            "computes another model; add them as in the published file, or use rollout.backend=hf"
-        )
+    if actor is not None and actor.own is None:
+        family, named = FAMILIES[actor.family], f"model.path: model_type={actor.family}"
+        if family.absent_in_sglang:
+            yield f"{named}: SGLang 0.5.21 has no such model; set rollout.backend=hf"
+        if actor.tied and family.untied_in_sglang:
+            yield (
+                f"{named} with tie_word_embeddings=true: SGLang 0.5.21 gives its output layer separate weights, which "
+                "the checkpoint lacks; use an untied checkpoint or rollout.backend=hf"
+            )
+        if lacking := [key for key in family.needed_by_sglang if actor.raw.get(key) is None]:
+            yield (
+                f"{named}: without {', '.join(lacking)} in config.json SGLang 0.5.21 computes another model; add them "
+                "as in the published file, or use rollout.backend=hf"
+            )
     if sglang.urls:
         files = [Path(one) for one in sglang.urls if is_registry(one) and ":" not in one]
         how = "list one server a line, as http://host:port"

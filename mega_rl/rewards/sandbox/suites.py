@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mega_rl.rewards.sandbox import Execution, Sandbox
+from mega_rl.rewards.sandbox import Sandbox
 
 _HARNESS = Path(__file__).with_name("harness.py").read_text("utf-8")
 
 
-def judge(sandbox: Sandbox, timeout_s: float, mode: str, **content: object) -> tuple[dict[str, object], Execution]:
-    """Give the harness an order; return its verdict and what became of its run.
+def judge(sandbox: Sandbox, timeout_s: float, mode: str, **content: object) -> dict[str, object]:
+    """Give the harness an order; return its verdict.
 
     content: what `harness` says that the mode needs. The verdict, {"value"}, {"passed"} or {"error"}, is the
     last line behind the order's token, of a run that succeeded; without it the verdict is an error.
@@ -28,16 +28,14 @@ def judge(sandbox: Sandbox, timeout_s: float, mode: str, **content: object) -> t
     order = json.dumps({"token": token, "mode": mode, **content}).encode()
     outcome = sandbox.run(_HARNESS, order, timeout_s=timeout_s)
     if not outcome.succeeded:
-        return {
-            "error": outcome.status if outcome.status != "finished" else f"exit code {outcome.return_code}"
-        }, outcome
+        return {"error": outcome.status if outcome.status != "finished" else f"exit code {outcome.return_code}"}
     last = outcome.stdout.rstrip(b"\n").rpartition(b"\n")[2]
     given, _, text = last.partition(b" ")
     try:
         verdict = json.loads(text) if given.decode("ascii", "replace") == token else None
     except (ValueError, RecursionError):
         verdict = None
-    return verdict if isinstance(verdict, dict) else {"error": "no verdict"}, outcome
+    return verdict if isinstance(verdict, dict) else {"error": "no verdict"}
 
 
 MODULES = sys.stdlib_module_names | {"np", "numpy", "pd", "pandas", "scipy", "sympy", "torch"}
@@ -97,7 +95,7 @@ def unfit(sandbox: Sandbox, suites: Sequence[Mapping[str, object]], timeout_s: f
     """
     for start in range(0, len(suites), SUITES_A_RUN):
         part = suites[start : start + SUITES_A_RUN]
-        verdicts = judge(sandbox, timeout_s, "stub", suites=part)[0].get("value")
+        verdicts = judge(sandbox, timeout_s, "stub", suites=part).get("value")
         if isinstance(verdicts, list):
             yield from map(_reason, verdicts)
         elif len(part) == 1:  # it takes all of the sandbox's time or memory, so it does not pass

@@ -32,7 +32,7 @@ from mega_rl.rollout.sglang.weights.adapters import AdapterPush, goes_apart, ser
 from mega_rl.rollout.sglang.weights.checks import LIMITS, ExpectedServer, Probe, sent_shapes
 from mega_rl.rollout.sglang.weights.choice import transport_for
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
-from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, control_of, server_of
+from mega_rl.rollout.sglang.weights.sync import ServerTable, SglangWeightSync, server_of
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.tokens import ids_of
 from mega_rl.types import IdRanges
@@ -73,20 +73,20 @@ def start_servers(
     count = servers_per_host(server, accelerator, ranks_per_host=per_host, colocated=colocated)
     if world.rank == 0:
         log.info("%d SGLang server(s) of %d rank(s) on each %d host(s) of the trainer", count, server.tp, server.nodes)
-    fraction = server.mem_fraction
+    apart, _ = goes_apart(hf, sglang.sync.adapter, joined=False, takes_turns=colocated and on_gpus)
+    args = server_arguments(hf.adapter, device) if apart else {}
     if colocated and on_gpus:
         smallest = -int(world.max(torch.tensor(-accelerator.total_memory())))
         policy, weights = colocated_bytes(rollout, settings, hf, world_size=world.size)
-        fraction = memory_fraction(fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
+        fraction = memory_fraction(server.mem_fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
+        args["mem_fraction_static"] = fraction
         if world.rank == 0:
             log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
-    apart, _ = goes_apart(hf, sglang.sync.adapter, joined=False, takes_turns=colocated and on_gpus)
     common = replace(
-        _server_settings(rollout, trainer, settings, server_arguments(hf.adapter, device) if apart else {}),
+        _server_settings(rollout, trainer, settings, args),
         config_changes=config_changes(hf),  # weights on disk may be quantised, and those that come are not
         host=listening_address(server.host, world, hosts=hosts),
         device=device,
-        mem_fraction=fraction,
         memory_saver=colocated,
         base_gpu=0 if colocated else per_host,  # servers with their own devices have those after the trainer's
     )
@@ -100,27 +100,25 @@ def start_servers(
 
 
 def _server_settings(
-    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, lora: dict[str, object]
+    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, more: dict[str, object]
 ) -> ServerSettings:
-    """Return the settings of a run's servers, without their place. lora: arguments for adapters."""
+    """Return the settings of a run's servers, without their place. more: arguments next to the config's."""
     server = rollout.sglang.server
-    placed = ("max_total_tokens", "mem_fraction_static")  # arguments that are settings
-    args = {name: value for name, value in server.args.items() if name not in placed}
-    if (
-        rollout.sglang.sync.in_flight == "keep"
-    ):  # overlapped with an update, a step would give its tokens the new version
+    args = server.args | more
+    if rollout.sglang.sync.in_flight == "keep":  # overlapped with an update, a step would give tokens the new version
         args["disable_overlap_schedule"] = True
+    if settings.model.fp32_head:
+        args["enable_fp32_lm_head"] = True
     return ServerSettings(
         model_path=Path(settings.model.path),
         tp=server.tp,
         nodes=server.nodes,
         dtype=_name_of(_dtype(rollout, settings)),
-        max_total_tokens=server.max_total_tokens,
         deterministic=trainer.deterministic,
         seed=trainer.seed,
         start_timeout_s=rollout.sglang.start_timeout_s,
         return_routing=rollout.sglang.return_routing,
-        args=args | lora | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
+        args=args,
     )
 
 
@@ -206,12 +204,12 @@ class Connection:
         # Between generation and training the policy may be on the host.
         offloaded = self._actor.is_offloaded("parameters")
         if offloaded:
-            self._actor.onload(gradients=False, optimizer=False)
+            self._actor.onload(("parameters",))
         try:
             self.sync.refit(due)
         finally:
             if offloaded:
-                self._actor.offload(gradients=False, optimizer=False)
+                self._actor.offload(("parameters",))
 
 
 def connect(
@@ -227,7 +225,7 @@ def connect(
     """Return the connection with servers that are ready; `resources` closes it. hidden_tokens: never in a response."""
     sglang, hf, joined = rollout.sglang, actor.sharding.merged.hf, bool(rollout.sglang.urls)
     servers = {one.index: server_of(pool, one.index, sglang.sync.timeout_s) for one in pool.endpoints}
-    resources.callback(lambda: list(map(Control.close, map(control_of, servers.values()))))
+    resources.callback(lambda: list(map(Control.close, (one.receiver for one in servers.values()))))
     weights = _weights(rollout, dtype, pool, actor, world)
     transport = _transport(rollout, weights, pool, servers.values(), world)
     # After an error ranks or servers may be gone.
@@ -265,9 +263,7 @@ def connect(
             adapters=AdapterPush(weights, servers, world) if weights.apart else None,
             keeps=keeps,
         ),
-        memory=ServersMemory(
-            world, table.own, pool, released=TAGS if pool.colocated else ()
-        ),  # released at their start
+        memory=ServersMemory(world, table.own, pool, released=TAGS if pool.colocated else ()),  # since their start
         concurrency=sum(near.values()) or per_rank,  # joined servers leave: deadlines hold for one
         adapter=adapter,
         _table=table,

@@ -118,13 +118,9 @@ class Control:
             return False
         return True
 
-    def flush(self, deadline_s: float | None = None) -> None:
-        """Empty the prefix cache, which old weights filled; retry until the server is idle.
-
-        deadline_s: seconds, `timeout_s` when None.
-        """
-        deadline_s = self.timeout_s if deadline_s is None else deadline_s
-        deadline, tries, what = time.monotonic() + deadline_s, 0, ""
+    def flush(self) -> None:
+        """Empty the prefix cache; retry for up to `timeout_s` until the server is idle."""
+        deadline, tries, what = time.monotonic() + self.timeout_s, 0, ""
         while (left := deadline - time.monotonic()) > 0:
             tries += 1
             try:
@@ -133,7 +129,7 @@ class Control:
             except ServerError as error:
                 if error.status != 400 and not what:  # 400: a server that still has requests
                     raise
-                what = f"waited {deadline_s:g} s for the server to be idle, {tries} tries; last answer: {error}"
+                what = f"waited {self.timeout_s:g} s for the server to be idle, {tries} tries; last answer: {error}"
             time.sleep(min(_FLUSH_PAUSE_S * tries, 1.0, max(0.0, deadline - time.monotonic())))
         raise ServerError(self.endpoint, "/flush_cache", what)
 

@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TypeAlias
 
 from mega_rl.errors import PeerError, RunError, StalledError, UserError
@@ -17,26 +17,18 @@ from mega_rl.tracking.health.records import INNOCENT_CODES, LastWords, kind_of
 Investigate: TypeAlias = Callable[[RankFacts, str], str | None]
 
 
-class Guard:
-    """Context manager that writes the last words of a rank that fails inside.
+@contextmanager
+def guarded(heartbeat: Heartbeat, investigate: Investigate | None = None) -> Iterator[None]:
+    """Write the last words of a rank that fails inside.
 
-    It turns an error caused by another rank into a PeerError of one line, and a HungError into a RunError.
+    An error caused by another rank becomes a PeerError of one line, a HungError a RunError. investigate: returns the
+    cause, if known, from this rank and its traceback.
     """
-
-    def __init__(self, heartbeat: Heartbeat, investigate: Investigate | None = None) -> None:
-        """investigate: returns the cause, if known, from this rank and its traceback."""
-        self._heartbeat, self._investigate = heartbeat, investigate
-
-    def __enter__(self) -> Guard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Write the last words. Raises PeerError for an error that another rank has caused."""
-        heartbeat, facts = self._heartbeat, self._heartbeat.facts
-        if error is None or heartbeat.ended is not None:  # a guard further inside has written the last words
-            return
+    try:
+        yield
+    except BaseException as error:
+        if heartbeat.ended is not None:  # a guard further inside has written the last words
+            raise
         text = str(error) or type(error).__name__
         if isinstance(error, SystemExit):  # from user code or a library; code 0 would mean success
             place = place_of_error(error)
@@ -48,12 +40,12 @@ class Guard:
         if isinstance(error, SystemExit):
             raise RunError(text) from error
         if words.kind not in (*INNOCENT_CODES, "hung"):
-            return
+            raise
         own = "".join(traceback.format_exception(error))
-        cause = None if self._investigate is None else self._investigate(facts, own)
+        cause = None if investigate is None else investigate(heartbeat.facts, own)
         if words.kind == "hung":
             raise RunError(cause or str(error)) from error
-        line = str(error) if isinstance(error, StalledError) else _line_of(words, facts.timeout_s)
+        line = str(error) if isinstance(error, StalledError) else _line_of(words, heartbeat.facts.timeout_s)
         raise PeerError(cause or line) from error
 
 

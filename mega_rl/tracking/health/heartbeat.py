@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import TypeAlias
 
 import psutil
@@ -119,9 +119,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop writing. Without an error or earlier last words, they are "done"."""
         if error is None:
             self.end("done", "")

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mega_rl.errors import HungError, StalledError, UserError
+from mega_rl.errors import HungError, StalledError, UserError, name_of_signal
 from mega_rl.untrusted import parse_object, read_file, read_record
 
 FOLDER = "health"  # in the run's folder
@@ -50,10 +50,9 @@ GENERATION = "MEGA_RL_GENERATION"  # environment variable of ranks that a launch
 LOST_PEER_CODE, TIMEOUT_CODE = 75, 76
 INNOCENT_CODES: Mapping[str, int] = {"lost peer": LOST_PEER_CODE, "timeout": TIMEOUT_CODE}  # kind of failure: exit code
 UNSAID = 256  # added to the exit code of a rank whose command did not report that it ends with that code
-LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
 # Messages of ranks that another rank has ended, outside of a run, whose guard names phase and collective.
 BY_OTHERS = {
-    LOST_PEER_CODE: LOST_CONNECTION,
+    LOST_PEER_CODE: "lost the connection to another rank, which has ended; what it said, if anything, is the cause",
     TIMEOUT_CODE: "waited in a collective for a rank that did not come in time",
 }
 
@@ -172,6 +171,13 @@ def silent_s(record: RankRecord, now: float) -> float:
     """Return the seconds without a beat; 0 while in time and after the end."""
     age = now - record.beat
     return age if record.ended is None and age > 3 * record.interval_s + 1.0 else 0.0
+
+
+def ending(code: int) -> str:
+    """Return how a rank ended, in words; code: as of `RankEnd`."""
+    if code >= UNSAID:
+        return f"ended with exit code {code - UNSAID} before its work was done"
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {name_of_signal(-code)}"
 
 
 def state_and_start(pid: int) -> tuple[str, int]:

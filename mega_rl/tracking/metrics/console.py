@@ -7,8 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from mega_rl.tracking.metrics.records import held_out_reward
 from mega_rl.tracking.progress.terminal import TIME_WIDTH, standard_error
 from mega_rl.types import Metrics
@@ -99,10 +97,9 @@ def _part(key: str) -> str:
 class ConsoleSink:
     """Sink that logs `step_line`, and samples of the first step that is dumped."""
 
-    def __init__(self, *, samples: int = 0, console: Console | None = None) -> None:
-        """samples: number to show. console: standard error unless given."""
-        self._console = console or standard_error()
-        self._samples = samples
+    def __init__(self, *, samples: int = 0) -> None:
+        """samples: number to show."""
+        self._console, self._samples = standard_error(), samples
         self._parts: list[str] = []
 
     def log(self, step: int, metrics: Metrics) -> None:

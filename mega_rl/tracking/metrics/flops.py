@@ -52,14 +52,13 @@ class ModelWork:
         self._window = hf.window.size if hf.window is not None else 0
         self._layers = len(counted)
 
-    def forward(self, lengths: Iterable[int], *, causal: bool = True) -> float:
-        """Return the operations of a forward; without `causal` every token sees all of its sequence."""
+    def forward(self, lengths: Iterable[int]) -> float:
+        """Return the operations of a forward."""
         total = 0.0
         for length in lengths:
-            seen = _pairs(length, length) if causal else float(length * length)
-            near = _pairs(length, self._window) if causal else seen
-            total += length * self._per_token
-            total += self._per_pair * ((self._layers - self._windowed) * seen + self._windowed * near)
+            seen = (self._layers - self._windowed) * _pairs(length, length)
+            seen += self._windowed * _pairs(length, self._window)
+            total += length * self._per_token + self._per_pair * seen
         return total
 
     def update(self, lengths: Iterable[int]) -> float:

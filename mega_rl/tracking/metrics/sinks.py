@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from mega_rl import disk
 from mega_rl.config.schema import MetricsConfig
 from mega_rl.protocols import MetricsSink
 from mega_rl.tracking.metrics.console import ConsoleSink
@@ -78,7 +79,7 @@ class JsonlSink(NullSink):
                 file.seek(begin)
                 file.write(line)
                 file.truncate()  # drops the rest of a failed write; last, so that a kill takes no line that stood
-        except OSError as error:
+        except (OSError, disk.SaveError) as error:
             if not self._failing:
                 logger.error(
                     "metrics of step %d lost, %s cannot be written: %s (each step tries)", step, self._path, error
@@ -93,16 +94,14 @@ class JsonlSink(NullSink):
 
 def _drop_steps_from(path: Path, first_stale: int) -> int:
     """Drop the records of steps from `first_stale` on, atomically; return the bytes left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(path.parent)
     kept = ""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             kept += f"{line}\n" if decode_step(line).step < first_stale else ""
         except ValueError:
             logger.warning("a line of metrics.jsonl that is not a record was dropped: %.80r", line)
-    rewritten = path.with_name(path.name + ".tmp")
-    rewritten.write_bytes(kept.encode())
-    os.replace(rewritten, path)
+    disk.replace_text(path, kept)
     return len(kept.encode())
 
 
@@ -114,7 +113,7 @@ class TensorBoardSink(NullSink):
     """
 
     def __init__(self, directory: Path, *, resume_step: int, config_text: str = "") -> None:
-        """config_text: the config as YAML. Raises ImportError without the tensorboard package."""
+        """config_text: the config as YAML."""
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary  # a second of import time that only this sink needs
@@ -229,18 +228,14 @@ def make_sink(
     public = without_secrets(settings or {})
     sinks: list[MetricsSink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)]
     if config.tensorboard:
-        try:
-            text = yaml.safe_dump(public, sort_keys=False) if public else ""
-            sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step, config_text=text))
-        except ImportError:
-            logger.warning("metrics.tensorboard=true, but the tensorboard package is not installed: metrics.jsonl only")
+        text = yaml.safe_dump(public, sort_keys=False) if public else ""
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step, config_text=text))
     if config.rollout_interval and config.rollout_samples:
         sinks.append(RolloutDump(run_dir / "rollouts", resume_step=resume_step))
     run = TrackedRun(
         project=config.project,
         name=config.run_name or run_dir.resolve().name,
         run_dir=str(run_dir.resolve()),
-        run_id="",
         config=public,
     )
     for tracker in dict.fromkeys(config.trackers):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -30,17 +30,12 @@ class PhaseTimer:
     belongs to the following step.
     """
 
-    def __init__(
-        self,
-        *,
-        synchronize: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, *, synchronize: Callable[[], None] = lambda: None) -> None:
         """synchronize: waits for the accelerator; called at both ends of each phase."""
-        self._synchronize, self._clock = synchronize, clock
+        self._synchronize = synchronize
         self._running: str | None = None
         self._seconds: dict[str, float] = {}
-        self._step_start = clock()
+        self._step_start = perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -54,24 +49,24 @@ class PhaseTimer:
             )
         self._synchronize()
         self._running = name
-        start = self._clock()
+        start = perf_counter()
         try:
             with progress.phase(name.replace("_", " ")):
                 yield
                 self._synchronize()
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + perf_counter() - start
             self._running = None
 
     def reset(self) -> None:
         """Begin a step now; drop the times so far."""
         assert self._running is None, f"step ends inside phase {self._running!r}"
         self._seconds = {}
-        self._step_start = self._clock()
+        self._step_start = perf_counter()
 
     def metrics(self) -> Metrics:
         """`time/<phase>_s` of each phase, `time/step_s` and `time/coverage` (share of the step); begins a step."""
-        step_s = self._clock() - self._step_start
+        step_s = perf_counter() - self._step_start
         covered = sum(self._seconds.values())
         record = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         record["time/step_s"] = step_s
@@ -92,15 +87,11 @@ class WorkMeter:
         """Add tokens to those of the phase in progress."""
         self.tokens[self.phase] = self.tokens.get(self.phase, 0.0) + tokens
 
-    def take(self) -> float:
-        """Return the operations since the last call."""
-        total, self.total = self.total, 0.0
-        return total
-
-    def take_tokens(self) -> list[float]:
-        """Return the tokens of each of TOKEN_PHASES since the last call."""
-        taken, self.tokens = self.tokens, {}
-        return [taken.get(phase, 0.0) for phase in TOKEN_PHASES]
+    def take(self) -> list[float]:
+        """Return the operations since the last call, and the tokens of each of TOKEN_PHASES."""
+        taken = [self.total, *(self.tokens.get(phase, 0.0) for phase in TOKEN_PHASES)]
+        self.total, self.tokens = 0.0, {}
+        return taken
 
 
 class StepTraces:
@@ -157,7 +148,6 @@ class StepMeter:
     def reset(self) -> None:
         """Begin a step now."""
         self.work.take()
-        self.work.take_tokens()
         self.peak_memory()
         if self.traces is not None:
             self.traces.begin(self.step + 1)
@@ -178,7 +168,7 @@ class StepMeter:
         if self.scores and "time/reward_s" in record and record["time/step_s"] > 0.0:
             record["time/reward_fraction"] = record["time/reward_s"] / record["time/step_s"]
         seconds = sum(record.get(f"time/{name}_s", 0.0) for name in MODEL_PHASES)
-        work = torch.tensor([self.work.take(), *self.work.take_tokens()], dtype=torch.float64)
+        work = torch.tensor(self.work.take(), dtype=torch.float64)
         done, *tokens = (self.ranks.sum(work) / self.ranks.size).tolist()
         for name, number in zip(TOKEN_PHASES, tokens, strict=True):
             if number > 0.0 and record.get(f"time/{name}_s", 0.0) > 0.0:

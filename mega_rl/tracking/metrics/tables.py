@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-
-from rich.console import Console
 
 from mega_rl.errors import UserError
 from mega_rl.tracking.metrics.records import held_out_reward, read_series
+from mega_rl.tracking.progress import aligned
 from mega_rl.tracking.progress.terminal import clock, standard_error
 
 METRICS = "metrics.jsonl"
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 36
 MOST_VALIDATIONS = 6  # in a row; earlier ones are left out
-_TITLES = ("role", "family", "parameters", "engine", "layout", "attention", "dtype", "trains", "model")
 _UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K"))
 
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """Model of a role, as the table shows it."""
+    """Model of a role, as the table shows it: a column for each field."""
 
     role: str  # "actor"
-    model: str  # a checkpoint directory, a function, an address
     family: str = ""  # config.json's model_type; empty if the role has no model
     parameters: int | None = None  # number in the whole model
     engine: str = ""  # "megatron" or "fsdp"
@@ -35,36 +32,25 @@ class RoleFacts:
     attention: str = ""  # the kernels that run: "sdpa", "te: flash"
     dtype: str = ""  # dtype of computation
     trains: bool = False
+    model: str = ""  # a checkpoint directory, a function, an address
 
 
-def show_startup(
-    roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "", console: Console | None = None
-) -> None:
+def show_startup(roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "") -> None:
     """Print a line for each of the run's roles; empty columns are left out.
 
     For one rank only. prompts, stop_tokens: texts of the last lines, about how prompts are written and where a response
-    ends. console: standard error unless given.
+    ends.
     """
-    rows = [_TITLES]
+    rows = [[column.name for column in fields(RoleFacts)]]
     for role in roles:
         parameters = "" if role.parameters is None else short_count(role.parameters)
-        model = (role.role, role.family, parameters, role.engine, role.layout, role.attention, role.dtype)
-        rows.append((*model, "yes" if role.trains else "no", role.model))
+        cells = {**vars(role), "parameters": parameters, "trains": "yes" if role.trains else "no"}
+        rows.append([str(cell) for cell in cells.values()])
     shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    head, *cells = ([cell or "-" for cell in row] for row in zip(*shown, strict=True))
-    lines = [*aligned(head, cells)]
+    head, *filled = ([cell or "-" for cell in row] for row in zip(*shown, strict=True))
+    lines = [*aligned(head, filled)]
     lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
-    _print_lines(console or standard_error(), lines)
-
-
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table: the first column to the left, numbers to the right."""
-    padded = []
-    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
-        width = max(map(len, [title, *cells]))
-        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
-        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
-    yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
+    _print_lines(lines)
 
 
 def short_count(number: int) -> str:
@@ -76,16 +62,16 @@ def short_count(number: int) -> str:
     return str(number)
 
 
-def show_summary(run_dir: Path, *, console: Console | None = None) -> None:
-    """Print the summary of a run with metrics. console: standard error unless given."""
+def show_summary(run_dir: Path) -> None:
+    """Print the summary of a run with metrics."""
     rows = summary_rows(run_dir)
     width = max((len(name) for name, _ in rows), default=0)
-    _print_lines(console or standard_error(), [f"{name:<{width}}  {text}" for name, text in rows])
+    _print_lines([f"{name:<{width}}  {text}" for name, text in rows])
 
 
-def _print_lines(console: Console, lines: Sequence[str]) -> None:
+def _print_lines(lines: Sequence[str]) -> None:
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        standard_error().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary_rows(run_dir: Path) -> list[tuple[str, str]]:

@@ -39,8 +39,8 @@ class TrackedRun:
     project: str
     name: str
     run_dir: str  # absolute; files go here unless the client's environment names another folder
-    run_id: str  # the tracker's run to continue; empty for a new one
     config: dict[str, Any]  # {"optim": {"lr": 1e-6}, "engine": "megatron"}
+    run_id: str = ""  # the tracker's run to continue; empty for a new one
 
 
 class WandbClient:

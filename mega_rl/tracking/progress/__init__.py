@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -173,10 +173,10 @@ def _innermost() -> Phase | None:
     return next((phase for phase in reversed(active()) if phase.thread == thread and not phase.rounds), None)
 
 
-def report(done: float, total: float | None = None, *, unit: str = "", note: str = "") -> None:
+def report(done: float, total: float | None = None, *, unit: str = "") -> None:
     """Set the work done in the innermost phase of this thread; outside of phases do nothing."""
     if (innermost := _innermost()) is not None:
-        innermost.report(done, total, unit=unit, note=note)
+        innermost.report(done, total, unit=unit)
 
 
 def counter(total: float) -> Callable[[float], None]:
@@ -200,3 +200,13 @@ def printable(text: str) -> str:
     Texts of policies, files and programs could otherwise move the cursor, or look like lines of the log.
     """
     return "".join(c if c.isprintable() or c in "\t\u00a0\u3000" else repr(c)[1:-1] for c in text)
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: the first column to the left, numbers to the right."""
+    padded = []
+    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
+        width = max(map(len, [title, *cells]))
+        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
+        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
+    yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.errors import UserError
-from mega_rl.untrusted import JsonFields, parse_object
+from mega_rl.untrusted import JsonFields, parse_object, read_file
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -206,13 +206,9 @@ def read_record(folder: str | Path) -> Record:
     """Read a record's tensors. Raises UserError unless the folder is a whole record."""
     folder = Path(folder)
     path = folder / RECORD_FILE
-    try:
-        text = path.read_bytes() if path.stat().st_size <= MAX_RECORD_BYTES and not path.is_fifo() else b""
-    except OSError as error:
-        raise UserError(
-            f"{folder}: is not a record ({RECORD_FILE}: {error.strerror}); give a folder as RUN/records/step_000001"
-        ) from error
-    description, files, dtypes = parse(text, path)
+    if not path.is_file():
+        raise UserError(f"{folder}: is not a record: no {RECORD_FILE}; give a folder as RUN/records/step_000001")
+    description, files, dtypes = parse(read_file(path, MAX_RECORD_BYTES), path)
     names = [name for name in TENSORS if name in dtypes]
     shards = [_shard(folder, file) for file in files if file.file.endswith(".safetensors")]
     for name in names:
@@ -241,10 +237,7 @@ def _shard(folder: Path, shard: Shard) -> dict[str, Array]:
 def _read(folder: Path, shard: Shard) -> bytes:
     """Return the bytes of a file. Raises UserError if they differ from the written ones."""
     path = folder / shard.file
-    try:
-        data = path.read_bytes() if path.stat().st_size == shard.nbytes and not path.is_symlink() else b""
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); the record is damaged") from error
+    data = read_file(path, shard.nbytes)
     if len(data) != shard.nbytes or hashlib.sha256(data).hexdigest() != shard.sha256:
         raise UserError(f"{path}: differs from the file that was written, by its checksum; the record is damaged")
     return data

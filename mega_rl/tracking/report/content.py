@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mega_rl import __version__
-from mega_rl.config.keys import as_record
+from mega_rl.config.keys import as_record, flattened
 from mega_rl.config.packaged import parse_yaml
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
@@ -92,17 +92,11 @@ def _read_config(file: Path) -> dict[str, str]:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: is not the config of a run; remove it, or give another folder")
-    return dict(_flat(content, ""))
+    return _texts(content)
 
 
-def _flat(content: JsonFields, prefix: str) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
-    for key, value in content.items():
-        if isinstance(value, dict) and value:
-            pairs += _flat(value, f"{prefix}{key}.")
-        else:
-            pairs.append((f"{prefix}{key}", "null" if value is None else str(value)))
-    return pairs
+def _texts(content: JsonFields) -> dict[str, str]:
+    return {key: "null" if value is None else str(value) for key, value in flattened(content).items()}
 
 
 def seed_groups(runs: Sequence[Run]) -> list[list[int]]:
@@ -127,7 +121,7 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
 
 def changed_settings(config: Mapping[str, str]) -> dict[str, str | None]:
     """Return the default of every setting that a run's config changes, None if it has none."""
-    defaults = dict(_flat(json.loads(json.dumps(as_record(Config()))), ""))
+    defaults = _texts(json.loads(json.dumps(as_record(Config()))))
     return {key: defaults.get(key) for key, value in config.items() if defaults.get(key) != value}
 
 

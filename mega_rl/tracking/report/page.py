@@ -164,8 +164,6 @@ def _newest(run_dir: Path) -> Iterator[JsonFields]:
         source = f"validation of step {step}" if validation else f"step {step}"
         try:
             yield from (_sample(row, source) for row in _rows(file))
-        except UserError as error:
-            logger.warning("%s; left out of the report", error)
         except (OSError, ValueError) as error:
             logger.warning("%s: cannot be read: %s; left out of the report", file, error)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mega_rl.algorithms.inputs import AdvantageEstimator
-from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
+from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController
 from mega_rl.algorithms.losses import AGGREGATIONS, Correction, PolicyObjective
 from mega_rl.config.choices import (
     ADVANTAGE,
@@ -43,7 +43,6 @@ from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.mismatch import MismatchGuard, Rescoring, StalenessGuard, usual_limits
 from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
-from mega_rl.trainer.rows import Overlong
 from mega_rl.trainer.selection import AtOnce, StepVersions, Stock
 from mega_rl.types import Rollout
 from mega_rl.workers.models import GivenLoss, LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
@@ -69,10 +68,9 @@ class Method:
     needs_parts: bool
     needs_greedy: bool
 
-    def reward_kl(self, controller: KLController) -> RewardKL | None:
-        """Return the KL penalty in token rewards; None without one."""
-        kl = self.settings.kl
-        return RewardKL(controller, KL_ESTIMATORS[kl.estimator]) if kl.name == "reward" else None
+    def reward_kl(self, controller: KLController) -> KLController | None:
+        """Return the controller if its penalty is in token rewards."""
+        return controller if self.settings.kl.name == "reward" else None
 
 
 def choose_method(config: Config) -> Method:
@@ -189,14 +187,14 @@ def build_collector(
             greedy=method.needs_greedy,
             ahead=trainer.async_steps,
             steps=0 if dynamic.max_generations else trainer.steps,
-            overlong=Overlong(rollout.max_new_tokens, **asdict(overlong)),
+            overlong=overlong,
+            max_response_tokens=rollout.max_new_tokens,
         ),
         ranks=run.replicas,
         stage=stage,
         log=step_log,
         watch=count,
         staleness=StalenessGuard(versions, run.replicas),
-        count_data=lambda drawn: order.metrics(drawn) | order.waits(),
         success=meter,
         stock=stock or (Stock(AtOnce(run.rollouts.source)) if dynamic.max_generations else None),
     )

@@ -22,6 +22,7 @@ from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order, chat_template
 from mega_rl.data.chat import ChatTemplate, check_template
 from mega_rl.data.columns import RewardColumns
+from mega_rl.data.examples import ExampleReading
 from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.data.prompts import fingerprint, load_prompts, split
 from mega_rl.data.rows import DataContext, RowSource
@@ -130,7 +131,8 @@ def prompt_reader(
         return reader
     stop_ids = {*tokens.stop_ids, *dict(token_endings(tokenizer, chat_template=chat))}
     end_id = tokens.stop_ids[0] if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    return replace(reader, kind=kind, stop_ids=frozenset(stop_ids), end_id=end_id)
+    how = partial(ExampleReading, form=kind.form, train_on=kind.train_on, stop_ids=frozenset(stop_ids), end_id=end_id)
+    return replace(reader, as_given=how)
 
 
 def build_prompts(

@@ -22,7 +22,7 @@ from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.tracking import progress
-from mega_rl.tracking.health.guard import Guard, Investigate, stop_on_signals
+from mega_rl.tracking.health.guard import Investigate, guarded, stop_on_signals
 from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data
 from mega_rl.trainer.assemble.load import build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.run import heartbeat_of, session
@@ -43,10 +43,11 @@ def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate 
     with (
         heartbeat_of(config.trainer, accelerator) as heartbeat,
         stop_on_signals(),
-        Guard(heartbeat, investigate) as guard,
+        guarded(heartbeat, investigate),
         session(config, accelerator) as groups,
         ExitStack() as resources,
-        guard,  # says the cause before servers and groups are taken down, which a peer that is gone may hold up
+        # Says the cause before servers and groups are taken down, which a peer that is gone may hold up.
+        guarded(heartbeat, investigate),
     ):
         results = _results(config, *_run(config, accelerator, groups, resources))
         run_on_one(partial(_finish, Path(config.trainer.run_dir), results), ranks_of(groups.host_world))
@@ -81,7 +82,7 @@ def _run(
         for name, value in run.rollouts.source.metrics().items():
             if name.startswith("agent/"):
                 own[name] = own.get(name, 0.0) + value * (1.0 if "failed" in name else share)
-        progress.report(count // evaluation.plan.n, sum(sizes.values()), unit="prompts")
+        progress.report(count // evaluation.settings.n, sum(sizes.values()), unit="prompts")
 
     with progress.phase("evaluating"):
         return evaluation.run(0, each=each), agents

@@ -26,8 +26,8 @@ from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.data import OwnRows, Tokens, load_tokenizer, read_tokens
 from mega_rl.trainer.assemble.plan import Roles, RunPlan, build_roles, plan_run
 from mega_rl.trainer.assemble.rollouts import OwnRollouts, Rollouts, build_rollouts
-from mega_rl.trainer.validation import Evaluation, EvaluationPlan
-from mega_rl.types import Draws, PromptSet
+from mega_rl.trainer.validation import Evaluation
+from mega_rl.types import PromptSet
 from mega_rl.workers.tenants import Base
 
 
@@ -135,12 +135,8 @@ def build_evaluation(
     run: LoadedRun, val: ValidationConfig, sets: Sequence[PromptSet], hold: Callable[[str], None]
 ) -> Evaluation:
     """Return the evaluation of sets of prompts; hold: brings a stage's state to the devices."""
-    draws = None
-    if not val.greedy:
-        draws = Draws(val.n, val.temperature, val.top_p, val.top_k, max_new_tokens=val.max_new_tokens)
-    plan = EvaluationPlan(draws, val.counted, val.right_above, val.right_part, val.chunk)
     read, source = run.tokens.reader.written, run.rollouts.source
-    return Evaluation(sets, plan, source, run.scorer, run.replicas, read, last_answer, hold)
+    return Evaluation(sets, val, source, run.scorer, run.replicas, read, last_answer, hold)
 
 
 def _build_scorer(inputs: Inputs, roles: Roles) -> Scorer:

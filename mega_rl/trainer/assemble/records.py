@@ -80,9 +80,9 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
             )
         )
     if isinstance(reward.source, RewardHttpConfig):
-        facts.append(RoleFacts("reward", reward.source.url))
+        facts.append(RoleFacts("reward", model=reward.source.url))
     elif reward.source.name == "function":
-        facts.append(RoleFacts("reward", ", ".join(reward.functions.values()) or reward.function))
+        facts.append(RoleFacts("reward", model=", ".join(reward.functions.values()) or reward.function))
     return facts
 
 

@@ -111,27 +111,21 @@ def build_rollouts(
         engine, sample, in_turns = _engine_of_rounds(plan, rollout, world, rounds, sync), rounds.sample, True
     else:
         servers.wait_ready()
-        hidden = plan.engine.hidden_tokens
         connection = connect(
-            rollout,
-            plan.rollout_dtype,
-            servers,
-            resources,
-            actor=actor,
-            world=world,
-            hidden_tokens=hidden,
-        )
+            rollout, plan.rollout_dtype, servers, resources,
+            actor=actor, world=world, hidden_tokens=plan.engine.hidden_tokens,
+        )  # fmt: skip
         engine = build_sglang_engine(plan, rollout, world, connection, token_versions=trainer.async_steps > 0)
         sample, in_turns = None, servers.colocated
         sync, worker = connection.sync, RolloutWorker(engine, *own)
         shared = connection.memory if servers.colocated else None
         devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
         if shared is not None:
-            connection.sync.add_listener(devices.after_send)
+            connection.sync.after_send = devices.after_send
+    own_source, pending = None, None
+    if inputs.rollouts is not None:
+        own_source, pending = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
     if trainer.async_steps:
-        own_source = None
-        if inputs.rollouts is not None:
-            own_source, _ = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
         stream = _stream(rollout, trainer, roles.method.settings.epochs, worker, engine, sync, own_source, in_turns)
         stream.flow.sample, devices.end_round = sample, stream.flow.pause
         resources.callback(stream.flow.close)
@@ -139,10 +133,7 @@ def build_rollouts(
         versions = StepVersions(trainer.async_steps, lambda: stream.weight_version)
         stock = Stock(stream.flow, versions, stream.flow, redraws)
         return Rollouts(stream, stream, devices, stock, stream, stock, PolicyChanges(versions))
-    if inputs.rollouts is None:
-        return Rollouts(worker, sync, devices)
-    made, pending = _make_source(inputs, rollout, trainer, roles, worker.engine, sync, scores)
-    return Rollouts(made, sync, devices, pending)
+    return Rollouts(own_source or worker, sync, devices, pending)
 
 
 def _make_source(
@@ -221,7 +212,6 @@ def _embedded_sync(
     return EmbeddedWeightSync(
         partial(actor.export_weights, "apart" if apart else "merged"),
         embedded,
-        bucket_bytes=rollout.bucket_mib << 20,
         verify_interval=rollout.verify_interval,
         export_adapters=partial(actor.export_weights, "adapters") if apart else None,
     )

@@ -23,7 +23,7 @@ from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.tracking import progress
 from mega_rl.tracking.health import records
 from mega_rl.tracking.health.flight_recorder import FlightRecorder
-from mega_rl.tracking.health.guard import Guard, Investigate
+from mega_rl.tracking.health.guard import Investigate, guarded
 from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.tracking.health.records import GENERATION, has_launcher
 from mega_rl.tracking.metrics.tables import show_summary
@@ -61,18 +61,18 @@ def running(
     """
     with (
         heartbeat_of(configs[0].trainer, accelerator) as heartbeat,
-        Guard(heartbeat, investigate) as guard,
+        guarded(heartbeat, investigate),
         session(configs[0], accelerator) as groups,
         ExitStack() as resources,
     ):
-        with guard:
+        with guarded(heartbeat, investigate):
             for config in configs:
                 check_commits(config.origins, ranks_of(groups.host_world))
             stop = StopRequest(ranks_of(groups.host_world))
         resources.callback(stop.restore)
         # Inside of what catches signals: a launcher ends the ranks while they still look for the cause. And before
         # servers and groups are taken down, which a peer that does not answer may hold up.
-        with guard:
+        with guarded(heartbeat, investigate):
             with progress.phase("preparing the run"):
                 trainers = build_trainers(configs, rewards, accelerator, groups, stop, resources)
             yield trainers, stop

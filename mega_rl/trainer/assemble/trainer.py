@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 
 from mega_rl.checkpoint.identity import run_identity
-from mega_rl.checkpoint.run_state import ORDER, RandomState
+from mega_rl.checkpoint.run_state import ORDER, RandomState, RunState
 from mega_rl.checkpoint.store import HfExports, RunCheckpoints
 from mega_rl.config.choices import is_sampled, kind_of_run
 from mega_rl.config.keys import as_record, recorded
@@ -65,11 +65,8 @@ def build_trainer(
     trainer, record = config.trainer, as_record(config)
     # From here on no other run writes into this one's folder.
     identity = identify(config, prompts.fingerprint, world)
-    checkpoints = RunCheckpoints(
-        root=run_dir / "checkpoints", engines={}, ranks=world, settings=config.checkpoint, identity=identity,
-        layout=str(groups.layout), config=record, rank_states={"random": RandomState()},
-    )  # fmt: skip
-    resources.enter_context(checkpoints)
+    state = RunState({}, {"random": RandomState()}, world, identity, str(groups.layout), record)
+    checkpoints = resources.enter_context(RunCheckpoints(run_dir / "checkpoints", state, config.checkpoint))
     run = load_run(inputs, config.rollout, trainer, accelerator, groups, resources)
     done, numbers = restore(checkpoints, run, prompts)
     checkpoints.move_earlier_run(run_dir)
@@ -128,14 +125,14 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts) ->
     """Restore the latest checkpoint; return (steps done, the run's numbers), nothing for a new run; collective."""
     roles, trainer, sync = run.roles, run.trainer, run.rollouts.sync
     if prompts.rates is not None or prompts.order.numbers():
-        checkpoints.add_engine(ORDER, OrderState(prompts.order, prompts.rates, run.world))
+        checkpoints.run.engines[ORDER] = OrderState(prompts.order, prompts.rates, run.world)
     for role in TRAINED_ROLES:
         if role in roles.engines:
-            checkpoints.add_engine(role, roles.models.stored(role))
+            checkpoints.run.engines[role] = roles.models.stored(role)
     if roles.average is not None:
-        checkpoints.add_engine("reference", roles.average)
+        checkpoints.run.engines["reference"] = roles.average
     if run.rollouts.pending is not None:
-        checkpoints.add_rank_state("rollout", run.rollouts.pending)
+        checkpoints.run.rank_states["rollout"] = run.rollouts.pending
     with progress.phase("reading the checkpoint"):
         checkpoint = checkpoints.restore()
     if checkpoint is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from mega_rl.verify.rl.independent.networks import PolicyNetwork, of_response
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
-from mega_rl.verify.rl.trace import read_batch, read_facts, read_figures, shift
+from mega_rl.verify.rl.trace import read_batch, read_figures, read_updates, shift
 
 # Figures of tokens by phase.
 TOKEN_PHASES = {LOGPROBS: ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}
@@ -60,7 +59,7 @@ def follow(
     """
     trainer = IndependentTrainer(model, settings, reference=reference)
     start, sampler = trainer.weights(), SamplerTest(settings.temperature)
-    done: Counter[str] = Counter()
+    made = set[tuple[str, int, int]]()  # role, step and number of each update
     policies = dict[int, PolicyNetwork]()  # policies by version, which counts steps from 1
     waiting, chooses = list[Group](), settings.max_generations or settings.ahead
     for step in range(settings.steps):
@@ -82,12 +81,11 @@ def follow(
         if chooses:
             of_step[SAMPLING] = float(wrong_groups(waiting, batch, step + 1, settings))
         for own in trainer.step(step, batch):
-            real = read_figures(folder, own.role, done[own.role])
-            done[own.role] += 1
-            yield _errors(real, own, start[own.role], of_step)
-    for role, count in Counter(facts["role"] for facts in read_facts(folder)).items():
-        if count > done[role]:
-            yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
+            made.add((own.role, own.step, own.update))
+            yield _errors(read_figures(folder, own.role, own.step, own.update), own, start[own.role], of_step)
+    for real, _ in read_updates(folder):
+        if (real.role, real.step, real.update) not in made:
+            yield UpdateErrors(real.role, real.step, real.update, {UPDATES: math.inf}, "")
 
 
 @torch.no_grad()
@@ -181,7 +179,7 @@ def _errors(
     real: Figures | None, own: Figures, start: Mapping[str, Tensor], of_step: Mapping[str, float]
 ) -> UpdateErrors:
     """Return the distance of the real figures from the independent trainer's."""
-    if real is None or (real.step, real.update) != (own.step, own.update):
+    if real is None:
         return UpdateErrors(own.role, own.step, own.update, {UPDATES: math.inf}, "")
     if set(real.gradients) != set(own.gradients):
         names = sorted(set(real.gradients) ^ set(own.gradients))

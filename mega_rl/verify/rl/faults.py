@@ -148,29 +148,15 @@ def _far_apart(rewards: Sequence[Row]) -> bool:
     return any(abs(a - b) > 0.5 for a, b in zip(rewards[0], rewards[1], strict=True))
 
 
-def _sums_differ(rewards: Sequence[Row]) -> bool:
-    """Return whether the sums of the parts differ."""
-    return len({sum(row) for row in rewards}) > 1
-
-
 def _divergence(changed: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, float]]) -> Any:
     """Return the fault of another student, teacher or temperature in the divergence."""
     return _by(divergence=lambda *given: divergence(*changed(*given[:3]), given[3]))
 
 
-def _ratio_of_tokens(trial: Trial) -> Trial:
-    """Return a run of GSPO's settings with PPO's loss."""
-    return _run(loss=NamedSettings("ppo", trial[0].loss.numbers))(trial)
-
-
-def _other_beta(trial: Trial) -> Trial:
-    """Return a run whose mixture has the other model's share."""
-    return _but("loss", beta=1 - trial[0].loss["beta"])(trial)
-
-
 _WHOLE = patch.dict(ADVANTAGES, gae=(_whole, ADVANTAGES["gae"][1]))
 _ANCHORED = patch.object(IndependentTrainer, "_update_actor", _anchored)
 _EARLY = patch.dict(ADVANTAGES, gae=(_early, ADVANTAGES["gae"][1]))
+_TOKENS = NamedSettings("ppo", {"clip_low": 0.02, "clip_high": 0.03})
 _UNDIVIDED, _DIVIDED = (NamedSettings("grpo", words={"std": std}) for std in ("none", "group"))
 FAULTS = (
     Fault("rewards of the next sample", "grpo", "rewards", patch.object(RewardRule, "scored", _of_next)),
@@ -207,13 +193,13 @@ FAULTS = (
     Fault("no rejection", "opo", "loss", _run(correction=NamedSettings("none"))),
     Fault("sets of one response", "pass_at_k", "advantages", _but("advantage", k=1)),
     Fault("covariant tokens not held back", "pass_at_k", "loss", _but("loss", threshold=1e9)),
-    Fault("ratio of each token", "gspo_critic", "loss", _ratio_of_tokens),
+    Fault("ratio of each token", "gspo_critic", "loss", _run(loss=_TOKENS)),
     Fault("no punishment of long responses", "dapo_sampling", "advantages", _run(overlong_buffer=0)),
     Fault("responses that were cut off train", "dapo_sampling", "log-probs", _run(overlong_filter=False)),
     Fault("groups of equal rewards kept", "dapo_sampling", "sampling", _by(differ=lambda rewards: True)),
     Fault("groups of close rewards dropped", "dapo_sampling", "sampling", _by(differ=_far_apart)),
     Fault("one generation only", "dapo_sampling", "sampling", _run(max_generations=1)),
-    Fault("sums of parts compared", "gdpo_sampling", "sampling", _by(differ=_sums_differ)),
+    Fault("sums of parts compared", "gdpo_sampling", "sampling", _by(differ=lambda parts: len({*map(sum, parts)}) > 1)),
     Fault("population instead of sample deviation of parts", "gdpo", "advantages", _by(sample_deviation=pstdev)),
     Fault("weights of parts ignored", "gdpo", "advantages", _run(part_weights={})),
     Fault("parts summed before they are normalised", "gdpo", "advantages", _run(advantage=_DIVIDED)),
@@ -225,7 +211,7 @@ FAULTS = (
     Fault("rows continue no other", "agent_turns", "advantages", patch.object(ScoredSample, "ways", _apart)),
     Fault("scores of turns at the end", "agent_turns", "advantages", _WHOLE),
     Fault("all turns train", "agent_last_turn", "log-probs", _run(last_turn=False)),
-    Fault("beta of the other model", "teacher_jensen_shannon", "loss", _other_beta),
+    Fault("beta of the other model", "teacher_jensen_shannon", "loss", _but("loss", beta=0.7)),
     Fault("reverse KL instead of the mixture's", "teacher_jensen_shannon", "loss", _but("loss", beta=1.0)),
 )
 

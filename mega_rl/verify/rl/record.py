@@ -18,7 +18,7 @@ from mega_rl.engines.fsdp import FSDPEngine
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.operations.diagnosis import investigate
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.protocols import Inspect, Ranks, RolloutSource, Scorer
+from mega_rl.protocols import Inspect, Ranks, RolloutSource
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.assemble import running
 from mega_rl.trainer.collect import Batch, Collector
@@ -55,7 +55,6 @@ def instrument(trainer: Trainer, folder: Path) -> None:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     recorder = Recorder(folder, batches, is_writer=is_first)
     batches.source, batches.watch = GreedyRollouts(batches.source, recorder), partial(shifted, batches.watch)
-    batches.rewards = RecordedScorer(batches.rewards, recorder)
     if batches.stock is not None:
         batches.stock.pool = RecordedPool(recorder=recorder)
     actor = algorithm.actor
@@ -80,7 +79,6 @@ class Recorder:
     folder: Path
     batches: Collector
     is_writer: bool
-    greedy: Rollout | None = field(default=None, init=False)  # greedy responses, which no step trains on
     step: int = field(default=0, init=False)
     generation: int = field(default=0, init=False)  # times that groups came in the step so far
 
@@ -119,7 +117,7 @@ def shifted(watch: Callable[[Rollout], None], rollout: Rollout) -> None:
 
 @dataclass(frozen=True)
 class GreedyRollouts:
-    """Rollout source that notes greedy responses."""
+    """Rollout source that records greedy responses, which no step trains on, with their rewards."""
 
     source: RolloutSource
     recorder: Recorder
@@ -129,7 +127,7 @@ class GreedyRollouts:
     ) -> Rollout:
         rollout = self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
         if greedy:
-            self.recorder.greedy = rollout
+            self.recorder.write(rollout, self.recorder.batches.rewards.score(rollout, prompts), kind=GREEDY)
         return rollout
 
     def metrics(self) -> Metrics:
@@ -149,23 +147,6 @@ class RecordedPool(Pool):
         super().add(samples, oldest, usable, means, count=count)
 
 
-@dataclass(frozen=True)
-class RecordedScorer:
-    """Reward role that records greedy responses."""
-
-    scorer: Scorer
-    recorder: Recorder
-
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
-        rewards = self.scorer.score(rollout, prompts)
-        if rollout is self.recorder.greedy:
-            self.recorder.write(rollout, rewards, kind=GREEDY)
-        return rewards
-
-    def metrics(self) -> Metrics:
-        return self.scorer.metrics()
-
-
 @dataclass
 class RecordedLearner:
     """Role that records each of its updates: figures of tokens, clipped gradients, weights."""
@@ -174,7 +155,6 @@ class RecordedLearner:
     recorder: Recorder
     role: str
     names: tuple[str, ...]  # recorded fields of an experience
-    _updates: int = field(default=0, init=False)
     _place: tuple[int, int] = field(default=(-1, 0), init=False)  # step, mini-batch
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
@@ -201,8 +181,7 @@ class RecordedLearner:
                 weights={name: kept(weight) for name, weight in engine.export_weights()},
             )
             if self.recorder.is_writer:
-                write_update(self.recorder.folder, self._updates, figures, rows.prompt_index.unique().tolist())
-            self._updates += 1
+                write_update(self.recorder.folder, figures, rows.prompt_index.unique().tolist())
         return metrics
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from torch import Tensor
 from transformers import Qwen3Config
 
 from mega_rl.config.choices import ADVANTAGE
@@ -120,25 +119,15 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     known = {"model_type": FAMILIES[hf.family].transformers_type}  # to the independent trainer
     raw = {**twin.raw, **known, "vocab_size": len(VOCABULARY), "eos_token_id": EOS, "pad_token_id": PAD}
     small = parse_hf_config(raw, where=f"{where}, shrunk")
-    model, config_file, prompts = folder / "model", folder / "config.json", folder / "prompts.jsonl"
+    config_file, prompts = folder / "config.json", folder / "prompts.jsonl"
     config_file.write_text(json.dumps(raw), encoding="utf-8")
-    write_checkpoint(model, _with_zero_row(random_tensors(small, seed=seed)), files={"config.json": config_file})
-    pad, eos, unknown = SPECIAL
-    write_tokenizer(model, VOCABULARY, unknown=unknown, pad_token=pad, eos_token=eos, unk_token=unknown)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows(seed)), "utf-8")
-    named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(prompts)]}
-    named["data.source"] = "files"
-    if ADVANTAGE.needs(run.config, "needs_reference"):
-        teacher = folder / "teacher"
-        write_checkpoint(teacher, random_tensors(small, seed=seed + 1), files={"config.json": config_file})
-        write_tokenizer(teacher, VOCABULARY, unknown=unknown, pad_token=pad, eos_token=eos, unk_token=unknown)
-        named["model.ref_path"] = str(teacher)
+    named: dict[str, object] = {"data.source": "files", "data.train_files": [str(prompts)]}
+    pad, eos, unknown = SPECIAL
+    roles = ["path", "ref_path"] if ADVANTAGE.needs(run.config, "needs_reference") else ["path"]
+    for number, role in enumerate(roles):
+        model = folder / role
+        write_checkpoint(model, random_tensors(small, seed=seed + number), files={"config.json": config_file})
+        write_tokenizer(model, VOCABULARY, unknown=unknown, pad_token=pad, eos_token=eos, unk_token=unknown)
+        named[f"model.{role}"] = str(model)
     return with_settings(run.config, named), small
-
-
-def _with_zero_row(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors with a zero row for padding, as transformers writes it: nobody samples it."""
-    for name, tensor in tensors:
-        if name.endswith("embed_tokens.weight"):
-            tensor[PAD] = 0.0
-        yield name, tensor

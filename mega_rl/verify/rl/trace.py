@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mega_rl.verify.rl.independent.records import Figures, SampledRow, ScoredSample, StepBatch
@@ -19,8 +15,6 @@ from mega_rl.verify.rl.independent.records import Figures, SampledRow, ScoredSam
 SHIFT = 0.3  # nats
 GREEDY, DRAWN = "greedy", "drawn"  # kinds of samples; after the latter its number in the step, from 0
 PART = "part/"  # before the name of a part of the rewards
-FACTS = ("role", "step", "update", "loss", "grad_norm")  # numbers of an update next to its tensors
-TENSORS = ("tokens", "gradients", "weights")  # fields of `Figures`, each tensors by name
 ROWS = (
     *("tokens", "loss_mask", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs"),
     *("turn", "turn_scores", "rewards", "token_versions"),  # not of every run
@@ -32,8 +26,7 @@ def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = 
 
     rows: the tensors of `ROWS`, in any order of samples, and perhaps, after `PART`, parts of the rewards.
     """
-    tensors = {name: rows[name].contiguous() for name in rows if name in ROWS or name.startswith(PART)}
-    save_file(tensors, _rows_path(folder, step, kind))
+    torch.save(rows, _rows_path(folder, step, kind))
 
 
 def shift(tokens: Tensor, sample_index: Tensor) -> Tensor:
@@ -41,19 +34,17 @@ def shift(tokens: Tensor, sample_index: Tensor) -> Tensor:
     return SHIFT * torch.sin(3.0 * torch.arange(tokens.size(1)) + tokens + sample_index[:, None])
 
 
-def write_update(folder: Path, number: int, figures: Figures, prompts: list[int]) -> None:
-    """Write an update of the real trainer and its prompts; `number` counts the role's updates."""
-    tensors = {f"{kind}/{name}": each for kind in TENSORS for name, each in getattr(figures, kind).items()}
-    facts = {name: getattr(figures, name) for name in FACTS} | {"prompts": prompts}
-    save_file(tensors, _update_path(folder, figures.role, number), metadata={"facts": json.dumps(facts)})
+def write_update(folder: Path, figures: Figures, prompts: list[int]) -> None:
+    """Write an update of the real trainer and its prompts."""
+    torch.save((vars(figures), prompts), _update_path(folder, figures.role, figures.step, figures.update))
 
 
 def read_batch(folder: Path, step: int) -> StepBatch:
     """Return a step's samples, by prompt and sample number, mini-batches, generations and greedy samples."""
     updates: dict[str, list[list[int]]] = {}
-    for facts in read_facts(folder):
-        if facts["step"] == step:
-            updates.setdefault(facts["role"], []).append(facts["prompts"])
+    for figures, prompts in read_updates(folder):
+        if figures.step == step:
+            updates.setdefault(figures.role, []).append(prompts)
     paths = (_rows_path(folder, step, f"{DRAWN}{number}") for number in itertools.count())
     greedy = _rows_path(folder, step, GREEDY)
     return StepBatch(
@@ -66,7 +57,7 @@ def read_batch(folder: Path, step: int) -> StepBatch:
 
 def _samples(path: Path) -> list[ScoredSample]:
     """Return the samples of a file, by prompt and sample number."""
-    rows = load_file(path)
+    rows: dict[str, Tensor] = torch.load(path)
     parts = {name.removeprefix(PART): rows[name].tolist() for name in rows if name.startswith(PART)}
     samples, keys = [], (rows["prompt_index"], rows["sample_index"])
     order = by_sample(*keys).tolist()
@@ -102,17 +93,10 @@ def _row(rows: dict[str, Tensor], i: int, own: list[int]) -> SampledRow:
     return row
 
 
-def read_figures(folder: Path, role: str, number: int) -> Figures | None:
-    """Return the figures of update `number` of a role, None where the real trainer made none."""
-    path = _update_path(folder, role, number)
-    if not path.exists():
-        return None
-    facts, kinds = _facts(path), dict[str, Any]()
-    for name, tensor in load_file(path).items():
-        kind, _, own = name.partition("/")
-        kinds.setdefault(kind, {})[own] = tensor
-    tensors: dict[str, Any] = {kind: kinds.get(kind, {}) for kind in TENSORS}
-    return Figures(**{name: facts[name] for name in FACTS}, **tensors, loss_scale=0.0)
+def read_figures(folder: Path, role: str, step: int, update: int) -> Figures | None:
+    """Return the figures of an update of a step, None where the real trainer made none."""
+    path = _update_path(folder, role, step, update)
+    return _read_update(path)[0] if path.exists() else None
 
 
 def by_sample(prompt_index: Tensor, sample_index: Tensor) -> Tensor:
@@ -122,19 +106,18 @@ def by_sample(prompt_index: Tensor, sample_index: Tensor) -> Tensor:
 
 def _rows_path(folder: Path, step: int, kind: str = "") -> Path:
     """Return the file of a step's samples of a kind."""
-    return folder / f"step{step}{kind and '_'}{kind}.safetensors"
+    return folder / f"step{step}{kind and '_'}{kind}.pt"
 
 
-def _update_path(folder: Path, role: str, number: int) -> Path:
-    return folder / f"update_{role}_{number:04d}.safetensors"
+def _update_path(folder: Path, role: str, step: int, update: int) -> Path:
+    return folder / f"update_{role}_{step:06d}_{update:04d}.pt"
 
 
-def read_facts(folder: Path) -> list[dict[str, Any]]:
-    """Return the facts of all updates, in the order of those of each role."""
-    return [_facts(path) for path in sorted(folder.glob("update_*.safetensors"))]
+def read_updates(folder: Path) -> list[tuple[Figures, list[int]]]:
+    """Return the figures and prompts of all updates, in the order of those of each role."""
+    return [_read_update(path) for path in sorted(folder.glob("update_*.pt"))]
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    with safe_open(path, framework="pt") as file:
-        facts: dict[str, Any] = json.loads(file.metadata()["facts"])
-    return facts
+def _read_update(path: Path) -> tuple[Figures, list[int]]:
+    figures, prompts = torch.load(path, mmap=True)
+    return Figures(**figures), prompts

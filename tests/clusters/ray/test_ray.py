@@ -55,10 +55,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mega_rl.cli.quickstart import sums
+    from mega_rl.cli.quickstart.inputs import write_fresh_model
 
     folder = tmp_path_factory.mktemp("inputs")
     sums.write_data(folder / "data", seed=0)
-    sums.write_model(folder / "model", seed=0)
+    write_fresh_model(folder / "model", sums.TOKENS, seed=0)
     return folder
 
 

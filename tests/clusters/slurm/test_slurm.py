@@ -57,10 +57,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mega_rl.cli.quickstart import sums
+    from mega_rl.cli.quickstart.inputs import write_fresh_model
 
     folder = tmp_path_factory.mktemp("inputs")
     sums.write_data(folder / "data", seed=0)
-    sums.write_model(folder / "model", seed=0)
+    write_fresh_model(folder / "model", sums.TOKENS, seed=0)
     (folder / "reward.py").write_text(REWARD)
     return folder
 

@@ -13,12 +13,13 @@ from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.losses import AGGREGATIONS
 from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.statistics import Sequences
+from mega_rl.config.schema.rollout import OverlongConfig
 from mega_rl.data.minibatches import assign_rows
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rewards.score import ResponseReader, answered
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
-from mega_rl.trainer.rows import Overlong, Samples, check_rows, share_out
+from mega_rl.trainer.rows import Samples, check_rows, shaped_rewards, share_out
 from mega_rl.trainer.step_metrics import rollout_metrics
 from mega_rl.types import Experience, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.workers.models import PolicyLoss
@@ -217,7 +218,9 @@ def test_metrics_and_punishments_count_trajectories() -> None:
     assert whole["rollout/truncated_fraction"] == 1.0
     for kind in ("one row", "three rows"):
         rows = rollout(kind)
-        _, metrics = Overlong(16, filter=True, buffer_tokens=8).shape(rows, rewards(rows), SingleRank())
+        _, metrics = shaped_rewards(
+            rows, rewards(rows), SingleRank(), OverlongConfig(filter=True, buffer_tokens=8), max_response_tokens=16
+        )
         assert metrics["rollout/filtered_fraction"] == 1.0
 
 

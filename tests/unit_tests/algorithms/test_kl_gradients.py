@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.advantages import GAE
 from mega_rl.algorithms.inputs import AdvantageInputs
-from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL, kl_penalty
+from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, kl_penalty
 from mega_rl.algorithms.policy_losses import PPO
 from mega_rl.algorithms.statistics import Sequences
 from mega_rl.config.loader import load
@@ -50,7 +50,7 @@ def expected(placement: str, name: str, logits: Tensor, old: Tensor, ref: Tensor
         experience = Experience.from_rows(
             tokens, prompt_lengths=lengths - 1, lengths=lengths, old_logprobs=column(old), ref_logprobs=column(ref)
         )
-        penalty = RewardKL(kl, estimator).penalty(experience.old_logprobs, experience.ref_logprobs)
+        penalty = kl.penalty(experience.old_logprobs, experience.ref_logprobs)
         inputs = AdvantageInputs(experience, torch.zeros(VOCAB), penalty, lambda x: x)
         advantages = GAE(whiten=False)(inputs)[0].double()
     loss = PolicyLoss(UNCLIPPED, kl=kl if placement == "loss" else None, kl_estimator=estimator, on_policy=on_policy)

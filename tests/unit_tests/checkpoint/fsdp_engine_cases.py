@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mega_rl.config.schema import FsdpConfig, OptimConfig
+from mega_rl.config.schema import OptimConfig
+from mega_rl.config.schema.engine import FsdpConfig
 from tests.helpers.engines import exported, load_state, make_config, own_rows, running_engine, save_state
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses

@@ -71,7 +71,7 @@ LAYOUTS = {
     "dp4": _case(),
     "tp2-sp-dp2": _case(tp=2, sequence_parallel=True),
     "pp2-dp2": _case(pp=2),
-    "pp2-vpp2-dp2": _case(pp=2, vpp=2, overlap_p2p=True),
+    "pp2-vpp2-dp2": _case(pp=2, vpp=2),
     "tp2-sp-pp2": _case(tp=2, sequence_parallel=True, pp=2),
     "ep2-dp4": _case(ep=2),
     "tp2-sp-ep2-dp2": _case(tp=2, sequence_parallel=True, ep=2, etp=1),

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from mega_rl.checkpoint.run_state import RunState
 from mega_rl.checkpoint.store import RunCheckpoints
-from mega_rl.config.schema import CheckpointConfig, MemoryCheckpointConfig
+from mega_rl.config.schema import CheckpointConfig
+from mega_rl.config.schema.training import MemoryCheckpointConfig
 from mega_rl.parallel.boxes import Box, EngineState, Piece, whole
 from mega_rl.parallel.comm import SingleRank
 
@@ -66,7 +68,6 @@ def settings(*, memory_interval: int = 0, **changes: Any) -> CheckpointConfig:
 def store(root: Path, *, actor: float = 0, critic: float = 0, **changes: Any) -> RunCheckpoints:
     """A store on one rank; changes are of its arguments, or of the settings."""
     parts: dict[str, Any] = {
-        "root": root,
         "engines": {"actor": SmallEngine(actor), "critic": SmallEngine(critic)},
         "ranks": SingleRank(),
         "identity": {"seed": 7, "data": "abc"},
@@ -75,12 +76,12 @@ def store(root: Path, *, actor: float = 0, critic: float = 0, **changes: Any) ->
         "rank_states": {},
     }
     of_settings = {name: changes.pop(name) for name in list(changes) if name not in parts}
-    return RunCheckpoints(**(parts | {"settings": settings(**of_settings)} | changes))
+    return RunCheckpoints(root, RunState(**(parts | changes)), settings(**of_settings))
 
 
 def values(actual: RunCheckpoints) -> list[float]:
     """One number of each engine, after a look that all of its state agrees."""
-    each = [engine.values for engine in actual._run.engines.values()]  # type: ignore[attr-defined]
+    each = [engine.values for engine in actual.run.engines.values()]  # type: ignore[attr-defined]
     assert all(len(set(of_one)) == 1 for of_one in each), each
     return [of_one[0] for of_one in each]
 

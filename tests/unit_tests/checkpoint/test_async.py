@@ -45,7 +45,7 @@ def test_training_goes_on_beside_a_save(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with store(root, actor=1, async_save=True) as saving:
         saving.save(1, {"of": 1})
-        saving._run.engines["actor"].matrix.fill_(99.0)  # type: ignore[attr-defined]
+        saving.run.engines["actor"].matrix.fill_(99.0)  # type: ignore[attr-defined]
         actual: dict[str, float] = {}
         deadline = time.monotonic() + PATIENCE_S
         while "checkpoint/seconds" not in actual:
@@ -54,7 +54,7 @@ def test_training_goes_on_beside_a_save(tmp_path: Path) -> None:
         assert set(actual) == {"checkpoint/seconds", "checkpoint/bytes", "checkpoint/stall_s"}
         large = Kept(0)
         large.tensors = {"x": torch.arange(100_000)}
-        saving.add_rank_state("large", large)
+        saving.run.rank_states["large"] = large
         saving.save(2, {"of": 2})
         saving.finish()
     assert steps(root) == [1, 2]

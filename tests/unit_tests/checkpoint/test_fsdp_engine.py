@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mega_rl.cli import app as cli
-from mega_rl.config.schema import FsdpConfig
+from mega_rl.config.schema.engine import FsdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import without

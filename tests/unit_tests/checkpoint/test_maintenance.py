@@ -35,13 +35,8 @@ def steps(run: Path) -> list[int]:
 
 
 def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def shown() -> list[str]:
-        """The title and the rows of the table, without the rule between them."""
-        title, _, *rows = filter(str.strip, capsys.readouterr().out.splitlines())
-        return [title, *rows]
-
     assert verbs.list_(run) == 0
-    lines = shown()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["step", "saved", "at", "size", "layout", "val/reward_mean", "state"]
     assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30", ".step_000040.tmp"]
     assert "tp1 dp3" in lines[1]
@@ -49,7 +44,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].rstrip().endswith("complete")
     assert "torn: a pending or interrupted save" in lines[4]
     assert verbs.list_(run / "checkpoints", metric="loss") == 0
-    assert shown()[0].split()[-2:] == ["loss", "state"]
+    assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["loss", "state"]
 
 
 def test_verify_takes_run_root_or_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

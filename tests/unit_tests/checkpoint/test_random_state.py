@@ -35,7 +35,7 @@ def round_trip(rank: int, folder: str) -> dict[str, Any]:
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.checkpoint.run_state import RandomState
+    from mega_rl.checkpoint.run_state import RandomState, RunState
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.trainer.assemble import session
@@ -45,16 +45,8 @@ def round_trip(rank: int, folder: str) -> dict[str, Any]:
     with session(make_config(Path(folder), layout="tp2"), accelerator) as groups:
 
         def store() -> RunCheckpoints:
-            return RunCheckpoints(
-                root=Path(folder),
-                engines={},
-                ranks=GroupRanks(groups.world),
-                settings=settings(),
-                identity={},
-                layout=groups.layout,
-                config={},
-                rank_states={"random": RandomState()},
-            )
+            run = RunState({}, {"random": RandomState()}, GroupRanks(groups.world), {}, str(groups.layout), {})
+            return RunCheckpoints(Path(folder), run, settings())
 
         draws()
         store().save(1, {})

@@ -196,7 +196,7 @@ def test_too_little_space_is_found_before_writing(
     assert saving.poll()["checkpoint/failed_saves"] == 1
 
 
-@pytest.mark.parametrize(("box", "what"), [(Box((2, 0), (1, 3)), "lack 3"), (Box((1, 0), (2, 3)), "overlap")])
+@pytest.mark.parametrize(("box", "what"), [(Box((2, 0), (1, 3)), "lack 3"), (Box((1, 0), (2, 3)), ".* overlap")])
 def test_a_state_with_a_hole_is_no_checkpoint(tmp_path: Path, box: Box, what: str) -> None:
     """An engine that owns rows 0 and 1 and, of the rest, a piece that is too short or in the wrong place."""
 
@@ -205,7 +205,7 @@ def test_a_state_with_a_hole_is_no_checkpoint(tmp_path: Path, box: Box, what: st
             parts = [(Box((0, 0), (2, 3)), self.matrix[:2]), (box, self.matrix[: box.shape[0]])]
             return EngineState([Piece("weights/matrix", (4, 3), at, data, owned=True) for at, data in parts], {})
 
-    message = rf"actor/weights/matrix \[4, 3\]: the pieces of all ranks {what}"
+    message = rf"actor/weights/matrix \[4, 3\]: its pieces {what}"
     with pytest.raises(RunError, match=message):
         store(tmp_path, engines={"actor": Holed(1)}).save(1, {})
     assert names(tmp_path) == []
@@ -246,20 +246,15 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
     ranks = GroupRanks(group)
     actual: dict[str, Any] = {}
     for mode in (False, True):
-        parts: dict[str, Any] = {
-            "root": Path(root) / str(mode),
-            "ranks": ranks,
-            "identity": {},
-            "layout": "tp2-dp1",
-            "config": {},
-            "settings": settings(async_save=mode),
-        }
-        with RunCheckpoints(
-            engines={"actor": SmallEngine(4, rank=rank, size=2)}, rank_states={"random": Kept(rank)}, **parts
-        ) as saving:
+
+        def opened(engine: SmallEngine, kept: Kept, mode: bool = mode) -> RunCheckpoints:
+            run = RunState({"actor": engine}, {"random": kept}, ranks, {}, "tp2-dp1", {})
+            return RunCheckpoints(Path(root) / str(mode), run, settings(async_save=mode))
+
+        with opened(SmallEngine(4, rank=rank, size=2), Kept(rank)) as saving:
             saving.save(1, {})
             if rank == 1:
-                saving._run = Twice(**vars(saving._run))
+                saving.run = Twice(**vars(saving.run))
             failed = refused = ""
             try:
                 saving.save(2, {})
@@ -267,12 +262,11 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
             except RunError as error:
                 failed = str(error)
             try:
-                RunCheckpoints(engines={}, rank_states={}, **parts).lock()
+                opened(SmallEngine(0), Kept(0)).lock()
             except UserError as error:
                 refused = str(error)
         engine, kept = SmallEngine(0, rank=rank, size=2), Kept(9)
-        loading = RunCheckpoints(engines={"actor": engine}, rank_states={"random": kept}, **parts)
-        manifest = loading.restore()
+        manifest = opened(engine, kept).restore()
         assert manifest is not None
         actual[str(mode)] = [manifest.step, engine.values, kept.restored, failed, refused]
     dist.destroy_process_group()
@@ -320,9 +314,9 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
         assert names(tmp_path / mode) == ["step_000001"]
         whole = store(tmp_path / mode, engines={"actor": SmallEngine(0)}, identity={})
         kept = Kept(0)
-        whole.add_rank_state("random", kept)
+        whole.run.rank_states["random"] = kept
         whole.restore()
-        matrix = whole._run.engines["actor"].matrix  # type: ignore[attr-defined]
+        matrix = whole.run.engines["actor"].matrix  # type: ignore[attr-defined]
         assert matrix.tolist() == [[4.0] * 3] * 2 + [[5.0] * 3] * 2
         assert kept.restored is None
         manifest = json.loads((tmp_path / mode / "step_000001" / "manifest.json").read_text())

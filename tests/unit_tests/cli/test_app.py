@@ -19,7 +19,7 @@ from mega_rl.config.user_files import load_from_file
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.tracking.health.records import LOST_CONNECTION
+from mega_rl.tracking.health.records import BY_OTHERS, LOST_PEER_CODE
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -107,7 +107,7 @@ def test_whole_process_says_one_line(program: Sequence[str]) -> None:
     ("arguments", "line"),
     [
         (["nothing"], "No such command 'nothing'.; see mega-rl --help"),
-        (["train", "--nope"], "No such option: --nope; see mega-rl --help"),
+        (["train", "--nope"], "No such option: --nope (Possible options: --nnodes); see mega-rl --help"),
     ],
 )
 def test_bad_command_lines(arguments: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +182,7 @@ def test_end_of_a_run_decides_the_exit_code(
     assert end(RuntimeError(gloo)) == 1
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert err.endswith(f"error: {LOST_CONNECTION}\n")
+    assert err.endswith(f"error: {BY_OTHERS[LOST_PEER_CODE]}\n")
     with pytest.raises(ValueError, match="a bug"):  # our own bugs keep their traceback
         end(ValueError("a bug"))
 

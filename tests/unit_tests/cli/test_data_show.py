@@ -46,7 +46,7 @@ def ids(text: str) -> str:
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     assert main(["data", "show", "mix.yaml", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.strip(" ─")]  # without the table's rules
+    return [line for line in lines if line.strip()]
 
 
 def test_a_mixture_is_shown_with_what_the_run_draws(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from mega_rl.algorithms.evaluation import pass_at_k
 from mega_rl.cli.app import main
-from mega_rl.cli.quickstart.sums import write_data, write_model
+from mega_rl.cli.quickstart.inputs import write_fresh_model
+from mega_rl.cli.quickstart.sums import TOKENS, write_data
 from mega_rl.tracking.health.records import read_records
 from tests.helpers.selection import without
 from tests.helpers.sglang import wait_until
@@ -26,7 +27,7 @@ REWARD = "def odd(response):\n    return {'odd': float(len(response) % 2), 'shor
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
-    write_model(folder / "model", seed=1)
+    write_fresh_model(folder / "model", TOKENS, seed=1)
     write_data(folder, seed=0, num_held_out=6)
     (folder / "odd.py").write_text(REWARD)
     return folder

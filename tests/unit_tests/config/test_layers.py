@@ -42,7 +42,7 @@ SWITCHED_OFF = {
         "engine.megatron.ddp.overlap_grad_reduce=true",
     ),
     "engine.megatron.tp=1": ("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),
-    "engine.megatron.pp=1": ("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"),
+    "engine.megatron.pp=1": ("engine.megatron.pp=2", "engine.megatron.vpp=2"),
     "reward.source=http reward.source.url=http://localhost:1/": ("reward.function=math_verify",),
     "reward.source=none algorithm.advantage=distillation model.ref_path=t": (
         "reward.function=r.py:parts", "reward.weights={format: 0.2}", "reward.overlong.buffer_tokens=16",

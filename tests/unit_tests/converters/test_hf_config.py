@@ -65,7 +65,7 @@ def test_qwen2_of_transformers_4() -> None:
     assert (hf.family, hf.num_layers, hf.hidden_size, hf.num_heads, hf.num_kv_heads) == ("qwen2", 24, 896, 14, 2)
     assert (hf.head_dim, hf.ffn_hidden_size, hf.vocab_size) == (64, 4864, 151936)
     assert (hf.tied, hf.qkv_bias, hf.linear_bias, hf.qk_norm) == (True, True, False, False)
-    assert (hf.rope, hf.dtype, hf.eos_token_ids) == (Rope("default", 1e6), "bfloat16", (151645,))
+    assert (hf.rope, hf.dtype) == (Rope("default", 1e6), "bfloat16")
     assert hf.raw["bos_token_id"] == 151643
 
 
@@ -221,7 +221,6 @@ def test_yarn() -> None:
         (QWEN2, {"rms_norm_eps": "small"}, ["rms_norm_eps"]),
         (QWEN2, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings"]),
         (QWEN2, {"head_dim": 63}, ["head_dim=63", "even"]),
-        (QWEN2, {"eos_token_id": "</s>"}, ["eos_token_id"]),
         (QWEN2, {"torch_dtype": "int8"}, ['torch_dtype="int8"', "bfloat16"]),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4}, ["topk_method", "best one"]),
         ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob=true"]),
@@ -415,5 +414,4 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
-    assert read_hf_config(str(tmp_path)).eos_token_ids == (151645, 151643)
+    assert read_hf_config(str(tmp_path)) == parse_hf_config(QWEN2)

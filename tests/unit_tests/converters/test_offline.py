@@ -88,6 +88,7 @@ def test_large_tensors_are_written_in_pieces(family: str, tmp_path: Path, monkey
     import_hf(source, tmp_path / "whole", mtp="load")
     monkeypatch.setattr(writing, "PIECE_BYTES", 500)
     monkeypatch.setattr(writing, "BUFFER_BYTES", 700)
+    monkeypatch.setattr(copying, "STAGING_BYTES", 300)
     import_hf(source, tmp_path / "pieces", mtp="load", jobs=4)
     assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
     export_checkpoint(tmp_path / "pieces", tmp_path / "back", options=SMALL_SHARDS, jobs=4)

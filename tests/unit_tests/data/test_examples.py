@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mega_rl.algorithms.preferences import DPO, KTO
+from mega_rl.algorithms.preferences import DPO, KTO, Supervised
 from mega_rl.config.schema import DataConfig
-from mega_rl.config.schema.training import Supervised
 from mega_rl.data.build import PromptReader
 from mega_rl.data.columns import RewardColumns
+from mega_rl.data.examples import ExampleReading
 from mega_rl.data.prompts import load_prompts
 from mega_rl.errors import UserError
 from mega_rl.types import Given, Prompt
@@ -48,9 +49,9 @@ def read(tokenizer: Any, row: object, kind: Any, **settings: Any) -> Prompt:
     file = Path(tokenizer.name_or_path, "rows.jsonl")
     file.write_text(json.dumps(row) + "\n")
     ends = tokenizer.convert_tokens_to_ids(["<end>", "<eos>"])
-    reader = PromptReader(
-        DataConfig(**settings), tokenizer, len(CHARACTERS), RewardColumns(answer=False), kind, ends, ends[1]
-    )
+    as_given = partial(ExampleReading, form=kind.form, train_on=kind.train_on, stop_ids=ends, end_id=ends[1])
+    columns = RewardColumns(answer=False)
+    reader = PromptReader(DataConfig(**settings), tokenizer, len(CHARACTERS), columns, as_given)
     (prompt,) = load_prompts([file], reader.reading())
     return prompt
 

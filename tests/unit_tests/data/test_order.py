@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_rl.config.schema import DataConfig, MixtureConfig, SuccessCurriculum, TrainerConfig
+from mega_rl.config.schema import DataConfig, SuccessCurriculum, TrainerConfig
+from mega_rl.config.schema.data import MixtureConfig
 from mega_rl.data.build import build_order
 from mega_rl.data.order import (
     MAX_CYCLE,

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, OptimConfig, TorchFsdpConfig
+from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, OptimConfig
+from mega_rl.config.schema.engine import TorchFsdpConfig
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
@@ -16,7 +17,7 @@ from tests.unit_tests.distributed.engine_cases import losses
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "pp2": {"megatron": MegatronConfig(pp=2)},
-    "pp2-vpp2": {"megatron": MegatronConfig(pp=2, vpp=2, overlap_p2p=True)},
+    "pp2-vpp2": {"megatron": MegatronConfig(pp=2, vpp=2)},
     "tp2": {"megatron": MegatronConfig(tp=2)},
     "torch_fsdp2": {"ddp": TorchFsdpConfig()},
 }
@@ -103,13 +104,12 @@ def refusals(path: Path) -> dict[str, str]:
             except UserError as error:
                 actual[name] = str(error)
         for part in ("parameters", "gradients", "optimizer"):
-            parts = {each: each == part for each in ("parameters", "gradients", "optimizer")}
-            engine.offload(**parts)
+            engine.offload((part,))
             try:
                 engine.state()
             except RuntimeError as error:
                 actual[f"{part} offloaded"] = str(error)
-            engine.onload(**parts)
+            engine.onload((part,))
     return actual
 
 

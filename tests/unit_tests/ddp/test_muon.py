@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import AdapterConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig, TorchFsdpConfig
+from mega_rl.config.schema import AdapterConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig
+from mega_rl.config.schema.engine import TorchFsdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import (
     exported,
@@ -71,7 +72,7 @@ def step(engine: Any, rate: float) -> None:
                     parameter.main_grad.copy_(parameter.detach().square())
                 elif parameter.requires_grad:
                     parameter.grad = parameter.detach().square()
-        engine._apply_gradients(engine.optimizer, rate, {})
+        engine._apply_gradients(rate, {})
         return
     for parameter in (each for each in engine.parameters if each.requires_grad):
         parameter.grad = parameter.detach().square()

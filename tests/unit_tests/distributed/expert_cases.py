@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-dp4": (4, {"ep": 2}),
     "ep2-etp2": (4, {"ep": 2, "etp": 2}),
     "ep2-pp2": (4, {"ep": 2, "pp": 2}),
-    "ep2-pp2-vpp2": (4, {"ep": 2, "pp": 2, "vpp": 2, "overlap_p2p": True}),
+    "ep2-pp2-vpp2": (4, {"ep": 2, "pp": 2, "vpp": 2}),
     "tp2-sp-ep2-dp2": (4, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}),
     "tp2-sp-ep2-etp2": (4, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 2}),
 }

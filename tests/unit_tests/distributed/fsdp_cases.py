@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mega_rl.config.schema import Config, DdpConfig, MegatronConfig, OptimConfig
+from mega_rl.config.schema import Config, MegatronConfig, OptimConfig
+from mega_rl.config.schema.engine import DdpConfig
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole

@@ -32,11 +32,11 @@ UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, 3 + 1": (2, {"pp": 2, "pipeline": "Ettt|tL"}),
     "pp2, all layers first": (2, {"pp": 2, "pipeline": "Etttt|L"}),
     "pp2, all layers last": (2, {"pp": 2, "pipeline": "E|ttttL"}),
-    "pp2 vpp2, 0 + 2 + 1 + 1": (2, {"pp": 2, "vpp": 2, "overlap_p2p": True, "pipeline": "E|tt|t|tL"}),
-    "pp2 vpp2, the head alone": (2, {"pp": 2, "vpp": 2, "overlap_p2p": True, "pipeline": "Et|tt|t|L"}),
+    "pp2 vpp2, 0 + 2 + 1 + 1": (2, {"pp": 2, "vpp": 2, "pipeline": "E|tt|t|tL"}),
+    "pp2 vpp2, the head alone": (2, {"pp": 2, "vpp": 2, "pipeline": "Et|tt|t|L"}),
     "pp4, 0 + 2 + 2 + 0": (4, {"pp": 4, "pipeline": "E|tt|tt|L"}),
     "pp4, 1 + 1 + 1 + 1": (4, {"pp": 4, "pipeline": "Et|t|t|tL"}),
-    "pp4 vpp2, empty stages": (4, {"pp": 4, "vpp": 2, "overlap_p2p": True, "pipeline": "E|t||t|t||t|L"}),
+    "pp4 vpp2, empty stages": (4, {"pp": 4, "vpp": 2, "pipeline": "E|t||t|t||t|L"}),
 }
 UNEVEN = without(UNEVEN, "pp2, 3 + 1", "pp2, all layers last", "pp2 vpp2, 0 + 2 + 1 + 1", "pp4, 1 + 1 + 1 + 1")
 RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -228,7 +228,7 @@ PAIRS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "cp4": (4, {"cp": 4}, ("qwen3-tied", "qwen2-window", "gpt_oss", "deepseek_v3-yarn")),
     "tp2-sp-cp2": (4, {"tp": 2, "sequence_parallel": True, "cp": 2}, ("qwen3-tied", "llama3", "deepseek_v3")),
     "pp2-cp2": (4, {"pp": 2, "cp": 2}, ("gemma3", "mixtral")),
-    "pp2-vpp2-cp2": (4, {"pp": 2, "vpp": 2, "overlap_p2p": True, "cp": 2}, ("gemma3",)),
+    "pp2-vpp2-cp2": (4, {"pp": 2, "vpp": 2, "cp": 2}, ("gemma3",)),
     "cp2-dp2": (4, {"cp": 2}, ("llama3",)),
 }
 

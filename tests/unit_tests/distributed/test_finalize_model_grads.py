@@ -35,7 +35,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "tp2-sp": {"tp": 2, "sequence_parallel": True},
     "dp2": {},
     "pp2": {"pp": 2},
-    "pp2-vpp2": {"pp": 2, "vpp": 2, "overlap_p2p": True},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
     "pp4-vpp2": {"pp": 4, "vpp": 2},
 }
 ROUTERS = ("dp2", "tp2-sp", "pp2")

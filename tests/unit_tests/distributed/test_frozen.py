@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, MegatronConfig, bool]] = {  # world size, layout, 
     "pp2": (2, MegatronConfig(pp=2), True),
     "pp2 not sharded": (2, MegatronConfig(pp=2), False),
     "tp2-sp": (2, MegatronConfig(tp=2, sequence_parallel=True), True),
-    "pp2-vpp2": (2, MegatronConfig(pp=2, vpp=2, overlap_p2p=True), True),
+    "pp2-vpp2": (2, MegatronConfig(pp=2, vpp=2), True),
     "pp2-dp2": (4, MegatronConfig(pp=2), True),
 }
 # What the layout has with another name, and the name on another layout: in `make test-full`.

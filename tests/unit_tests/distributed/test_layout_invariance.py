@@ -29,8 +29,6 @@ from mega_rl.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
-    KlInLoss,
-    KlInReward,
     MegatronConfig,
     MetricsConfig,
     MicrobatchConfig,
@@ -40,6 +38,7 @@ from mega_rl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
+from mega_rl.config.schema.training import KlInLoss, KlInReward
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS, make_config
 from tests.helpers.loops import step_metrics, watch_source

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DataParallelConfig, MegatronConfig, MegatronFsdpConfig
+from mega_rl.config.schema import DataParallelConfig, MegatronConfig
+from mega_rl.config.schema.engine import MegatronFsdpConfig
 from mega_rl.parallel.accelerator.megatron_core import installed_series
 from tests.helpers.distributed import run_megatron_fsdp
 from tests.helpers.selection import without

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.config.schema import MegatronConfig, TorchFsdpConfig
+from mega_rl.config.schema import MegatronConfig
+from mega_rl.config.schema.engine import TorchFsdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import without
 from tests.unit_tests.distributed.fsdp_cases import (
@@ -47,7 +48,7 @@ FOUR_RANKS = {
     "tp2-sp": Case(FSDP2, parallel=MegatronConfig(tp=2, sequence_parallel=True), export="hf tp2-sp"),
     "tp2": Case(FSDP2, parallel=MegatronConfig(tp=2), export="hf tp2"),
     "pp2-dp2": Case(FSDP2, parallel=MegatronConfig(pp=2)),
-    "pp2-vpp2-dp2": Case(FSDP2, parallel=MegatronConfig(pp=2, vpp=2, overlap_p2p=True), export="hf pp2-vpp2"),
+    "pp2-vpp2-dp2": Case(FSDP2, parallel=MegatronConfig(pp=2, vpp=2), export="hf pp2-vpp2"),
 }
 FOUR_RANKS = without(FOUR_RANKS, "tp2", "pp2-dp2")  # the others have their parts
 LAYERS = [f"decoder.layers.{layer}" for layer in range(4)]

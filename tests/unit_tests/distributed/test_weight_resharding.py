@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import Config, DdpConfig, MegatronConfig, TorchFsdpConfig
+from mega_rl.config.schema import Config, MegatronConfig
+from mega_rl.config.schema.engine import DdpConfig, TorchFsdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, running_engine
 from tests.helpers.host_device import HostDevice

@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 import torch
 
-from mega_rl.config.schema import DdpConfig, MegatronOptimizerConfig
+from mega_rl.config.schema import MegatronOptimizerConfig
+from mega_rl.config.schema.engine import DdpConfig
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses

@@ -13,16 +13,9 @@ from typing import Any
 import torch
 
 from mega_rl.config.keys import kind_of
-from mega_rl.config.schema import (
-    AlgorithmConfig,
-    Config,
-    DataConfig,
-    KlInReward,
-    MetricsConfig,
-    RewardConfig,
-    RewardModelConfig,
-    RolloutConfig,
-)
+from mega_rl.config.schema import AlgorithmConfig, Config, DataConfig, MetricsConfig, RewardConfig, RolloutConfig
+from mega_rl.config.schema.rollout import RewardModelConfig
+from mega_rl.config.schema.training import KlInReward
 from mega_rl.converters.families import FAMILIES
 from mega_rl.errors import UserError
 from tests.helpers.engines import exported, load_state, own_rows, running_engine, save_state

@@ -243,7 +243,7 @@ def embedded(engine: Any, checkpoint: str) -> tuple[Callable[[], float], HFRollo
     )  # fmt: skip
     assert sampler.adapt(engine.sharding.hf.adapter)
     export, alone = (partial(engine.export_weights, what) for what in ("apart", "adapters"))
-    sync = EmbeddedWeightSync(export, sampler, bucket_bytes=1 << 14, verify_interval=1, export_adapters=alone)
+    sync = EmbeddedWeightSync(export, sampler, verify_interval=1, export_adapters=alone)
     return lambda: sync.publish()["sync/bytes"], sampler
 
 

@@ -29,9 +29,7 @@ pytestmark = pytest.mark.timeout(300)  # the first test pays for the launch
 PAGE = Path(__file__).parents[3] / "docs" / "workers" / "model_engine.md"
 ROW = re.compile(r"^\| (?P<feature>[^|]+?) \| (?P<megatron>yes|no) \| (?P<fsdp>yes|no) \|", re.MULTILINE)
 TABLE_LINE = re.compile(r"^\| (?!feature |---)", re.MULTILINE)
-DENSE = ModelFacts(
-    num_layers=12, num_heads=16, num_kv_heads=8, ffn_hidden_size=96, vocab_size=1000, max_position_embeddings=4096
-)
+DENSE = ModelFacts(num_layers=12, num_heads=16, num_kv_heads=8, ffn_hidden_size=96, max_position_embeddings=4096)
 MIXTURE = ModelFacts(**{**vars(DENSE), "num_experts": 8, "expert_ffn_hidden_size": 96})
 
 Measured = dict[str, dict[str, bool]]  # by engine and name
@@ -90,7 +88,7 @@ CHECKS: dict[str, Check] = {
     "tensor parallel": setting("engine.megatron.tp=2"),
     "sequence parallel": setting("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),
     "pipeline": setting("engine.megatron.pp=2"),
-    "virtual stages": setting("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"),
+    "virtual stages": setting("engine.megatron.pp=2", "engine.megatron.vpp=2"),
     "uneven stages": setting("engine.megatron.pp=2", "engine.megatron.pipeline=Ettttt|tL"),
     "context parallel": setting("engine.megatron.cp=2"),
     "expert parallel": experts("engine.megatron.ep=2"),

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig
+from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig
+from mega_rl.config.schema.engine import DdpConfig
 from mega_rl.engines.offload import PartsOffload, StorageOffload
 from mega_rl.errors import RunError
+from mega_rl.protocols import PARTS
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses
 
 HOST = torch.device("cpu")
-PARTS = ("parameters", "gradients", "optimizer")
 EVERY_SUBSET = [subset for size in (1, 2, 3) for subset in itertools.combinations(PARTS, size)]
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -48,15 +49,14 @@ def run_case(
             if stay:
                 continue
             before = sizes(engine)
-            chosen = {part: part in subset for part in PARTS}
-            actual["freed"].append(engine.offload(**chosen))
+            actual["freed"].append(engine.offload(subset))
             actual["sizes"].append(sum(before[part] for part in subset))
             after = sizes(engine)
             actual["left"].append(sum(after[part] for part in subset))
             actual["still there"].append(all(after[part] == before[part] for part in PARTS if part not in subset))
             if "parameters" not in subset:
                 engine.forward(rows)
-            engine.onload(**chosen)
+            engine.onload(subset)
             actual["back"].append(sizes(engine) == before)
         actual["weights"] = exported(engine)
         actual["logprobs"] = engine.forward(rows).logprobs
@@ -228,7 +228,7 @@ def test_a_later_storage_never_gets_the_values_of_an_earlier_one() -> None:
         offload.onload()
         assert tensor.tolist() == [float(value)] * 4
         del tensor
-    assert offload.host_bytes == 16
+    assert sum(copy.host.nbytes() for copy in offload._copies.values()) == 16
 
 
 def test_values_written_on_the_host_come_to_the_device() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,57 +59,34 @@ def expect(actual: Rollout, parts: list[Rollout], length: int) -> None:
         assert torch.equal(field, expected), name
 
 
-@tensorclass
-class Answers:
-    """Rows with objects, as a tensorclass declares them."""
-
-    tokens: Tensor
-    texts: list[str]
-    source: str
-
-
-def answers(rank: int, size: int) -> Answers:
-    count, length = BATCHES[size][rank], LENGTHS[size][rank]
-    texts: Any = NonTensorStack(*[f"{rank}.{row}" for row in range(max(count, 1))])[:count]
-    return Answers(tokens=torch.full((count, length), rank), texts=texts, source="here", batch_size=[count])
-
-
-def objects(ranks: GroupRanks) -> None:
-    """Objects and rows with objects from all ranks; special_distributed/test_tensor_dict.py has every kind of field."""
-    size, rank = ranks.size, ranks.rank
+def values(ranks: GroupRanks) -> None:
+    """JSON values from all ranks."""
     for value in (lambda r: r, lambda r: [{"rank": r, "text": "ü" * 100 * r}, None, 1e-300, True], lambda r: ""):
-        assert ranks.gather_json(value(rank)) == [value(other) for other in range(size)]
-    results = ranks.gather_rows(answers(rank, size))
-    expected = [answers(other, size) for other in range(size)]
-    assert list(results.texts) == [text for part in expected for text in part.texts]
-    assert results.source == "here"
-    assert torch.equal(results.tokens, torch.cat([padded(part.tokens, max(LENGTHS[size])) for part in expected]))
+        assert ranks.gather_json(value(ranks.rank)) == [value(other) for other in range(ranks.size)]
 
 
 def refusals(ranks: GroupRanks) -> None:
     """What only one rank does wrong, all are told, and the group goes on."""
-    last, size = ranks.size - 1, ranks.size
+    last = ranks.size - 1
     wrong = ranks.rank == last
     others = ", ".join(map(str, range(last)))
-    good = {"tokens": torch.zeros(2, 3), "answer": NonTensorStack("x", "y"), "of": NonTensorData("a", batch_size=[2])}
+    good = {"tokens": torch.zeros(2, 3), "answer": torch.zeros(2)}
 
     def gathered(**changes: Any) -> Callable[[], Any]:
         fields = {name: field for name, field in (good | (changes if wrong else {})).items() if field is not None}
-        return lambda: ranks.gather_tensordict(TensorDict(fields, batch_size=[2]))
+        return lambda: ranks.gather_fields(fields)
 
     differs = "is not the same on all ranks:"
     cases: list[tuple[Callable[[], Any], str]] = [
         (gathered(tokens=torch.zeros(2, 3, 4)), f"; torch.float32 [B, S, 4] on rank(s) {last}"),
         (gathered(tokens=torch.zeros(2, 3).long()), f"; torch.int64 [B, S] on rank(s) {last}"),
         (gathered(tokens=None), f"field 'tokens' {differs} torch.float32 [B, S] on rank(s) {others}; missing on"),
-        (gathered(answer=torch.zeros(2)), f"field 'answer' {differs} objects of rows on rank(s) {others}; torch"),
-        (gathered(of=NonTensorData("b", batch_size=[2])), f'field \'of\' {differs} "a" on rank(s) {others}; "b" on'),
     ]
     for number, (call, message) in enumerate(cases):
         with pytest.raises(RunError) as raised:
             call()
         assert message in str(raised.value), f"case {number}: {raised.value}"
-    assert ranks.gather_json(ranks.rank) == list(range(size))
+    assert ranks.gather_json(ranks.rank) == list(range(ranks.size))
 
 
 def ranks_compare(rank: int) -> None:
@@ -120,7 +96,7 @@ def ranks_compare(rank: int) -> None:
     assert isinstance(ranks, GroupRanks)
     assert (ranks.rank, ranks.size) == (rank, size)
     reductions(ranks)
-    objects(ranks)
+    values(ranks)
     refusals(ranks)
     everyone = [rollout(other, size) for other in range(size)]
     length = max(LENGTHS[size])
@@ -171,9 +147,9 @@ def bytes_of_a_gather(rank: int) -> tuple[int, int, dict[str, int]]:
     built, _ = initialized()
     ranks = GroupRanks(built.dp)
     count = 5 if rank == 0 else 1
-    batch = TensorDict({"tokens": torch.full((count, 1000 + rank, 3), rank)}, batch_size=[count])
-    with CollectiveRecorder() as recorder, Allocated(batch["tokens"]) as memory:
-        gathered = ranks.gather_tensordict(batch)["tokens"]
+    tokens = torch.full((count, 1000 + rank, 3), rank)
+    with CollectiveRecorder() as recorder, Allocated(tokens) as memory:
+        gathered = ranks.gather_fields({"tokens": tokens})["tokens"]
     large: dict[str, int] = {}
     for call in recorder.collectives:
         if call.nbytes > 10_000:

@@ -34,7 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
     "extreme cold": {"spread": 1e4, "temperature": 0.3, "vocab_size": 61},
     "bf16": {"dtype": torch.bfloat16},
     "no entropy": {"with_entropy": False},
-    "own gradient": {"inplace_backward": False},
     "no tokens": {"tokens": 0},
     "hidden": {"hidden": ((0, 1), (40, 75), (90, 1 << 40)), "temperature": 0.7},
     "hidden bf16": {"hidden": ((0, 30), (95, 96)), "dtype": torch.bfloat16},
@@ -50,11 +49,11 @@ from mega_rl.parallel.vocab_kernels import BLOCK, _differentiate_rows, _sum_rows
 
 ROW = {"stride": "i32", "targets": "*i64", "maxima": "*fp32", "columns": "i32", "scale": "fp32"}
 SUM = ROW | {"sums": "*fp32", "tokens": "i32"}
-GRADIENT = ROW | {"grad_stride": "i32", "log_sums": "*fp32", "entropies": "*fp32", "width": "i32"}
+GRADIENT = ROW | {"log_sums": "*fp32", "entropies": "*fp32", "width": "i32"}
 GRADIENT |= {"of_logprobs": "*fp32", "of_entropies": "*fp32"}
 for logits in ("*bf16", "*fp32"):
     for entropy in (False, True):
-        for kernel, types in ((_sum_rows, SUM), (_differentiate_rows, GRADIENT | {"grad": logits})):
+        for kernel, types in ((_sum_rows, SUM), (_differentiate_rows, GRADIENT)):
             types = types | {"logits": logits, "WITH_ENTROPY": "constexpr", "BLOCK": "constexpr"}
             signature = {name: types[name] for name in kernel.arg_names}
             values = {(list(signature).index("WITH_ENTROPY"),): entropy, (list(signature).index("BLOCK"),): BLOCK}
@@ -190,27 +189,20 @@ class LargestAllocation(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inplace", [True, False])
-def test_nothing_of_the_logits_size_is_allocated(dtype: torch.dtype, inplace: bool) -> None:
+def test_nothing_of_the_logits_size_is_allocated(dtype: torch.dtype) -> None:
     tokens, vocab, chunk_rows = 256, 512, 4
     logits = torch.randn(tokens, vocab).to(dtype).requires_grad_() * 1
     targets = torch.randint(vocab, (tokens,))
     chunk_bytes = chunk_rows * vocab * 4
     with LargestAllocation(logits) as forward:
-        logprobs, entropy = vocab_parallel_logprobs_entropy(
-            logits, targets, group=None, chunk_rows=chunk_rows, inplace_backward=inplace
-        )
+        logprobs, entropy = vocab_parallel_logprobs_entropy(logits, targets, group=None, chunk_rows=chunk_rows)
     assert forward.largest <= chunk_bytes
     assert entropy is not None
     objective = (logprobs + entropy).sum()
     with LargestAllocation(logits) as backward:
         (gradient,) = torch.autograd.grad(objective, logits)
-    if inplace:
-        assert backward.largest <= chunk_bytes
-        assert gradient.data_ptr() == logits.data_ptr()
-    else:
-        assert backward.largest == gradient.untyped_storage().nbytes()
-        assert gradient.data_ptr() != logits.data_ptr()
+    assert backward.largest <= chunk_bytes
+    assert gradient.data_ptr() == logits.data_ptr()
 
 
 def test_overwritten_logits_are_not_used_twice() -> None:

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2-sp, critic": (2, "qwen3", {"megatron": {"tp": 2, **SP}, "head": "value"}),
     "pp2, tied": (2, "qwen3", {"megatron": {"pp": 2}}),
     "pp2, tied, buckets": (2, "qwen3", {"megatron": {"pp": 2}, "ddp": BUCKETS}),
-    "pp2-vpp2": (2, "llama", {"megatron": {"pp": 2, "vpp": 2, "overlap_p2p": True}, "ddp": BUCKETS}),
+    "pp2-vpp2": (2, "llama", {"megatron": {"pp": 2, "vpp": 2}, "ddp": BUCKETS}),
     "pp2, uneven": (2, "qwen3", {"megatron": {"pp": 2, "pipeline": "Et|tttL"}}),
     "cp2": (2, "qwen3", {"megatron": {"cp": 2}}),
     "dp2, gradients in bf16": (2, "qwen3", {"ddp": {"grad_reduce_in_fp32": False}}),

@@ -72,7 +72,7 @@ def per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any], *, spe
     """Bytes per token of every layer, and of final norm, head and logits."""
     b = 4 if case.get("dtype") == "fp32" else 2
     recompute = Recompute(case.get("recompute", "none"), case.get("recompute_modules", ["core_attn"]))
-    shape = LayerShape(hf, layout, spec, itemsize=b)
+    shape = LayerShape(hf, layout, spec, "packed" if spec == "te" else "classes", itemsize=b)
     shapes = [replace(shape, moe=is_moe(hf, i), delta=is_delta_net(hf, i)) for i in range(hf.num_layers)]
     layers = [sum(kept(each, recompute).values()) for each in shapes]
     final = hf.hidden_size * (4 if hf.zero_centered_norm else b) * shape.share + hf.hidden_size * b * shape.share
@@ -84,7 +84,8 @@ def test_sizes_of_a_real_layer() -> None:
     one = ParallelLayout()
 
     def size(layout: ParallelLayout = one, recompute: Recompute = Recompute(), spec: Spec = "local") -> float:  # noqa: B008
-        return TOKENS * sum(kept(LayerShape(QWEN3_8B, layout, spec), recompute).values())
+        shape = LayerShape(QWEN3_8B, layout, spec, "packed" if spec == "te" else "classes")
+        return TOKENS * sum(kept(shape, recompute).values())
 
     assert round((size() + 2 * QWEN3_8B.hidden_size * 2 * TOKENS / 4) / 1e9, 2) == 2.64
     modes = [Recompute(), Recompute("selective"), Recompute("selective", ("core_attn", "mlp")), Recompute("full")]

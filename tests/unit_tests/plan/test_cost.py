@@ -9,7 +9,7 @@ import pytest
 
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.cost import BUBBLE, HARDWARE, RATES, StepTime, step_time, sync_traffic
-from mega_rl.plan.report import MemoryPlan, as_json, as_text
+from mega_rl.plan.report import as_json, as_text, plan_of
 from mega_rl.plan.search import changed
 from mega_rl.rollout.sglang.weights.reshard import changes_pay_off
 from mega_rl.tracking.metrics.flops import ModelWork
@@ -89,11 +89,11 @@ def test_generation_ahead_hides_the_shorter_half() -> None:
 
 def test_plan_tells_the_time_for_a_gpu() -> None:
     setup = run("8b")
-    plan = MemoryPlan(setup, hardware=H100)
+    plan = plan_of(setup, hardware=H100)
     lines = list(as_text(plan))
     assert any(line.startswith("Expected time of a step: ") for line in lines)
     assert as_json(plan)["time"]["seconds"] == plan.time.total  # type: ignore[index, union-attr]
-    silent = MemoryPlan(setup)
+    silent = plan_of(setup)
     assert as_json(silent)["time"] is None
     assert not any("Expected time" in line for line in as_text(silent))
 
@@ -112,7 +112,7 @@ def test_plan_says_what_a_link_takes(gbit: float, faster: str) -> None:
     joined = next(scale.setup for scale in scale_pages.RUNS.values() if scale.servers)
     rate = gbit * 1e9 / 8
     linked = replace(joined, machine=replace(joined.machine, server_link=rate))
-    plan, size = MemoryPlan(linked, hardware=H100), sync_traffic(joined)["model"]
+    plan, size = plan_of(linked, hardware=H100), sync_traffic(joined)["model"]
     whole, changes = size / rate, size / 160e6 + 0.06 * size / rate
     assert as_json(plan)["weight_sync_seconds"] == {"all weights": whole, "changes": pytest.approx(changes)}
     assert (changes < whole) == changes_pay_off(rate) == (faster == "changes")
@@ -120,9 +120,9 @@ def test_plan_says_what_a_link_takes(gbit: float, faster: str) -> None:
     assert plan.time.phases["sending weights"]["weights to the servers"] == pytest.approx(min(whole, changes))
     (line,) = (line for line in as_text(plan) if "are faster" in line)
     assert line == f"  {faster} are faster, if changes are 6% of the bytes"
-    off = MemoryPlan(changed(linked, {"rollout.sglang.sync.delta": "off"}))
+    off = plan_of(changed(linked, {"rollout.sglang.sync.delta": "off"}))
     assert as_json(off)["weight_sync_seconds"] == {"all weights": whole}
-    assert as_json(MemoryPlan(joined))["weight_sync_seconds"] is None
+    assert as_json(plan_of(joined))["weight_sync_seconds"] is None
 
 
 def test_weights_within_a_step_are_sent_more_often() -> None:
@@ -130,7 +130,7 @@ def test_weights_within_a_step_are_sent_more_often() -> None:
     joined = next(scale.setup for scale in scale_pages.RUNS.values() if scale.servers)
     four = changed(joined, {"trainer.minibatch_size": joined.config.trainer.prompts_per_step // 4})
     twice = changed(four, {"rollout.sglang.sync.interval": 3})
-    once, more = (MemoryPlan(one, hardware=H100).time for one in (four, twice))
+    once, more = (plan_of(one, hardware=H100).time for one in (four, twice))
     assert once is not None
     assert more is not None
     sending = once.phases["sending weights"]

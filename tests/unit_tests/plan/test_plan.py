@@ -16,10 +16,18 @@ from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.activations import forward_pass, shape_of, tokens_of_a_pass, training_pass
+from mega_rl.plan.activations import (
+    ACTIVATIONS,
+    LOGITS,
+    WORKING,
+    forward_pass,
+    shape_of,
+    tokens_of_a_pass,
+    training_pass,
+)
 from mega_rl.plan.cost import step_traffic
 from mega_rl.plan.memory import host_bytes, judge, memory_of_stages
-from mega_rl.plan.report import MemoryPlan, as_text
+from mega_rl.plan.report import as_text, plan_of
 from mega_rl.plan.search import advice, changed, cheapest, is_legal, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup, smallest_world
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
@@ -30,7 +38,7 @@ MEGATRON = "engine.megatron"
 # Settings of three recipes that were written before anything was computed, with the embedded engine.
 OF_32B = {
     **{f"{MEGATRON}.tp": 8, f"{MEGATRON}.sequence_parallel": True, f"{MEGATRON}.pp": 4, f"{MEGATRON}.vpp": 2},
-    **{f"{MEGATRON}.overlap_p2p": True, "model.recompute": "full", "algorithm.advantage": "grpo"},
+    **{"model.recompute": "full", "algorithm.advantage": "grpo"},
     **{"rollout.n": 16, "rollout.max_new_tokens": 4096, "trainer.prompts_per_step": 256},
 }
 OF_8B = {
@@ -70,7 +78,7 @@ def test_embedded_engine_fits_only_small_models(name: str, fits: bool, needed: f
     assert verdict.fits is fits
     assert "--gpu-memory" in judge(run(name, memory=None)).sentence
     generating = next(phase for phase in verdict.memory.phases if phase.name == "generating")
-    assert generating is verdict.phase
+    assert generating is verdict.memory.peak
     assert generating.needed / 1e9 == pytest.approx(needed, abs=0.5)
 
 
@@ -128,11 +136,11 @@ def test_float32_logits_take_twice_the_memory() -> None:
     fp32 = changed(setup, {"model.fp32_head": True})
     columns, hidden, tokens = 151936 // setup.layout.tp, 4096, tokens_of_a_pass(setup)
     before, after = (training_pass(each, each.actor, 0) for each in (setup, fp32))
-    assert (before.logits, after.logits) == (2 * tokens * columns, 4 * tokens * columns)
+    assert (before[LOGITS], after[LOGITS]) == (2 * tokens * columns, 4 * tokens * columns)
     products = 4 * columns * hidden + 4 * tokens * hidden + 4 * max(columns, tokens) * hidden + 2 * tokens * columns
-    assert after.working >= products
+    assert after[WORKING] >= products
     forwards = [forward_pass(each, each.actor, 0) for each in (setup, fp32)]
-    assert forwards[1].logits == 2 * forwards[0].logits > 0
+    assert forwards[1][LOGITS] == 2 * forwards[0][LOGITS] > 0
 
 
 def test_colocated_servers_take_turns_with_the_trainer() -> None:
@@ -202,9 +210,10 @@ def test_attention_follows_the_kernel_of_a_gpu(settings: dict[str, Any], kernel:
     """`attention_kernels.fits_varlen`; Transformer Engine's layers keep less; padding comes from length classes."""
     setup = changed(run("8b"), settings)
     te = replace(setup, machine=replace(setup.machine, has_te=True))
-    assert training_pass(te, te.actor, 0).activations <= training_pass(setup, setup.actor, 0).activations
+    kept, of_local = (training_pass(each, each.actor, 0)[ACTIVATIONS] for each in (te, setup))
+    assert kept <= of_local
     shape = shape_of(setup, setup.actor, moe=False)
-    assert shape.core == kernel
+    assert shape.kernel == kernel
     assert (shape.padding > 1) == (kernel in ("classes", "eager") and setup.config.trainer.microbatch.packing)
 
 
@@ -217,7 +226,7 @@ def test_source_without_engine_counts_no_generation() -> None:
     assert "training the actor" in {phase.name for phase in phases}
     assert "generating" not in {phase.name for phase in phases}
     assert not entries & {"rollout model", "KV cache", "KV cache and logits", "servers' weights", "servers' residue"}
-    text = "\n".join(as_text(MemoryPlan(setup)))
+    text = "\n".join(as_text(plan_of(setup)))
     assert "generation:" not in text
     assert "servers:" not in text
     assert "rollout.source=own.py:Replay: its own work is not counted" in text
@@ -260,7 +269,7 @@ def test_four_thousand_ranks_in_less_than_a_second() -> None:
 )
 def test_only_sizes_of_gpus_are_read(text: str, size: int | None) -> None:
     with pytest.raises(UserError, match="--gpu-memory=") if size is None else nullcontext():
-        assert parse_bytes(text, option="--gpu-memory") == size
+        assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("name", packaged.names())
@@ -269,7 +278,7 @@ def test_every_packaged_recipe_can_be_planned(name: str) -> None:
     config = load(name)
     hf = QWEN3_32B if "32b" in name else QWEN3_8B if "8b" in name else QWEN3_0_6B
     setup = RunSetup(config, {"model.path": hf}, Machine(smallest_world(config), gpu_memory=80 * GB))
-    assert list(as_text(MemoryPlan(setup)))
+    assert list(as_text(plan_of(setup)))
 
 
 def test_setup_has_every_mistake_and_the_smallest_world(tmp_path: Path) -> None:

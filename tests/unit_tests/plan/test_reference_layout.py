@@ -10,7 +10,7 @@ from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.plan.cost import step_traffic
 from mega_rl.plan.memory import host_bytes, memory_of_stages, projection_bytes
-from mega_rl.plan.report import MemoryPlan, as_text
+from mega_rl.plan.report import as_text, plan_of
 from mega_rl.plan.search import is_legal
 from mega_rl.plan.setup import Machine, RunSetup, smallest_world
 from mega_rl.plan.state import weight_bytes
@@ -60,7 +60,7 @@ def test_every_stage_of_the_teacher_is_planned() -> None:
 def test_copies_text_and_traffic_follow_the_layout() -> None:
     run = setup(tp=8)
     assert (projection_bytes(setup(), 0), projection_bytes(run, 0)) == (0, 151936 * 5120 * 2 // 2)
-    assert next(as_text(MemoryPlan(run))).endswith("; reference tp8-dp1-sp")
+    assert next(as_text(plan_of(run))).endswith("; reference tp8-dp1-sp")
     for each, expected in ((setup(), {2}), (run, {2, 8})):
         assert {sent.ranks for sent in step_traffic(each, 0) if sent.use == "tensor parallelism"} == expected
 

@@ -37,7 +37,7 @@ ALL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "cp2": (2, "qwen3", {"megatron": {"cp": 2}}),
     "cp2, core_attn": (2, "qwen3", {"megatron": {"cp": 2}, "model": {"recompute": "selective"}}),
     "pp2, tied": (2, "qwen3", {"megatron": {"pp": 2}}),
-    "pp2-vpp2": (2, "llama", {"megatron": {"pp": 2, "vpp": 2, "overlap_p2p": True}}),
+    "pp2-vpp2": (2, "llama", {"megatron": {"pp": 2, "vpp": 2}}),
     "ep2": (2, "qwen3_moe", {"megatron": {"ep": 2}}),
     "ep2, full": (2, "qwen3_moe", {"megatron": {"ep": 2}, "model": {"recompute": "full"}}),
     "ep2, allgather": (2, "qwen3_moe", {"megatron": {"ep": 2}, "moe": ALLGATHER}),

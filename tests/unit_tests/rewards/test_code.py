@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import LocalSandboxConfig
+from mega_rl.config.schema.rollout import LocalSandboxConfig
 from mega_rl.rewards.builtin import resolve
 from mega_rl.rewards.code import CodeTests, code_format, last_program, read_cases, same_text, same_value, specification
 from mega_rl.rewards.sandbox import Execution, SandboxError
@@ -55,7 +55,7 @@ CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert cand
 )
 def test_forms_of_tests(answer: Any, row: dict[str, Any], program: str, passes: list[bool]) -> None:
     sandbox = local_sandbox()
-    assert [case.run(sandbox, program, 5.0)[0] for case in read_cases(answer, row)] == passes
+    assert [case.run(sandbox, program, 5.0) for case in read_cases(answer, row)] == passes
 
 
 @pytest.mark.parametrize(

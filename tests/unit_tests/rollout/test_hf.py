@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from mega_rl.agents.environment import TurnRequest, TurnSampling
 from mega_rl.errors import UserError
 from mega_rl.rollout import decoding
 from mega_rl.rollout.decoding import GrowingLayer
@@ -277,7 +278,7 @@ def test_logits_that_are_not_finite_stop_the_run(checkpoint: Checkpoint) -> None
     weights = dict(checkpoint.model.state_dict())
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
     engine.load_weights(weights.items())
-    with pytest.raises(RuntimeError, match=r"not finite: prompt_index=7, sample_index=0, position 3"):
+    with pytest.raises(RuntimeError, match=r"not finite: prompt_index=7, sample_index=0, turn 0"):
         engine.generate(make_prompts([3]), [7], n=1, seed=SEED)
 
 
@@ -323,21 +324,18 @@ def test_checksums_are_of_what_the_model_computes_with(checkpoint: Checkpoint) -
 
 
 def test_a_limit_cuts_a_response_and_changes_nothing_before(checkpoint: Checkpoint) -> None:
-    """Limits of each prompt, in one batch and in several: the beginning of the response without a limit."""
+    """Limits of each turn, in one batch and in several: the beginning of the response without a limit."""
     prompts, limits = make_prompts(LENGTHS), [1, 4, 2, 16, 3, 5]
     for size in (256, 4):
         engine = make_engine(checkpoint, stop_token_ids=STOPS, max_new_tokens=16, batch_size=size)
         whole = responses(engine.generate(prompts, list(range(6)), n=2, seed=SEED))
-        cut = responses(engine.generate(prompts, list(range(6)), n=2, seed=SEED, limits=limits))
-        assert whole.keys() == cut.keys()
-        for key, (tokens, finished, logprobs) in cut.items():
-            limit = limits[key[0]]
-            assert tokens == whole[key][0][:limit]
-            assert finished == (whole[key][1] and len(whole[key][0]) <= limit)
-            torch.testing.assert_close(logprobs, whole[key][2][:limit], rtol=0, atol=1e-5)
+        asked = [TurnRequest(prompts[place].token_ids, (place, sample, 0), limits[place]) for place, sample in whole]
+        for one, turn in zip(asked, engine._turns(asked, *engine._drawing(TurnSampling(SEED))), strict=True):
+            tokens, finished, logprobs = whole[one.key[:2]]
+            assert list(turn.token_ids) == tokens[: one.limit]
+            assert turn.stopped == (finished and len(tokens) <= one.limit)
+            torch.testing.assert_close(torch.tensor(turn.logprobs), logprobs[: one.limit], rtol=0, atol=1e-5)
         assert any(len(tokens) > limits[key[0]] for key, (tokens, *_) in whole.items())
-    with pytest.raises(ValueError, match="one for each prompt"):
-        engine.generate(prompts, list(range(6)), n=1, seed=SEED, limits=[17] * 6)
 
 
 def test_long_responses_outgrow_the_first_room_of_the_cache(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine, buckets, checksum
+from mega_rl.rollout.embedded import EmbeddedWeightSync, HFRolloutEngine, checksum
 from tests.unit_tests.rollout.tiny_qwen3 import Checkpoint, make_engine, make_prompts
 
 SQUARE = "model.layers.0.self_attn.o_proj.weight"
@@ -18,12 +18,12 @@ class DamagingEngine:
     """A real engine behind a line that changes what passes."""
 
     def __init__(self, engine: HFRolloutEngine, damage: Callable[[str, Tensor], Tensor | None]) -> None:
-        self.engine = engine
+        self.engine, self.weights = engine, engine.weights
         self.damage = damage
         self.finished: list[int] = []
 
-    def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        arrived = [(name, self.damage(name, tensor)) for name, tensor in bucket]
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        arrived = [(name, self.damage(name, tensor)) for name, tensor in weights]
         self.engine.load_weights([(name, tensor) for name, tensor in arrived if tensor is not None])
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
@@ -38,18 +38,15 @@ def exporter(checkpoint: Checkpoint) -> Callable[[], Iterator[tuple[str, Tensor]
     return lambda: iter([(k, v) for k, v in checkpoint.model.state_dict().items() if k != "lm_head.weight"])
 
 
-def sync_to(
-    engine: object, checkpoint: Checkpoint, *, bucket_bytes: int = 4096, verify_interval: int = 3
-) -> EmbeddedWeightSync:
+def sync_to(engine: object, checkpoint: Checkpoint, *, verify_interval: int = 3) -> EmbeddedWeightSync:
     return EmbeddedWeightSync(
         exporter(checkpoint),
         engine,  # type: ignore[arg-type]
-        bucket_bytes=bucket_bytes,
         verify_interval=verify_interval,
     )
 
 
-# -- checksums and buckets --------------------------------------------------------------------------------------------
+# -- checksums --------------------------------------------------------------------------------------------
 
 
 def test_checksum_sees_values_shape_dtype_and_layout() -> None:
@@ -69,14 +66,6 @@ def test_checksum_sees_values_shape_dtype_and_layout() -> None:
     assert len({digest.rpartition(":")[2] for digest in [base, *others]}) == 6, "the digits alone tell them apart"
 
 
-def test_buckets_are_bounded_complete_and_in_order() -> None:
-    sizes = [3, 5, 8, 1, 1, 1, 1, 1, 20, 2]
-    weights = [(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
-    cut = list(buckets(iter(weights), max_bytes=8 * 4))
-    assert [[int(name) for name, _ in bucket] for bucket in cut] == [[0, 1], [2], [3, 4, 5, 6, 7], [8], [9]]
-    assert list(buckets([], max_bytes=8)) == []
-
-
 # -- publishing -------------------------------------------------------------------------------------------------------
 
 
@@ -90,7 +79,6 @@ def test_publish_sends_everything_and_says_so(checkpoint: Checkpoint, dtype: tor
     assert metrics["rollout/weight_version"] == sync.weight_version == 1
     assert metrics["sync/tensors"] == len(weights)
     assert metrics["sync/bytes"] == sum(tensor.nbytes for tensor in weights.values())
-    assert metrics["sync/buckets"] == len(list(buckets(weights.items(), max_bytes=4096))) > 2
     for name, tensor in weights.items():
         assert torch.equal(engine.model.state_dict()[name], tensor.to(dtype))
     assert engine.generate(make_prompts([3]), [0], n=1, seed=(0,)).weight_version.tolist() == [1]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mega_rl.config.schema import Config, MixtureConfig
+from mega_rl.config.schema import Config
+from mega_rl.config.schema.data import MixtureConfig
 from mega_rl.data.order import PromptSampler
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks

@@ -7,8 +7,9 @@ import torch
 
 from mega_rl.algorithms.advantages import GRPO
 from mega_rl.algorithms.losses import AGGREGATIONS, Aggregation
+from mega_rl.config.schema.rollout import OverlongConfig
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
-from mega_rl.trainer.rows import Overlong, narrowed, soft_punishment
+from mega_rl.trainer.rows import narrowed, shaped_rewards, soft_punishment
 from mega_rl.types import PER_TOKEN, Experience, RewardParts, Rewards, Rollout, TokenOutputs, ends_of
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout
@@ -62,8 +63,8 @@ def test_rewards_fall_over_the_last_tokens() -> None:
     rollout.failed = torch.arange(len(LENGTHS)) == 6
     rollout.loss_mask[6], rollout.lengths[6] = False, rollout.prompt_lengths[6]
     rollout.loss_mask[1, 3:7] = False  # the answer of a tool
-    overlong = Overlong(8, buffer_tokens=4, penalty=2.0)
-    shaped, metrics = overlong.shape(rollout, rewards, FakeRanks())
+    overlong = OverlongConfig(buffer_tokens=4, penalty=2.0)
+    shaped, metrics = shaped_rewards(rollout, rewards, FakeRanks(), overlong, max_response_tokens=8)
     expected = [0.0, -2.0, -0.5, -2.0, -1.5, -1.0, 0.0, -2.0]
     torch.testing.assert_close(shaped.totals - rewards.totals, torch.tensor(expected), rtol=0, atol=2e-7)
     assert metrics == {"reward/overlong_punishment_mean": pytest.approx(sum(expected) / 7)}
@@ -73,8 +74,9 @@ def test_rewards_fall_over_the_last_tokens() -> None:
 def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation) -> None:
     """The others have the advantages of the whole group, and loss weights as if the filtered rows were not there."""
     rollout, rewards = sampled()
-    overlong = Overlong(8, filter=True)
-    assert overlong.shape(rollout, rewards, FakeRanks())[1] == {"rollout/filtered_fraction": 0.25}
+    overlong = OverlongConfig(filter=True)
+    _, metrics = shaped_rewards(rollout, rewards, FakeRanks(), overlong, max_response_tokens=8)
+    assert metrics == {"rollout/filtered_fraction": 0.25}
     whole = experience_of(rollout, rewards)
     filtered = narrowed(experience_of(rollout, rewards), rollout.finished[:, None])
     kept = (~TRUNCATED).nonzero().flatten()
@@ -95,7 +97,8 @@ def test_rewards_of_parts_get_the_punishment_as_a_part() -> None:
     """From 0 to -1 with the penalty as its weight, so that the weighted sum is the punished reward."""
     rollout, rewards = sampled()
     parts = RewardParts(("a",), (1.0,), rewards.totals[:, None])
-    shaped, _ = Overlong(8, buffer_tokens=4, penalty=2.0).shape(rollout, Rewards(rewards.totals, parts), FakeRanks())
+    rewards, overlong = Rewards(rewards.totals, parts), OverlongConfig(buffer_tokens=4, penalty=2.0)
+    shaped, _ = shaped_rewards(rollout, rewards, FakeRanks(), overlong, max_response_tokens=8)
     assert shaped.parts is not None
     assert (shaped.parts.names, shaped.parts.weights) == (("a", "overlong"), (1.0, 2.0))
     torch.testing.assert_close(shaped.parts.values @ torch.tensor(shaped.parts.weights), shaped.totals)

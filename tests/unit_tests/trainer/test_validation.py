@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.trainer.validation import Evaluation, EvaluationPlan, ScoredSamples, estimates_of, right_samples
+from mega_rl.config.schema.data import ValidationConfig
+from mega_rl.trainer.validation import Evaluation, ScoredSamples, estimates_of, right_samples
 from mega_rl.types import Draws, Prompt, PromptSet, RewardParts, Rewards, Rollout
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward
 from tests.helpers.loops import FakeRun, RunSettings, read_ids
 
-PLAN = EvaluationPlan(Draws(4, 1.0), counted=(1, 4), right_above=0.2)
+SETTINGS = ValidationConfig(n=4, temperature=1.0, k=[1, 4], right_above=0.2)
 
 
 def sets() -> Callable[..., Evaluation]:
     prompts = FakePrompts().batch(0)
-    return partial(Evaluation, [PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
+    return partial(Evaluation, [PromptSet("", prompts), PromptSet("few", prompts[:2])], SETTINGS)
 
 
 def test_each_set_has_its_numbers_and_dumps() -> None:
@@ -49,7 +50,7 @@ class MaskingReward(FakeReward):
 def test_samples_without_a_reward_are_in_no_estimate() -> None:
     """Of four samples two are left: pass@4 is of no prompt, and both are right."""
     sets = [PromptSet("", FakePrompts().batch(0))]
-    (outcome,) = Evaluation(sets, PLAN, FakePolicy([]), MaskingReward([]), FakeRanks(), read_ids).run(0)
+    (outcome,) = Evaluation(sets, SETTINGS, FakePolicy([]), MaskingReward([]), FakeRanks(), read_ids).run(0)
     record = outcome.metrics
     assert (record["val/avg_at_4"], record["val/pass_at_1"]) == (1.0, 1.0)
     assert record["val/reward_masked_fraction"] == 0.5
@@ -101,14 +102,14 @@ def test_parts_of_a_set_change_no_number(chunk: int) -> None:
     results = {}
     for most in (1000, chunk):
         policy, reward = SeededPolicy([]), PartsReward([])
-        plan = EvaluationPlan(Draws(4, 1.0), counted=(1, 3), right_above=0.4, right_part="near", chunk=most)
+        val = ValidationConfig(n=4, temperature=1.0, k=[1, 3], right_above=0.4, right_part="near", chunk=most)
         seen: list[tuple[int, int, str]] = []
 
         def note(samples: ScoredSamples, seen: list[tuple[int, int, str]] = seen) -> None:
             places = zip(samples.rollout.prompt_index.tolist(), samples.rollout.sample_index.tolist(), strict=True)
             seen += [(samples.first + prompt, number, samples.prompts[prompt].text) for prompt, number in places]
 
-        evaluation = Evaluation([PromptSet("one", prompts)], plan, policy, reward, FakeRanks(), read_ids)
+        evaluation = Evaluation([PromptSet("one", prompts)], val, policy, reward, FakeRanks(), read_ids)
         (outcome,) = evaluation.run(3, each=note)
         assert seen == [(prompt, number, str(prompt)) for prompt in range(7) for number in range(4)]
         results[most] = outcome.metrics

@@ -167,7 +167,7 @@ def test_tokens_of_versions_in_a_row_have_their_own_log_probs(runs: Runs, layout
         policies[version] = PolicyNetwork(Path(config.model.path))
         policies[version]._model.double()
         if version > 1:  # two updates in each step
-            figures = read_figures(trace, "actor", 2 * version - 3)
+            figures = read_figures(trace, "actor", version - 2, 1)
             assert figures is not None
             policies[version]._model.load_state_dict(figures.weights)
     batches = [read_batch(trace, step).samples for step in range(steps)]

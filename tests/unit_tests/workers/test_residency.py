@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +12,10 @@ import torch
 from mega_rl.config.needs import Role
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.protocols import PARTS
 from mega_rl.trainer.loop import Stages
 from mega_rl.types import Metrics
-from mega_rl.workers.residency import EVERYTHING, NOTHING, PARAMETERS, PARTS, TAGS, Residency, ResidentModels
+from mega_rl.workers.residency import EVERYTHING, NOTHING, PARAMETERS, TAGS, Residency, ResidentModels
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeTimer
 from tests.helpers.models import write_tiny_checkpoint
@@ -47,15 +48,15 @@ class Model:
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name, self.here = device, name, set(PARTS)
 
-    def offload(self, **parts: bool) -> int:
-        chosen = {part for part, is_chosen in parts.items() if is_chosen}
+    def offload(self, parts: Collection[str]) -> int:
+        chosen = set(parts)
         assert chosen <= self.here
         self.device.note(f"{self.name} off", chosen)
         self.here -= chosen
         return 10 * len(chosen)
 
-    def onload(self, **parts: bool) -> None:
-        chosen = {part for part, is_chosen in parts.items() if is_chosen}
+    def onload(self, parts: Collection[str]) -> None:
+        chosen = set(parts)
         self.device.note(f"{self.name} on", chosen)
         self.here |= chosen
 

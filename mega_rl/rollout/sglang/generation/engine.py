@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mega_rl.agents.environment import Answer, TurnQueue, TurnRequest, TurnSampling, give_answer
-from mega_rl.agents.trajectory import Turn
+from mega_rl.agents.trajectory import Turn, response_rows
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sampling import check_positions, is_greedy, response_limits, turn_keys
+from mega_rl.rollout.sampling import check_positions, is_greedy, response_limit, turn_keys
 from mega_rl.rollout.sglang.generation.router import SLACK_S, Answered
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
@@ -30,7 +29,7 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.types import Draws, Metrics, Prompt, Rollout, ends_of
+from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,6 @@ class SglangRolloutEngine:
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
-        limits: Sequence[int] | None = None,
         draws: Draws | None = None,
     ) -> Rollout:
         """Return n samples per prompt; collective over all ranks.
@@ -127,26 +125,23 @@ class SglangRolloutEngine:
 
         def ask() -> None:
             if not requests:
-                requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, limits=limits, draws=draws))
-            rest, answers = unserved(), threading.Semaphore(0)
-
-            def answered(key: Key, outcome: Sample | RequestFailure) -> None:
-                if isinstance(outcome, Sample):
-                    samples[key] = outcome
-                else:
-                    failures[key] = outcome
-                answers.release()
-
+                requests.extend(self.requests(prompts, prompt_index, n=n, seed=seed, draws=draws))
+            rest = unserved()
+            answers = {request.key: Future[Sample | RequestFailure]() for request in rest}
             within_s, mixed = self.deadline_s(len(rest)), self._settings.token_versions
             self.router.open(sampling, version=self._version(), deadline_s=lambda _: within_s, mixed_versions=mixed)
             try:
                 for request in rest:
-                    self.router.ask(request, partial(answered, request.key), samples.pop(request.key, None))
-                for _ in rest:
-                    if not answers.acquire(timeout=within_s + SLACK_S):
-                        raise RunError(f"a generation continued {SLACK_S:g} s after its deadline")
+                    self.router.ask(request, answers[request.key].set_result, samples.pop(request.key, None))
+                if wait(answers.values(), within_s + SLACK_S).not_done:
+                    raise RunError(f"a generation continued {SLACK_S:g} s after its deadline")
             finally:
                 self.end()
+            for key, answer in answers.items():
+                if isinstance(outcome := answer.result(), Sample):
+                    samples[key] = outcome
+                else:
+                    failures[key] = outcome
 
         run_on_all(ask, self.everyone)
         self.settle(lambda: len(unserved()), lambda: ask() if unserved() else None)
@@ -159,17 +154,16 @@ class SglangRolloutEngine:
         *,
         n: int,
         seed: tuple[int, ...],
-        limits: Sequence[int] | None = None,
         draws: Draws | None = None,
     ) -> list[SampleRequest]:
         """Return n requests per prompt, with their seeds and limits. Raises UserError as `generate`."""
         usual, most = self._settings.sampling.max_new_tokens, self._settings.max_positions
-        limits = response_limits(prompts, limits, draws, max_new_tokens=usual, max_positions=most)
+        limit = response_limit(prompts, draws, max_new_tokens=usual, max_positions=most)
         return [
             SampleRequest(
                 (index, number), tuple(prompt.token_ids), seed=sampling_seed(seed, index, number), limit=limit
             )
-            for prompt, index, limit in zip(prompts, prompt_index, limits, strict=True)
+            for prompt, index in zip(prompts, prompt_index, strict=True)
             for number in range(n)
         ]
 
@@ -293,10 +287,8 @@ def answer_turn(
 ) -> None:
     """Answer a turn after `read` tokens; a partial one is lost."""
     if isinstance(outcome, Sample) and outcome.finish != "partial":
-        ids, logprobs, versions = tuple(outcome.token_ids), tuple(outcome.logprobs), tuple(outcome.versions)
-        turn = Turn(ids, logprobs, versions, outcome.finish == "stop", kept=tuple(outcome.kept))
         try:
-            turn.routing = _experts(outcome, read + len(ids) - 1, routed) if routed and outcome.routing else None
+            turn = turn_of(outcome, read, routed)
         except RunError as error:  # of this thread's caller, whose trajectory fails
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
@@ -344,54 +336,31 @@ def rollout_of(
     """Return one row per request in order: prompt and response, right-padded with 0, on the host.
 
     A request without a sample is a row without a response. A row's version is its oldest token's; `weight_version`
-    where it has none. routed: samples carry the experts of their tokens; None: they do not.
+    where it has none. routed: samples carry the experts of their tokens; None: they do not. Unknown, -1, are those of
+    padding, of a response's last token, which was never an input, and of a request that was aborted at its last token.
 
     Raises RunError for a sample whose experts are not those of `routed`.
     """
-    answers = [samples.get(request.key, Sample()) for request in requests]
-    lengths = [len(request.prompt) + len(answer.token_ids) for request, answer in zip(requests, answers, strict=True)]
-    width = max(lengths, default=0)
 
-    def rows(of_prompt: int, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-        """Return [B, S]: `of_prompt` on the prompts, one value per response token, 0 on padding."""
-        table = torch.zeros(len(requests), width, dtype=dtype)
-        for row, request, own in zip(table, requests, values, strict=True):
-            row[: len(request.prompt)] = of_prompt
-            row[len(request.prompt) : len(request.prompt) + len(own)] = torch.tensor(own, dtype=dtype)
-        return table
+    def response(request: SampleRequest) -> Turn | None:
+        sample = samples.get(request.key)
+        return None if sample is None else turn_of(sample, len(request.prompt), routed)
 
-    tokens = rows(0, [answer.token_ids for answer in answers], torch.int64)
-    for row, request in zip(tokens, requests, strict=True):
-        row[: len(request.prompt)] = torch.tensor(request.prompt)
-    versions = [min(answer.versions, default=weight_version) for answer in answers]
-    return Rollout.from_rows(
-        tokens,
-        prompt_lengths=_integers([len(request.prompt) for request in requests]),
-        lengths=_integers(lengths),
-        rollout_logprobs=rows(0, [answer.logprobs for answer in answers], torch.float32),
-        end=ends_of(_integers([answer.finish == "stop" for answer in answers]).bool()),
-        prompt_index=_integers([request.key[0] for request in requests]),
-        sample_index=_integers([request.key[1] for request in requests]),
-        weight_version=_integers(versions),
-        token_versions=rows(0, [answer.versions for answer in answers], torch.int64) if with_token_versions else None,
-        kept=rows(0, [answer.kept for answer in answers], torch.bool) if with_token_versions else None,
-        failed=_integers([request.key not in samples for request in requests]).bool() if with_failed else None,
-        routing=None if routed is None else _routing(answers, lengths, routed),
+    return response_rows(
+        ((request.prompt, request.key, response(request)) for request in requests),
+        version=weight_version,
+        with_failed=with_failed,
+        with_versions=with_token_versions,
+        routed=(0, 0) if routed is None else (sum(routed.mixtures), routed.top_k),
     )
 
 
-def _routing(answers: Sequence[Sample], lengths: Sequence[int], routed: RoutedLayers) -> Tensor:
-    """Return [B, S, L, K] int16 experts of tokens in L mixtures; -1 if unknown.
-
-    lengths: of the rows, prompt and response. Unknown are padding, the last token of a response, which was never an
-    input, and rows without a response or whose request was aborted at its last token: an abort reports no experts.
-    """
-    width, mixtures = max(lengths, default=0), sum(routed.mixtures)
-    table = torch.full((len(answers), width, mixtures, routed.top_k), -1, dtype=torch.int16)
-    for row, answer, length in zip(table, answers, lengths, strict=True):
-        if answer.routing:
-            row[: length - 1] = _experts(answer, length - 1, routed)
-    return table
+def turn_of(sample: Sample, read: int, routed: RoutedLayers | None) -> Turn:
+    """Return a response to `read` tokens as a turn. Raises RunError for other experts than `routed`."""
+    ids = tuple(sample.token_ids)
+    routing = _experts(sample, read + len(ids) - 1, routed) if routed and sample.routing else None
+    columns = (tuple(sample.logprobs), tuple(sample.versions), sample.finish == "stop")
+    return Turn(ids, *columns, routing=routing, kept=tuple(sample.kept) if any(sample.kept) else ())
 
 
 def _experts(answer: Sample, inputs: int, routed: RoutedLayers) -> Tensor:
@@ -405,7 +374,3 @@ def _experts(answer: Sample, inputs: int, routed: RoutedLayers) -> Tensor:
         )
     mixtures = [layer for layer, mixed in enumerate(routed.mixtures) if mixed]
     return experts.view(-1, len(routed.mixtures), routed.top_k)[:, mixtures].to(torch.int16)
-
-
-def _integers(values: Sequence[int]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int64)

@@ -82,7 +82,6 @@ class _Generation:
     stall_s: float
     deadline_s: Callable[[int], float]  # seconds for a number of samples
     is_open: bool = True  # requests may come
-    begin: Callable[[_Job], None] = lambda _: None  # adds a sample
     jobs: dict[_Job, asyncio.Task[None]] = field(default_factory=dict)  # jobs in flight
     began: float = 0.0  # loop time of the first of them
     result: GenerationResult = field(default_factory=GenerationResult)
@@ -91,7 +90,7 @@ class _Generation:
     flying: set[_Job] = field(default_factory=set)
     homes: dict[int, Replica] = field(default_factory=dict)  # prompt -> server that last got it
     helpers: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes, checks, and the abort of all requests
-    group: asyncio.TaskGroup | None = None  # helpers' group, while samples are out
+    group: asyncio.TaskGroup | None = None  # of jobs and helpers, while it runs
     numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of requests
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     ended: int = 0  # jobs
@@ -247,8 +246,11 @@ class ServerRouter:
         job = _Job(request, before if usable else Sample(), answer)
 
         def add() -> None:
-            job.deadline = self._loop.time() + generation.deadline_s(len(generation.jobs) + 1)
-            generation.begin(job)
+            assert generation.group is not None, "the generation has ended"
+            now = self._loop.time()
+            job.deadline = now + generation.deadline_s(len(generation.jobs) + 1)
+            generation.began = generation.began if generation.jobs else now
+            generation.jobs[job] = generation.group.create_task(_see_to_end(generation, job, self._sample))
 
         def drop() -> None:
             if job in generation.jobs:
@@ -267,10 +269,8 @@ class ServerRouter:
         interrupt: stop sending, abort requests in flight and answer with their tokens; this returns within seconds.
         """
         assert self._future is not None, "no generation was started"
-        if interrupt:
-            self._loop.call_soon_threadsafe(_interrupt, self._generation, self._grace_s)
         if (generation := self._generation) is not None:
-            self._loop.call_soon_threadsafe(_close_open, generation)
+            self._loop.call_soon_threadsafe(_close_open, generation, interrupt, self._grace_s)
         try:
             return self._future.result(timeout=SLACK_S)
         except concurrent.futures.TimeoutError:
@@ -296,29 +296,6 @@ class ServerRouter:
 
     async def _run(self, generation: _Generation) -> GenerationResult:
         """Run until no more will come and each sample has ended or is unserved."""
-
-        async def see_to_end(job: _Job) -> None:
-            outcome: Sample | RequestFailure | None
-            try:
-                async with asyncio.timeout_at(job.deadline):
-                    outcome = await self._sample(generation, job)
-            except asyncio.CancelledError:
-                if not job.dropped:
-                    raise
-                outcome = None
-            except TimeoutError:
-                outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
-            _end(generation, job, outcome, self._loop.time())
-            _dispatch(generation)
-            if not generation.jobs and not generation.is_open:
-                _close(generation)
-
-        def begin(job: _Job) -> None:
-            if not generation.jobs:
-                generation.began = self._loop.time()
-            generation.jobs[job] = group.create_task(see_to_end(job))
-
-        generation.begin = begin
         try:
             async with asyncio.TaskGroup() as group:
                 generation.group = group
@@ -348,9 +325,6 @@ class ServerRouter:
             if isinstance(outcome, RequestFailure):
                 if _failed(generation, job, replica, outcome, retries=self._retries):
                     return outcome
-                self._loop.call_later(
-                    backoff_s(job.request, job.bad_answers + job.disruptions), _dispatch, generation
-                )  # also a busy server's pause ends
             elif outcome is not None and outcome.finish != "partial":
                 replica.answered(self._loop.time())
         return job.partial
@@ -446,8 +420,9 @@ def _serving(generation: _Generation, *states: State) -> list[Replica]:
 
 
 def _failed(generation: _Generation, job: _Job, replica: Replica, failure: RequestFailure, *, retries: int) -> bool:
-    """Record a failed try; return whether it was the sample's last one."""
-    now = asyncio.get_running_loop().time()
+    """Record a failed try and set its alarm; return whether it was the sample's last one."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
     job.last = failure.message
     generation.result.failed_tries[failure.kind] += 1
     if failure.charge == "sample":
@@ -456,6 +431,7 @@ def _failed(generation: _Generation, job: _Job, replica: Replica, failure: Reque
         job.disruptions += 1
     wait_s = backoff_s(job.request, job.bad_answers + job.disruptions)
     replica.failed(now, failure, wait_s=wait_s)
+    loop.call_later(wait_s, _dispatch, generation)  # then a busy server's pause ends, too
     elsewhere = any(other is not replica for other in _serving(generation, State.READY))
     job.not_before = now if elsewhere and failure.charge != "sample" else now + wait_s
     # Dying servers must not use up a sample's tries, and a sample that kills servers must not be retried for ever.
@@ -497,6 +473,28 @@ def _evict(generation: _Generation, replica: Replica, failure: RequestFailure) -
             job.attempt.cancel()
 
 
+async def _see_to_end(
+    generation: _Generation,
+    job: _Job,
+    sample: Callable[[_Generation, _Job], Coroutine[Any, Any, Sample | RequestFailure | None]],
+) -> None:
+    """Give a sample its end: an answer, or a failure at its deadline."""
+    outcome: Sample | RequestFailure | None
+    try:
+        async with asyncio.timeout_at(job.deadline):
+            outcome = await sample(generation, job)
+    except asyncio.CancelledError:
+        if not job.dropped:
+            raise
+        outcome = None
+    except TimeoutError:
+        outcome = RequestFailure("deadline", f"the generation's deadline came first: {job.last}")
+    _end(generation, job, outcome, asyncio.get_running_loop().time())
+    _dispatch(generation)
+    if not generation.jobs and not generation.is_open:
+        _close(generation)
+
+
 def _end(generation: _Generation, job: _Job, outcome: Sample | RequestFailure | None, now: float) -> None:
     """Answer a sample once; None: no server is left for it."""
     result = generation.result
@@ -520,9 +518,13 @@ def _close(generation: _Generation) -> None:
         task.cancel()
 
 
-def _close_open(generation: _Generation) -> None:
-    """Let no more requests come; those that are aborted get their answers first."""
+def _close_open(generation: _Generation, interrupt: bool, grace_s: float) -> None:
+    """Let no more requests come; interrupt: abort those that are out, which answer within `grace_s`."""
     generation.is_open = False
+    if interrupt:
+        generation.result.interrupted = True
+        _dispatch(generation)
+        _help(generation, "abort", partial(_abort, generation, grace_s))
     if not (generation.result.interrupted and generation.jobs):
         _close(generation)
 
@@ -542,14 +544,6 @@ def _help(
 
     if generation.group is not None and name not in generation.helpers:
         generation.helpers[name] = generation.group.create_task(help_samples())
-
-
-def _interrupt(generation: _Generation | None, grace_s: float) -> None:
-    """Stop sending, and abort all requests within `grace_s`."""
-    if generation is not None:
-        generation.result.interrupted = True
-        _dispatch(generation)
-        _help(generation, "abort", partial(_abort, generation, grace_s))
 
 
 async def _abort(generation: _Generation, grace_s: float) -> None:

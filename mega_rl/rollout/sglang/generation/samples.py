@@ -72,9 +72,8 @@ class Sample:
     # int32 [prompt + response - 1, layers, experts per token], little-endian: the experts of each token but the last;
     # empty unless Sampling.return_routing, and while the response is partial.
     routing: bytes = field(default=b"", repr=False)
-    kept: list[bool] = field(
-        default_factory=list
-    )  # the KV cache of the token's prefix may be of older weights; or none
+    # The KV cache of the token's prefix may be of older weights; or none.
+    kept: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.kept = self.kept or [False] * len(self.token_ids)

@@ -21,20 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def is_address(host: str) -> bool:
-    """Return whether `host` is an IPv4 or IPv6 address, not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def address_of(host: str) -> str:
     """Return the address of the interface `host`, IPv4 first; `host` itself if it is none."""
-    addresses = psutil.net_if_addrs().get(host, ())
-    kept = [one.address for one in sorted(addresses, key=lambda one: one.family) if is_address(one.address)]
-    return kept[0] if kept else host
+    of_family = {one.family: one.address for one in reversed(psutil.net_if_addrs().get(host, ()))}
+    return of_family.get(socket.AF_INET, of_family.get(socket.AF_INET6, host))
 
 
 def ranks_on_this_host(world_size: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import merge_failures, raise_together
@@ -53,8 +54,8 @@ def memory_fraction(setting: float, *, total: int, policy: int, weights: int, tp
     if not weights <= setting * total <= total - kept:
         raise UserError(
             f"{_SETTING}={setting:g}: of a device's {_gib(total)} a colocated server needs at least {_gib(weights)} "
-            f"for weights and leaves {_gib(kept)} to the trainer, for the policy that it sends and what it keeps; set "
-            "0 to have the fraction computed"
+            f"for weights and leaves {_gib(kept)} to the trainer, for the policy that it sends and what it keeps; "
+            "leave it out to have the fraction computed"
         )
     return setting
 
@@ -71,7 +72,7 @@ def _gib(size: int) -> str:
 
 
 class ServersMemory:
-    """Device memory of all servers on the trainer's devices, by `workers.residency.TAGS`.
+    """Device memory of all servers on the trainer's devices, by `TAGS`.
 
     It stops a server that fails: only then its memory is known to be free. It starts again as any lost server does.
     """
@@ -149,11 +150,8 @@ def release_at_start(pool: StartedServers, ranks: Ranks, *, timeout_s: float) ->
     """Let every server that has just started release its memory; collective. Raises RunError on all ranks."""
 
     def release(index: int) -> None:
-        control = Control(pool.endpoints[index], timeout_s=timeout_s)
-        try:
+        with closing(Control(pool.endpoints[index], timeout_s=timeout_s)) as control:
             release_memory(control, tuple(reversed(TAGS)))
-        finally:
-            control.close()
 
     _, own = each([index for index in range(len(pool.endpoints)) if pool.owner(index) == ranks.rank], release)
     failed = merge_failures(own, ranks)

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def end_together(node: Node, ended: Callable[[str], None]) -> None:
     if node.number == 0:
         _in_thread(_accept_nodes, _listener(node.address, node.life_port), node, ended)
     else:
-        _in_thread(_stay_with_first_node, _first_node(node), node, ended)
+        _in_thread(_wait_for_end, _first_node(node), ended, f"node 0 at {node.address}")
 
 
 def _in_thread(work: Callable[..., None], *arguments: object) -> None:
@@ -118,11 +119,8 @@ def _hold(connection: socket.socket, node: Node, ended: Callable[[str], None]) -
         except OSError:
             return
         secret, _, number = content.rstrip().partition(b" ")
-        if not secrets.compare_digest(secret, node.secret.encode()):
-            return
-        where = connection.getpeername()[0]
-        _wait_for_end(connection)
-    ended(f"node {int(number)} at {where} has ended")
+        if secrets.compare_digest(secret, node.secret.encode()):
+            _wait_for_end(connection, ended, f"node {int(number)} at {connection.getpeername()[0]}")
 
 
 def _first_node(node: Node) -> socket.socket:
@@ -137,22 +135,16 @@ def _first_node(node: Node) -> socket.socket:
             return connection
 
 
-def _stay_with_first_node(connection: socket.socket, node: Node, ended: Callable[[str], None]) -> None:
-    with connection:
-        _wait_for_end(connection)
-    ended(f"node 0 at {node.address} has ended")
-
-
-def _wait_for_end(connection: socket.socket) -> None:
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    try:
+def _wait_for_end(connection: socket.socket, ended: Callable[[str], None], name: str) -> None:
+    """Call `ended` once the other end, the node `name`, is gone."""
+    with connection, suppress(OSError):
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         while connection.recv(4096):
             pass
-    except OSError:
-        return
+    ended(f"{name} has ended")
 
 
 def _listener(address: str, port: int) -> socket.socket:

@@ -243,8 +243,6 @@ class ServerSettings:
     node: int = 0  # number of this one, the part's; 0 has the server's URL
     dtype: str = "float32"  # weights and activations: float32, bfloat16 or float16
     device: str = "cpu"  # or cuda
-    max_total_tokens: int = 0  # in the KV cache; 0: SGLang's choice on CUDA, 32768 on a CPU
-    mem_fraction: float = 0.0  # CUDA: share of the memory for weights and KV cache; 0: SGLang's choice
     memory_saver: bool = False  # CUDA: weights and KV cache can be released
     deterministic: bool = False  # CUDA: the same tokens whatever else is in the batch
     base_gpu: int = 0  # CUDA: the first of `tp_here` devices, counted in CUDA_VISIBLE_DEVICES
@@ -269,7 +267,7 @@ def arguments(settings: ServerSettings, port: int, meeting: Node | None = None) 
 
     meeting: of a server on several nodes.
     """
-    given = {
+    given: dict[str, object] = {
         "--model-path": settings.model_path.resolve(),
         "--host": settings.http_host,
         "--port": port,
@@ -285,14 +283,11 @@ def arguments(settings: ServerSettings, port: int, meeting: Node | None = None) 
     flags = ["--skip-tokenizer-init", *(["--enable-return-routed-experts"] if settings.return_routing else [])]
     if settings.device == "cpu":
         given["--attention-backend"] = "torch_native"
-        given["--max-total-tokens"] = settings.max_total_tokens or _CPU_TOKENS
+        if "max_total_tokens" not in settings.args:
+            given["--max-total-tokens"] = _CPU_TOKENS
         flags += ["--sleep-on-idle"]  # else a server without requests keeps a core busy, which the trainer needs
     else:
         given["--base-gpu-id"] = settings.base_gpu
-        if settings.max_total_tokens:
-            given["--max-total-tokens"] = settings.max_total_tokens
-        if settings.mem_fraction:
-            given["--mem-fraction-static"] = settings.mem_fraction
         flags += ["--enable-memory-saver"] if settings.memory_saver else []
         flags += ["--enable-deterministic-inference"] if settings.deterministic else []
     return [*(str(part) for pair in given.items() for part in pair), *flags, *command_line(settings.args)]

@@ -59,7 +59,7 @@ class AdapterPush:
     """Sends the trainer's adapters to servers, under one name; rank 0 talks to all."""
 
     def __init__(self, weights: TrainerWeights, servers: Mapping[int, Server], ranks: Ranks) -> None:
-        """servers: of this moment, by index; each has a `receiver` on rank 0."""
+        """servers: of this moment, by index."""
         self._weights, self._servers, self._ranks = weights, servers, ranks
 
     def send(self, *, version: int, servers: Sequence[int]) -> tuple[dict[int, str], dict[str, Tensor]]:
@@ -80,7 +80,6 @@ class AdapterPush:
         The name stays: a request that was held back while generation paused looks it up afterwards.
         """
         control, adapter = server.receiver, self._weights.engine.sharding.hf.adapter
-        assert control is not None, f"rank 0 has no control of server {server.index}"
         assert adapter is not None
         try:
             control.succeed("/unload_lora_adapter", {"lora_name": ADAPTER})

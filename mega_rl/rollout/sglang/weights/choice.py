@@ -42,7 +42,7 @@ def transport_for(
 
     delta: rollout.sglang.sync.delta. shared: host of each rank where servers take turns on the ranks' devices.
     """
-    controls = [one.receiver for one in servers if one.receiver is not None]
+    controls = [one.receiver for one in servers]
     far = joined and not all(is_loopback(urlsplit(one.endpoint.url).hostname or "") for one in controls)
     measure = partial(sends_changes, delta, controls, takes_turns=shared is not None)
     if (delta == "on" or (delta == "auto" and far)) and run_on_one(measure, ranks):

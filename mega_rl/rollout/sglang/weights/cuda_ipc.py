@@ -1,8 +1,8 @@
 """Weights by CUDA IPC, through GPUs that the trainer's ranks share with servers.
 
 Every rank assembles each bucket on its GPU, and the servers' tensor-parallel rank on the same GPU opens that memory by
-its handle. The first rank of each site gathers its ranks' handles, in one collective for each bucket that is also their
-barrier, and speaks with the site's servers. While servers load a bucket the ranks gather the next one.
+its handle. The first rank of each site gathers its ranks' payloads, in one collective for each bucket that is also
+their barrier, and speaks with the site's servers. While servers load a bucket the ranks gather the next one.
 
 Sharing a tensor records an event, for which the receiver's stream waits; torch frees a buffer only once the receiver
 has counted its handle down. So each bucket is shared anew, and only on ranks whose server will open it: memory with a
@@ -16,6 +16,7 @@ import base64
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -39,8 +40,6 @@ from mega_rl.rollout.sglang.weights.transport import (
 Reduced = tuple[Callable[..., object], tuple[object, ...]]  # function and arguments of a pickle
 
 _DEVICE_ARGUMENT = 6  # place among rebuild_cuda_tensor's arguments: the number of the device
-# Types among its arguments, of a tensor of bytes.
-_KINDS = {"Tensor": Tensor, "TypedStorage": torch.TypedStorage, "uint8": torch.uint8}
 
 
 class Handle:
@@ -51,31 +50,6 @@ class Handle:
 
     def __reduce__(self) -> Reduced:
         return self._reduced
-
-
-def as_json(arguments: Sequence[object]) -> list[object]:
-    """Return the arguments of rebuild_cuda_tensor for another rank: bytes in base64, types and dtypes by name."""
-    return [_as_json(value) for value in arguments]
-
-
-def _as_json(value: object) -> object:
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, (type, torch.dtype)):
-        return {"name": next(name for name, kind in _KINDS.items() if kind is value)}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def from_json(arguments: object) -> tuple[object, ...]:
-    """Return the arguments that `as_json` made on another rank."""
-    assert isinstance(arguments, list)
-    return tuple(_from_json(value) for value in arguments)
-
-
-def _from_json(value: object) -> object:
-    if isinstance(value, dict):
-        return base64.b64decode(value["bytes"]) if "bytes" in value else _KINDS[value["name"]]
-    return tuple(value) if isinstance(value, list) else value
 
 
 class CudaDevice:
@@ -89,18 +63,14 @@ class CudaDevice:
         """Return new memory, [nbytes] uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def handle(self, data: Tensor) -> object:
-        """Return a handle of `data` after the work that is queued on the device; JSON.
+    def handle(self, data: Tensor) -> Handle:
+        """Return an object that unpickles to `data` after the work that is queued on the device.
 
         A process must open it once: until then `data` keeps its memory.
         """
         arguments = list(reduce_tensor(data)[1])
         arguments[_DEVICE_ARGUMENT] = self._uuid
-        return as_json(arguments)
-
-    def opened(self, handle: object) -> object:
-        """Return an object that unpickles to a handle's tensor; any rank may call it."""
-        return Handle((rebuild_cuda_tensor, from_json(handle)))
+        return Handle((rebuild_cuda_tensor, tuple(arguments)))
 
     def close(self) -> None:
         """Free the memory that receivers have released."""
@@ -198,27 +168,16 @@ class CudaIpcTransport(Transport):
             self._held.append(data)
             requests.wait()
             failed = broadcast_json(list(requests.failed), self._part)
-            opening = [self._ranks[server.index] for server in here if server.index not in failed]
-            own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None
-            handles = self._part.gather_json(own)
+            opens = any(self._world.rank in self._ranks[one.index] for one in here if one.index not in failed)
+            own = payload(device.handle(data), bucket, self._weights.dtype) if opens else None
+            payloads = self._part.gather_json(own)
             if requests.servers:
                 last = version if bucket is self.buckets[-1] else None
-                requests.start(self._post(bucket, handles, device, last))
+                requests.start(partial(self._post, payloads, last))
         requests.wait()
 
-    def _post(
-        self, bucket: Bucket, handles: Sequence[object], device: CudaDevice, version: int | None
-    ) -> Callable[[Server, Control], None]:
-        """Return the request for one bucket; handles: of the site's ranks, None if unused."""
-        own = [rank for rank, site in enumerate(self._sites) if site == self._sites[self._world.rank]]
-        texts = {
-            rank: payload(device.opened(handle), bucket, self._weights.dtype)
-            for rank, handle in zip(own, handles, strict=True)
-            if handle is not None
-        }
-
-        def post(server: Server, receiver: Control) -> None:
-            payloads = [texts[rank] for rank in self._ranks[server.index]]
-            receiver.update_from_tensor(payloads, load_format=FORMAT, version=version)
-
-        return post
+    def _post(self, payloads: Sequence[str], version: int | None, server: Server, receiver: Control) -> None:
+        """Let a server load one bucket; payloads: of the site's ranks."""
+        site = [rank for rank, name in enumerate(self._sites) if name == self._sites[self._world.rank]]
+        of_server = [payloads[site.index(rank)] for rank in self._ranks[server.index]]
+        receiver.update_from_tensor(of_server, load_format=FORMAT, version=version)

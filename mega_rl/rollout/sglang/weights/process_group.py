@@ -211,7 +211,7 @@ class _Groups:
     def _leave(self, server: Server) -> None:
         for name in self.names:
             try:
-                _receiver(server).destroy_group(name)
+                server.receiver.destroy_group(name)
             except ServerError as error:  # with an answer: it is in no such group
                 if error.status is None:
                     raise
@@ -221,7 +221,7 @@ class _Groups:
 
         Empty where the groups have these servers already, None where no server is left.
         """
-        members = [(server, _receiver(server).endpoint) for server in requests.servers]
+        members = [(server, server.receiver.endpoint) for server in requests.servers]
         if not members or (self.names and members == self._members):
             return {} if members else None
         self.leave()
@@ -274,11 +274,6 @@ class _Groups:
         """Let servers no longer wait for those that have failed."""
         assert self._rendezvous is not None
         self._rendezvous.close(absent=sum(server.tp for server, _ in self._members if server.index in failed))
-
-
-def _receiver(server: Server) -> Control:
-    assert server.receiver is not None, f"rank {dist.get_rank()} does not lead server {server.index}"
-    return server.receiver
 
 
 class Rendezvous:

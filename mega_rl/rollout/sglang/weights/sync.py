@@ -45,23 +45,23 @@ class ServerTable:
     timeout_s: float  # of a call of servers that join
 
     def __post_init__(self) -> None:
-        self.own = {i: control_of(one) for i, one in self.servers.items() if self.leads(one)}
+        self.own = {i: one.receiver for i, one in self.servers.items() if self.leads(one)}
 
     def change(self, lost: Sequence[int]) -> list[int]:
         """Bring lost servers back, let others leave and join; return those that need weights; collective."""
         back, left = self.pool.bring_back(lost, lambda control: check_server(control, self.expected))
         for index, why in left.items():
             self.router.mark(index, State.LEFT, why)
-            control_of(self.servers.pop(index)).timeout_s = _LEAVE_S
+            self.servers.pop(index).receiver.timeout_s = _LEAVE_S
             self.own.pop(index, None)
         for index in back:
             self.router.place(self.pool.endpoints[index])
             if index in self.servers:
-                control_of(self.servers[index]).endpoint = self.pool.endpoints[index]
+                self.servers[index].receiver.endpoint = self.pool.endpoints[index]
                 continue
             server = self.servers[index] = server_of(self.pool, index, self.timeout_s)
             if self.leads(server):
-                self.own[index] = control_of(server)
+                self.own[index] = server.receiver
         return back
 
     def look(self, lost: Sequence[int]) -> Metrics:
@@ -74,14 +74,8 @@ class ServerTable:
 
 
 def server_of(pool: ServerPool, index: int, timeout_s: float) -> Server:
-    """Return a server of the pool with a control, which every rank has and only its leader uses."""
+    """Return a server of the pool."""
     return Server(index, pool.tp[index], pool.hosts[index], Control(pool.endpoints[index], timeout_s))
-
-
-def control_of(server: Server) -> Control:
-    """Return a server's control, which it has on every rank of a run."""
-    assert server.receiver is not None, f"server {server.index} has no control"
-    return server.receiver
 
 
 class NoServerError(RunError):
@@ -113,28 +107,15 @@ class SglangWeightSync:
         self._transport, self._table, self._ranks, self._router = transport, table, ranks, table.router
         self._controls, self._servers, self._expected = table.own, table.servers, table.expected
         self._probe, self._adapters, self._keeps = probe, adapters, keeps
-        self._listeners: list[Callable[[Sequence[int]], None]] = []
-        self._weight_version = 0
-        self._ready: set[int] = set()
+        # Called in every update with the servers that have all weights, before they generate; collective.
+        self.after_send: Callable[[Sequence[int]], None] = lambda _: None
+        self.weight_version = 0  # of the weights last published; 0 before the first publish
+        self.ready: set[int] = set()  # servers that took the last update; the same on all ranks
         self._checked: set[int] = set()
-
-    @property
-    def weight_version(self) -> int:
-        """Return the version of the weights last published; 0 before the first publish."""
-        return self._weight_version
-
-    @property
-    def ready(self) -> frozenset[int]:
-        """Return the servers that took the last update; the same on all ranks."""
-        return frozenset(self._ready)
-
-    def add_listener(self, listener: Callable[[Sequence[int]], None]) -> None:
-        """Call `listener` in every update with the servers that have all weights, before they generate; collective."""
-        self._listeners.append(listener)
 
     def resume_at(self, version: int) -> None:
         """Let the next publish have `version`, so that a resumed run counts on."""
-        self._weight_version = version - 1
+        self.weight_version = version - 1
 
     def publish(self) -> Metrics:
         """Send all weights to every server that answers, verify them, and raise the version.
@@ -142,28 +123,28 @@ class SglangWeightSync:
         Raises on all ranks alike: UserErrors for servers of another model or setting (with all differences), before
         sending; RunError when no server took the update, and the version then stays.
         """
-        out = [server for server in self._servers if server not in self._ready]
+        out = [server for server in self._servers if server not in self.ready]
         metrics = self._table.look(out)
         try:
-            metrics |= self._update(sorted(self._servers), self._weight_version + 1, in_place=self._keeps)
+            metrics |= self._update(sorted(self._servers), self.weight_version + 1, in_place=self._keeps)
         except NoServerError:
             if not metrics:
                 raise
             metrics |= self._table.look(list(self._servers))  # waits for one
-            metrics |= self._update(sorted(self._servers), self._weight_version + 1)
-        self._weight_version += 1
-        ready = float(len(self._ready))
-        return {"rollout/weight_version": float(self._weight_version), "sglang/servers_ready": ready, **metrics}
+            metrics |= self._update(sorted(self._servers), self.weight_version + 1)
+        self.weight_version += 1
+        ready = float(len(self.ready))
+        return {"rollout/weight_version": float(self.weight_version), "sglang/servers_ready": ready, **metrics}
 
     def refit(self, servers: Sequence[int]) -> Metrics:
         """Send the last published version to these servers, as after their restart; errors as in `publish`.
 
         The trainer must still hold those weights. Raises RunError only when no server at all is ready afterwards.
         """
-        if not self._weight_version:
+        if not self.weight_version:
             raise RuntimeError("refit was called before any weights were published")
         self._checked -= set(servers)
-        return self._update(sorted(servers), self._weight_version)
+        return self._update(sorted(servers), self.weight_version)
 
     # -- one update ------------------------------------------------------------------------------------------------
 
@@ -173,7 +154,7 @@ class SglangWeightSync:
         for server in servers:
             state = State.UPDATING if in_place else State.STALE
             self._router.mark(server, state, f"it is being sent the weights of version {version}")
-        self._ready &= set(self._servers) - set(servers)
+        self.ready &= set(self._servers) - set(servers)
         attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
             without_base = self._check(attempt)
@@ -190,8 +171,7 @@ class SglangWeightSync:
             if self._adapters is not None and attempt.left:
                 failed, adapters = self._adapters.send(version=version, servers=list(attempt.left))
                 attempt.fail(failed)
-            for listener in self._listeners:
-                listener(tuple(attempt.left))
+            self.after_send(tuple(attempt.left))
         with _timed(seconds, "continue"):
             attempt.all_do(lambda control: _finish(control, version))
         largest = 0.0
@@ -221,7 +201,7 @@ class SglangWeightSync:
         """
         attempt.all_do(_answers)
         if self._adapters is not None:
-            held = str(self._weight_version)
+            held = str(self.weight_version)
             own = [i for i in attempt.left if i in self._controls and i in self._checked]
             versions, _ = each(own, lambda i: self._controls[i].object("GET", "/model_info").get("weight_version"))
             # Somebody has started it again: it has its checkpoint's weights.
@@ -246,7 +226,7 @@ class SglangWeightSync:
         for i, why in attempt.failed.items():
             self._checked.discard(i)
             self._router.mark(i, State.DOWN if i in dead or self._keeps else State.STALE, why)
-        self._ready |= set(attempt.left)
+        self.ready |= set(attempt.left)
         for i in attempt.left:
             self._router.mark(i, State.READY, version=version)
         reasons = "\n".join(attempt.failed[i] for i in sorted(attempt.failed))
@@ -258,7 +238,7 @@ class SglangWeightSync:
                 len(self._servers),
                 reasons,
             )
-        if not self._ready:
+        if not self.ready:
             raise NoServerError(f"no SGLang server took the weights of version {version}:\n{reasons}")
 
 

@@ -72,12 +72,12 @@ class TrainerWeights:
 
 @dataclass(frozen=True)
 class Server:
-    """A server as a transport sees it; equal on all ranks but for `receiver`."""
+    """A server as a transport sees it."""
 
     index: int  # number of the server in the run
     tp: int  # its tensor-parallel ranks, equally many on each of its hosts
-    hosts: tuple[int, ...] = ()  # numbers of its nodes' hosts, in their order; empty: not known
-    receiver: Control | None = None  # needed on the rank that leads it
+    hosts: tuple[int, ...]  # numbers of its nodes' hosts, in their order; empty: not known
+    receiver: Control  # only the rank that leads it uses it
 
 
 class Transport(ABC):
@@ -94,7 +94,7 @@ class Transport(ABC):
         self, weights: TrainerWeights, servers: Collection[Server], *, bucket_bytes: int, timeout_s: float
     ) -> None:
         """
-        servers: of this moment, read at each send; each has a `receiver` on the rank that leads it, `leader_of`.
+        servers: of this moment, read at each send.
         timeout_s: longest that a server takes to answer, in seconds.
         """
         self._weights, self._servers = weights, servers
@@ -210,9 +210,7 @@ class ServerRequests:
     def start(self, work: Callable[[Server, Control], None]) -> None:
         """Call work(server, its receiver) for each server left, each in a thread."""
         assert not self._waiting, "requests are pending"
-        for server in self.servers:
-            assert server.receiver is not None, f"this rank does not lead server {server.index}"
-            self._waiting.append((server, self._pool.submit(work, server, server.receiver)))
+        self._waiting = [(one, self._pool.submit(work, one, one.receiver)) for one in self.servers]
 
     def fail_all(self, why: str) -> None:
         """Mark all servers that have not failed as failed."""

@@ -118,17 +118,15 @@ def all_cases(rank: int, root: str) -> dict[tuple[int, str], Any]:
 
 
 def one_case(ranks: Any, root: Path, lose: Callable[[Path], None], hosts: int) -> dict[str, Any]:
+    from mega_rl.checkpoint.run_state import RunState
     from mega_rl.checkpoint.store import RunCheckpoints
 
     MemoryCheckpoints.host = staticmethod(on_host(ranks.rank * hosts // RANKS, root))  # type: ignore[method-assign]
 
     def opened(value: float) -> tuple[RunCheckpoints, SmallEngine, Kept]:
         engine, kept = SmallEngine(value, rank=ranks.rank, size=RANKS), Kept(10 * ranks.rank)
-        store = RunCheckpoints(
-            root=root / "run" / "checkpoints", engines={"actor": engine}, ranks=ranks, identity={"seed": 1},
-            layout="dp4", config={}, settings=settings(memory_interval=1), rank_states={"random": kept},
-        )  # fmt: skip
-        return store, engine, kept
+        run = RunState({"actor": engine}, {"random": kept}, ranks, {"seed": 1}, "dp4", {})
+        return RunCheckpoints(root / "run" / "checkpoints", run, settings(memory_interval=1)), engine, kept
 
     first, engine, _ = opened(1)
     first.lock()

@@ -51,7 +51,7 @@ def killed_run(tmp_path: Path, *, on_disk: int = 1, in_memory: int = 3, **change
     saving = run(tmp_path, 0, **changes)
     start(saving, tmp_path)
     for step in range(1, in_memory + 1):
-        for engine in saving._run.engines.values():
+        for engine in saving.run.engines.values():
             set_value(engine, step)
         if step == on_disk:
             saving.save(step, {"of": "disk"})

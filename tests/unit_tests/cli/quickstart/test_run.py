@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli import app as cli
-from mega_rl.cli.quickstart import run, sums, word_problems
+from mega_rl.cli.quickstart import run
 from mega_rl.config.loader import load
 from mega_rl.config.packaged import file_of
 from mega_rl.data.hub import folder_name
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.parallel.accelerator.base import environment_of_ranks
+
+UNKNOWN = f"'math' is not one of {', '.join(map(repr, run.TASKS))}."
 
 
 @pytest.fixture
@@ -35,8 +37,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "start_ranks", start)
-    for task in (sums, word_problems):
-        monkeypatch.setattr(task, "write_model", lambda folder, seed: folder.mkdir())
+    monkeypatch.setattr(run, "write_fresh_model", lambda folder, tokens, seed: folder.mkdir())
     monkeypatch.setattr("mega_rl.cli.quickstart.run.summarize", lambda run_dir, **_: None)
     monkeypatch.setattr(run, "report", lambda runs: commands.append(["report", *map(str, runs)]))
     return commands
@@ -85,7 +86,11 @@ def test_word_problems_are_read_from_a_hub_folder(started: list[list[str]]) -> N
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--task", "math", "--task=math: must be one of sums, gsm8k, code"),
+        (
+            "--task",
+            "math",
+            f"Invalid value for '--task': Value error, {UNKNOWN}; see mega-rl --help",
+        ),
         ("--engine", "jax", "engine.backend='jax': must be one of megatron, fsdp"),
     ],
 )

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from mega_rl.cli.quickstart.inputs import write_fresh_model
 from mega_rl.cli.quickstart.reward import points
-from mega_rl.cli.quickstart.sums import VOCABULARY, Sums, make_sums, write_model
+from mega_rl.cli.quickstart.sums import TOKENS, Sums, make_sums
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def sums() -> Sums:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint")
-    write_model(directory, seed=5)
+    write_fresh_model(directory, TOKENS, seed=5)
     return directory
 
 
@@ -62,9 +63,9 @@ def test_tokenizer_has_one_token_per_character(sums: Sums, checkpoint: Path) -> 
     for row in sums.train[:50]:
         text = row["prompt"] + row["answer"]
         ids = tokenizer(text).input_ids
-        assert ids == [VOCABULARY.index(character) for character in text]
+        assert ids == [TOKENS.names.index(character) for character in text]
         assert tokenizer.decode(ids) == text
-    assert len(tokenizer) == len(VOCABULARY) == 16
+    assert len(tokenizer) == len(TOKENS.names) == 16
     ids = tokenizer("12<eos><pad>").input_ids
     assert ids[2:] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
@@ -76,8 +77,8 @@ def test_checkpoint_loads_and_its_ids_agree(checkpoint: Path) -> None:
     assert not [*report["missing_keys"], *report["unexpected_keys"]]
     config, generation = AutoConfig.from_pretrained(checkpoint), GenerationConfig.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    assert config.eos_token_id == generation.eos_token_id == tokenizer.eos_token_id == VOCABULARY.index("<eos>")
-    assert config.pad_token_id == generation.pad_token_id == tokenizer.pad_token_id == VOCABULARY.index("<pad>")
+    assert config.eos_token_id == generation.eos_token_id == tokenizer.eos_token_id == TOKENS.names.index("<eos>")
+    assert config.pad_token_id == generation.pad_token_id == tokenizer.pad_token_id == TOKENS.names.index("<pad>")
     assert config.vocab_size == len(tokenizer)
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers, config.intermediate_size)
     assert all(size % 2 == 0 for size in (*sizes, config.vocab_size)), "two ranks share it both ways"

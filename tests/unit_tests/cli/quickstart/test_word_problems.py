@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from mega_rl.cli import app as cli
 from mega_rl.cli.quickstart import word_problems
+from mega_rl.cli.quickstart.inputs import write_fresh_model
 from mega_rl.cli.quickstart.word_problems import (
-    MAX_POSITIONS,
     SENTENCE,
+    TOKENS,
     calculate,
     careless,
     make_problems,
-    write_model,
 )
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError
@@ -77,7 +77,7 @@ def test_command_writes_a_folder_of_the_hub(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_tokenizer_gives_texts_back_within_the_recipe(tmp_path: Path) -> None:
-    write_model(tmp_path, seed=0)
+    write_fresh_model(tmp_path, TOKENS, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     data, rollout = (config := load(Path("quickstart_gsm8k"))).data, config.rollout
     for problem in PROBLEMS:
@@ -91,5 +91,5 @@ def test_tokenizer_gives_texts_back_within_the_recipe(tmp_path: Path) -> None:
                 assert tokenizer.decode(token_ids) == solution
                 assert tokenizer.unk_token_id not in token_ids
                 assert len(token_ids) < rollout.max_new_tokens
-    assert data.max_prompt_tokens + rollout.max_new_tokens <= MAX_POSITIONS
+    assert data.max_prompt_tokens + rollout.max_new_tokens <= TOKENS.max_positions
     assert len(tokenizer) % 8 == 0

@@ -64,15 +64,12 @@ def idle(checkpoint: str, layout: str, *, dispatcher: str = "alltoall") -> dict[
     return result
 
 
-def balance(
-    checkpoint: str, layout: str, *, padded: bool = False, recompute: str = "none", average: bool = False
-) -> dict[str, Any]:
+def balance(checkpoint: str, layout: str, *, padded: bool = False, recompute: str = "none") -> dict[str, Any]:
     """Gradients of the balance loss alone, unclipped, and its value."""
     config = config_of(Path(checkpoint), layout, aux_loss_coef=2.0)
     config = replaced(config, "optim", clip_grad=0.0)
     config = replaced(config, "trainer.microbatch", packing=not padded, size=3)
     config = replaced(config, "model", recompute=recompute)
-    config = replaced(config, "engine.megatron.ddp", average_in_collective=average)
     with running_engine(config) as engine:
         metrics = engine.train_minibatch(own_rows(random_experience(), engine), nothing, lr=0.0)
         return {"gradients": exported_gradients(engine), "loss": metrics["moe_balance_loss"]}
@@ -142,10 +139,8 @@ def fusions(checkpoint: str) -> list[dict[str, bool]]:
 
     hf, overrides = read_hf_config(checkpoint), prepare("auto").transformer_config_overrides()
     config = config_of(Path(checkpoint), "1")
-    every = replaced(
-        config, "engine.megatron.moe", permute_fusion=False, router_fusion=True, shared_expert_overlap=True
-    )
-    names = ("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap")
+    every = replaced(config, "engine.megatron.moe", shared_expert_overlap=True)
+    names = ("moe_permute_fusion", "moe_shared_expert_overlap")
     asked = []
     for settings, te, deterministic in (
         (config, False, False),

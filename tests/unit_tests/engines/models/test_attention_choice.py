@@ -11,7 +11,8 @@ import pytest
 
 from mega_rl.config.loader import load
 from mega_rl.config.needs import Role, requested_attention
-from mega_rl.config.schema import ATTENTION, Config
+from mega_rl.config.schema import Config
+from mega_rl.config.setting import ATTENTION
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.engines.models.specs import check_one_backend, choose_attention
 from mega_rl.errors import UserError

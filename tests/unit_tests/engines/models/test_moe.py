@@ -40,7 +40,6 @@ BALANCE: dict[str, dict[str, Any]] = {
     "cp2-ep2": {"layout": "cp2-ep2"},
     "cp2-ep2 padded": {"layout": "cp2-ep2", "padded": True},
     "ep2-dp4": {"layout": "ep2-dp4"},
-    "ep2-dp4 average": {"layout": "ep2-dp4", "average": True},
 }
 BIASES: dict[str, dict[str, Any]] = {
     "1 full": {"layout": "1", "recompute": "full"},
@@ -176,11 +175,11 @@ def test_biases_are_those_of_one_rank(results: dict[str, Any], name: str) -> Non
 def test_kernels_of_mixtures_are_asked_of_megatron_core(results: dict[str, Any]) -> None:
     """Tokens are rearranged by a kernel where Transformer Engine's layers run, unless bits are to repeat."""
     assert [list(switches.values()) for switches in results["fusions"]] == [
-        [False, False, False],
-        [True, False, False],
-        [False, False, False],
-        [False, True, True],
-        [False, False, False],
+        [False, False],
+        [True, False],
+        [False, False],
+        [True, True],
+        [False, False],
     ]
 
 

@@ -19,7 +19,7 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.flight_recorder import FlightRecorder
-from mega_rl.tracking.health.guard import Guard
+from mega_rl.tracking.health.guard import guarded
 from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.tracking.health.records import read_records
 from tests.helpers.distributed import device_for
@@ -74,7 +74,7 @@ def hang(rank: int, run_dir: str, fault: str) -> None:
     folder = Path(run_dir)
     facts = RankFacts(folder, rank, WORLD_SIZE, 0, TIMEOUT_S, launched=False)
     try:
-        with Heartbeat(facts, FlightRecorder()) as heartbeat, Guard(heartbeat, investigate):
+        with Heartbeat(facts, FlightRecorder()) as heartbeat, guarded(heartbeat, investigate):
             layout = ParallelLayout(tp=2, world_size=WORLD_SIZE)
             groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=TIMEOUT_S)
             with progress.rounds("step", 100) as steps:

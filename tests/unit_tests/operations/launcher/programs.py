@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import textwrap
 import time
@@ -69,7 +70,20 @@ def write_program(folder: Path, program: str) -> None:
     (folder / "rank_program.py").write_text(PREAMBLE + textwrap.dedent(program))
 
 
-def start(folder: Path, program: str, *, key: str = "", nohup: bool = False, **settings: object) -> Started:
+# A launcher that waits for other launchers only for a short time.
+HURRIED = """
+import sys
+from mega_rl.cli.launch import main
+from mega_rl.operations.launcher import channel, nodes
+channel.SILENT_S, channel.BEAT_S, channel.JOIN_S, nodes.JOIN_S = {silent_s}, 0.2, {join_s}, {join_s}
+sys.exit(main(sys.argv[1]))
+"""
+
+
+def start(
+    folder: Path, program: str, *, key: str = "", nohup: bool = False, silent_s: float = 5.0, join_s: float = 60.0,
+    **settings: object,
+) -> Started:  # fmt: skip
     """Start a launcher of two ranks, unless `settings` say otherwise, that run `program` in `folder`."""
 
     def signals_of_a_terminal() -> None:
@@ -82,8 +96,9 @@ def start(folder: Path, program: str, *, key: str = "", nohup: bool = False, **s
     launch = replace(Launch(("rank_program",), 2, run_dir="run"), **settings)  # type: ignore[arg-type]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **({KEY: key} if key else {})}
     number, errors = tempfile.mkstemp(".txt", "errors.", folder)
+    hurried = [sys.executable, "-P", "-c", HURRIED.format(silent_s=silent_s, join_s=join_s), launch.to_json()]
     process = subprocess.Popen(
-        command(launch),
+        hurried if launch.nnodes > 1 else command(launch),
         cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=number, preexec_fn=signals_of_a_terminal,
     )  # fmt: skip
     os.close(number)

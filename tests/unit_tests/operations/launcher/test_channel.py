@@ -32,10 +32,10 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def ends(*, silent_s: float = 30.0) -> tuple[Channel, Channel]:
+def ends() -> tuple[Channel, Channel]:
     """Return both ends of an open channel: node 0's, the other's."""
     here, there = socket.socketpair()
-    server, client = (Channel(one, KEY, is_server=one is here, silent_s=silent_s) for one in (here, there))
+    server, client = (Channel(one, KEY, is_server=one is here) for one in (here, there))
     assert (server.receive(), client.receive()) == ([], [])
     return server, client
 
@@ -96,7 +96,8 @@ def test_end_with_unread_messages_is_a_closed_connection() -> None:
 
 def test_silence_ends_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "BEAT_S", 0.02)
-    server, client = ends(silent_s=0.5)
+    monkeypatch.setattr(channel, "SILENT_S", 0.5)
+    server, client = ends()
     client.keep_alive()
     for _ in range(100):  # beats keep it open
         assert server.receive() == []

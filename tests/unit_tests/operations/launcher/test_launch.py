@@ -15,7 +15,7 @@ import pytest
 
 from mega_rl.disk import lock_file
 from mega_rl.errors import RunError
-from mega_rl.operations.launcher.ranks import RankStore
+from mega_rl.operations.launcher.ranks import rank_store
 from tests.unit_tests.operations.launcher.programs import Started, is_gone, run, start, wait_until
 
 ENDLESS = "reached('up'); time.sleep(600)"
@@ -227,6 +227,7 @@ def test_machine_without_further_processes_is_named(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(RunError, match="cannot be started: Resource temporarily unavailable"):
-        RankStore("127.0.0.1")
+    error = pytest.raises(RunError, match="cannot be started: Resource temporarily unavailable")
+    with error, rank_store("127.0.0.1"):
+        pass
     assert os.listdir("/proc/self/fd") == before

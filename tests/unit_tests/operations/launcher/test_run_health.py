@@ -55,9 +55,10 @@ def test_only_waits_past_their_deadline_are_overdue(tmp_path: Path, records: lis
     assert RunHealth(tmp_path).overdue() == reason
 
 
-def test_silence_of_all_ranks_is_overdue(tmp_path: Path) -> None:
+def test_silence_of_all_ranks_is_overdue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
-    health = RunHealth(tmp_path, clock=lambda: now[0])
+    monkeypatch.setattr(run_health, "monotonic", lambda: now[0])
+    health = RunHealth(tmp_path)
     for rank in range(2):
         write_record(tmp_path, record(rank))
     assert health.overdue() is None
@@ -67,10 +68,13 @@ def test_silence_of_all_ranks_is_overdue(tmp_path: Path) -> None:
     assert health.overdue() is None
 
 
-def test_folder_that_hangs_makes_the_run_overdue(tmp_path: Path, hangs: threading.Event) -> None:
+def test_folder_that_hangs_makes_the_run_overdue(
+    tmp_path: Path, hangs: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_record(tmp_path, record(timeout_s=10.0))
     now = [0.0]
-    health = RunHealth(tmp_path, clock=lambda: now[0])
+    monkeypatch.setattr(run_health, "monotonic", lambda: now[0])
+    health = RunHealth(tmp_path)
     assert health.overdue() is None
     hangs.set()
     for seconds in (0.0, 69.0):  # within what a collective may take, and a minute

@@ -26,7 +26,7 @@ def node(tmp_path: Path) -> Iterator[Start]:
 
     def start_node(number: int, program: str, **settings: object) -> Started:
         options: dict[str, object] = {"nnodes": 2, "nproc_per_node": 1, "key": KEY, "node_rank": number}
-        options |= {"master_addr": "127.0.0.1", "master_port": port, "silent_s": 5.0}
+        options |= {"master_addr": "127.0.0.1", "master_port": port}
         started.append(start(tmp_path, program, **(options | settings)))  # type: ignore[arg-type]
         return started[-1]
 

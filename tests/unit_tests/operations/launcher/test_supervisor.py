@@ -16,7 +16,6 @@ from mega_rl.operations.launcher.supervisor import (
     GenerationState,
     RestartPolicy,
     RunFailure,
-    ending,
     failure_of,
     stop_code,
 )
@@ -66,7 +65,9 @@ def due_after(state: GenerationState, clock: Clock, seconds: float) -> str:
     ],
 )
 def test_end_of_a_rank_is_named(code: int, words: str) -> None:
-    assert ending(code) == words
+    failure = failure_of([RankEnd(1, 1001, code)], world_size=2)
+    assert failure is not None
+    assert failure.cause == f"rank 1 (process 1001) {words}"
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from mega_rl.disk import lock_file
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.schedulers import RecipeFacts, variables
+from mega_rl.operations.schedulers import RecipeFacts, ray, variables
 from mega_rl.operations.schedulers.ray import GIVE_UP_S, KEY, NodeLauncher, NodeLost, Output, RayRun, drive
 from tests.unit_tests.operations.launcher.programs import is_gone, wait_until
 
@@ -81,7 +82,8 @@ def driven(*scripts: Mapping[float, tuple[int, int | str]], saved: Sequence[Sequ
         return placements[-1]
 
     try:
-        return drive(RUN, FACTS, place, write=lines.append, clock=clock), placements, lines
+        with patch.object(ray, "monotonic", clock):
+            return drive(RUN, FACTS, place, write=lines.append), placements, lines
     finally:
         assert all(one.removed for one in placements)
 
@@ -143,7 +145,7 @@ def test_silent_node_is_given_up() -> None:
     assert first._clock.now > 905 + GIVE_UP_S
 
 
-def test_signals_reach_the_nodes_and_end_the_run() -> None:
+def test_signals_reach_the_nodes_and_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, nodes = Clock(), None
 
     class Stopped(PlayedNodes):
@@ -157,12 +159,13 @@ def test_signals_reach_the_nodes_and_end_the_run() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         return nodes
 
-    assert drive(RUN, FACTS, place, write=lambda line: None, clock=clock) == 128 + signal.SIGUSR1
+    monkeypatch.setattr(ray, "monotonic", clock)
+    assert drive(RUN, FACTS, place, write=lambda line: None) == 128 + signal.SIGUSR1
     assert nodes is not None
     assert nodes.signals[0] == (0.0, signal.SIGUSR1)
 
 
-def test_node_lost_before_its_start_is_placed_again() -> None:
+def test_node_lost_before_its_start_is_placed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(PlayedNodes):
         def prepare(self, run_dir: str) -> tuple[int, Sequence[str]]:
             raise NodeLost("node 0 is lost: 10.0.0.1: gone")
@@ -170,7 +173,8 @@ def test_node_lost_before_its_start_is_placed_again() -> None:
     clock = Clock()
     placements = [Gone(clock, {}), PlayedNodes(clock, ENDS_WELL)]
     left = iter(placements)
-    assert drive(RUN, FACTS, lambda stop: next(left), write=lambda line: None, clock=clock) == 0
+    monkeypatch.setattr(ray, "monotonic", clock)
+    assert drive(RUN, FACTS, lambda stop: next(left), write=lambda line: None) == 0
     assert all(one.removed for one in placements)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.operations.schedulers.slurm import FIRST_PORT, NUM_PORTS, become_rank, first_host, is_one_of_several
+from mega_rl.operations.schedulers.slurm import FIRST_PORT, NUM_PORTS, become_rank, first_host
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -53,7 +53,6 @@ def test_other_environments_stay_unchanged(environment: dict[str, str]) -> None:
     before = dict(environment)
     become_rank(environment)
     assert environment == before
-    assert not is_one_of_several(environment)
 
 
 @pytest.mark.parametrize(

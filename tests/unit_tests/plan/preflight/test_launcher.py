@@ -26,12 +26,11 @@ def in_environment(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -
         STEP,
         {**STEP, "SLURM_PROCID": "5"},
         {**STEP, "SLURM_NTASKS": "1"},
-        {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
     ],
 )
 def test_one_of_several_tasks_is_refused(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     in_environment(monkeypatch, environment)
-    with pytest.raises(UserError, match=r"srun started [28] tasks, .* as a rank"):
+    with pytest.raises(UserError, match=r"srun started 8 tasks, .* as a rank"):
         refuse_tasks_of_srun()
 
 
@@ -41,12 +40,10 @@ def test_one_of_several_tasks_is_refused(environment: dict[str, str], monkeypatc
         {},
         JOB,
         {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
-        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-        {"SLURM_PROCID": "0"},
         {**STEP, "RANK": "3"},
         {**JOB, "SLURM_PROCID": "0"},
     ],
-    ids=["no Slurm", "salloc", "one task in a larger job", "one", "none named", "torchrun", "batch script"],
+    ids=["no Slurm", "salloc", "one task in a larger job", "torchrun", "batch script"],
 )
 def test_other_starts_are_accepted(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     in_environment(monkeypatch, environment)

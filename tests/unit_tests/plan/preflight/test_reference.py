@@ -21,7 +21,7 @@ DISTILLED = ["algorithm.advantage=distillation", "model.ref_path=t", "algorithm.
     ("settings", "changes", "words"),
     [
         (TAKES_IN, {"num_layers": 2, "norm_eps": 1e-3}, "model.path and model.ref_path differ in num_layers, norm_eps"),
-        (TAKES_IN, {"eos_token_ids": (7,), "dtype": "float32", "initializer_range": 0.5}, ""),
+        (TAKES_IN, {"dtype": "float32", "initializer_range": 0.5}, ""),
         (FIXED, {"num_layers": 2}, ""),
         (DISTILLED, {"vocab_size": 151_643, "hidden_size": 8192}, "take a teacher of the same size"),
         (DISTILLED, {"hidden_size": 8192}, ""),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RemoteSandboxConfig, RewardSandboxConfig
+from mega_rl.config.schema.rollout import RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.errors import UserError
 from mega_rl.rewards.code import build_sandbox, check_sandbox, read_cases
 from tests.helpers.sandboxes import local_sandbox
@@ -61,7 +61,7 @@ def test_service_runs_the_same_tests(answer: Any, program: str, passes: list[boo
     local_sandbox()
     with serving(run) as service:
         sandbox = build_sandbox(settings(service))
-        assert [case.run(sandbox, program, 2.0)[0] for case in read_cases(answer)] == passes
+        assert [case.run(sandbox, program, 2.0) for case in read_cases(answer)] == passes
     post = service.posts[0]
     assert (post.path, post.body["run_timeout"], post.body["memory_limit_MB"]) == ("/run_code", 2.0, 512)
 

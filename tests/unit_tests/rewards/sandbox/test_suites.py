@@ -115,4 +115,4 @@ def prompt(index: int, tests: Any, row: Mapping[str, Any] | None = None) -> Prom
 def test_asserts_that_ran_are_counted(program: str, passes: bool) -> None:
     """A wrong program that yields nothing to assert over does not pass."""
     case = AssertCase("for x, y in zip(map(f, [1, 2]), [3, 6]):\n    assert x == y")
-    assert case.run(local_sandbox(), program, 5.0)[0] == passes
+    assert case.run(local_sandbox(), program, 5.0) == passes

@@ -37,7 +37,7 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.types import Draw, Prompt
+from mega_rl.types import Draw, Draws, Prompt
 from mega_rl.workers.rollout import RolloutWorker
 from mega_rl.workers.stream import ServerFlow
 from tests.helpers.fake_sglang import KEYS, Answers, Exchange, FakeServer, generated, right, right_tokens
@@ -157,8 +157,8 @@ def test_other_hosts_serve_while_none_here_does(near_serves: bool) -> None:
             assert brought_back == []
 
 
-def test_requests_carry_their_limits() -> None:
-    """A response is whole at its request's limit, by default at that of all."""
+def test_requests_carry_their_limit() -> None:
+    """A response is whole at the evaluation's limit, by default at the run's."""
     asked: list[SampleRequest] = []
 
     def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> Answers:
@@ -166,18 +166,19 @@ def test_requests_carry_their_limits() -> None:
         return served(requests)
 
     engine, _ = engine_over(ScriptedFleet(answer), max_positions=6)
-    generate(engine, limits=[1, 2, 4])
-    assert [request.most(SAMPLING) for request in asked] == [1, 1, 2, 2, 4, 4]
     sample = Sample([9, 9], [-0.5, -0.5], [1, 1])
-    assert [sample.is_whole(request, SAMPLING) for request in asked[::2]] == [True, True, False]
+    generate(engine, draws=Draws(n=2, temperature=1.0, max_new_tokens=2))
+    assert asked[-1].most(SAMPLING) == 2
+    assert sample.is_whole(asked[-1], SAMPLING)
     generate(engine)
     assert asked[-1].most(SAMPLING) == 4
+    assert not sample.is_whole(asked[-1], SAMPLING)
     engine.router.size = 1
     longer = [replace(PROMPTS[0], token_ids=(3, 4, 5))]
-    engine.generate(longer, [0], n=1, seed=(0,), limits=[3])
+    engine.generate(longer, [0], n=1, seed=(0,), draws=Draws(n=1, temperature=1.0, max_new_tokens=3))
     said = "the longest prompt has 3 tokens and its response up to 4: .*max_position_embeddings=6"
     with pytest.raises(UserError, match=said):
-        engine.generate(longer, [0], n=1, seed=(0,), limits=[4])
+        engine.generate(longer, [0], n=1, seed=(0,))
 
 
 def test_rows_are_ordered_and_have_own_seeds() -> None:

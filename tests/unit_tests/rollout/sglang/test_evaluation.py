@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli.quickstart import sums
+from mega_rl.cli.quickstart.inputs import write_fresh_model
 from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
@@ -27,7 +28,7 @@ pytestmark = [
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluation")
     sums.write_data(folder, seed=0, num_held_out=6)
-    sums.write_model(folder / "model", seed=0)
+    write_fresh_model(folder / "model", sums.TOKENS, seed=0)
     (folder / "reward.py").write_text(REWARD)
     return folder
 

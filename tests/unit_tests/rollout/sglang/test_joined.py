@@ -546,7 +546,9 @@ def digest_of_run(folder: Path, kills: int) -> str:
         plan = SamplingPlan(fleet_numbers.N, 0, 4, 4, ahead=8, steps=KILLS)
         stage, log = Stages(FakeTimer()), StepLog(FakeSink(), FakeTimer())
         order: Any = SimpleNamespace(
-            take=lambda first, count: [replace(PROMPTS[n % 4], index=n) for n in range(first, first + count)]
+            take=lambda first, count: [replace(PROMPTS[n % 4], index=n) for n in range(first, first + count)],
+            metrics=lambda _: {},
+            waits=dict,
         )
         collector = Collector(order, stream, fleet_numbers.Lengths(), plan, ranks, stage, log, stock=stock)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli.quickstart import sums
+from mega_rl.cli.quickstart.inputs import write_fresh_model
 from mega_rl.rollout.sglang.control import Keys
 from mega_rl.tracking.metrics.records import read_metrics
 from mega_rl.types import Metrics
@@ -30,7 +31,7 @@ STEPS = 14
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_run_goes_on_while_servers_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     sums.write_data(tmp_path / "data", seed=0)
-    sums.write_model(tmp_path / "model", seed=0)
+    write_fresh_model(tmp_path / "model", sums.TOKENS, seed=0)
     keys = Keys.random()
     keys.write(tmp_path / "keys.json")
     monkeypatch.setattr(Keys, "random", lambda: keys)

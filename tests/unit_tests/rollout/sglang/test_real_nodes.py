@@ -55,7 +55,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Serve
                 nodes=2,
                 node=number,
                 device=DEVICE,
-                max_total_tokens=4000,
+                args={"max_total_tokens": 4000},
                 start_timeout_s=2 * START_S,
             ),
             index=0,

@@ -55,10 +55,10 @@ def test_arguments_on_cuda() -> None:
         "--dtype", "bfloat16", "--tp-size", "4", "--random-seed", "0", "--base-gpu-id", "4",
     ]  # fmt: skip
     assert arguments(plain, 31001) == [*common, "--skip-tokenizer-init"]
-    full = replace(plain, max_total_tokens=9, mem_fraction=0.6, memory_saver=True, deterministic=True)
-    assert arguments(full, 31001) == [
-        *common, "--max-total-tokens", "9", "--mem-fraction-static", "0.6", "--skip-tokenizer-init",
-        "--enable-memory-saver", "--enable-deterministic-inference",
+    args = {"max_total_tokens": 9, "mem_fraction_static": 0.6}
+    assert arguments(replace(plain, memory_saver=True, deterministic=True, args=args), 31001) == [
+        *common, "--skip-tokenizer-init", "--enable-memory-saver", "--enable-deterministic-inference",
+        "--max-total-tokens", "9", "--mem-fraction-static", "0.6",
     ]  # fmt: skip
 
 
@@ -268,7 +268,9 @@ def both(
 ) -> Iterator[tuple[Running, Running, ServerProcess, Any]]:
     """`own`, `pair`, the latter's ServerProcess and the former's program."""
     folder = tmp_path_factory.mktemp("own")
-    settings = ServerSettings(checkpoint, tp=2, device=DEVICE, max_total_tokens=20000, start_timeout_s=START_S)
+    settings = ServerSettings(
+        checkpoint, tp=2, device=DEVICE, args={"max_total_tokens": 20000}, start_timeout_s=START_S
+    )
     program = owner(checkpoint, folder, ready=True)
     try:
         with ServerProcess(settings, index=1, folder=tmp_path_factory.mktemp("pair")) as process:

@@ -398,7 +398,7 @@ def test_listener_is_called_between_loading_and_generating(
 
     servers[0].faults = {UPDATE: ("error", 1)}
     run = run_of(servers)
-    run.sync.add_listener(listen)
+    run.sync.after_send = listen
     run.sync.publish()
     assert seen == [([1, 2], [3, 3], [0, 0, 0])]
     assert run.rotation.said == {0: "stale", 1: "ready 1", 2: "ready 1"}

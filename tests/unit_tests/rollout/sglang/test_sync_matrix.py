@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import AdapterConfig, MegatronConfig, RolloutConfig, SglangConfig, SglangSyncConfig
+from mega_rl.config.schema import AdapterConfig, MegatronConfig, RolloutConfig
+from mega_rl.config.schema.rollout import SglangConfig, SglangSyncConfig
 from mega_rl.converters.architecture import Adapter
 from mega_rl.rollout.sglang.control import Control, Endpoint, Keys, ServerError
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, telling_lines
@@ -110,9 +111,8 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
                         model_path=root / f"{source}-a",
                         tp=tp,
                         device=DEVICE,
-                        max_total_tokens=8000,
                         start_timeout_s=2 * START_S,
-                        args=LORA if source.startswith("adapted") else {},
+                        args={"max_total_tokens": 8000} | (LORA if source.startswith("adapted") else {}),
                     ),
                     index=index,
                     folder=root / source,
@@ -304,7 +304,7 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
         stop_token_ids=[1],
         batch_size=8,
     )
-    EmbeddedWeightSync(engine.export_weights, embedded, bucket_bytes=1 << 20, verify_interval=1).publish()
+    EmbeddedWeightSync(engine.export_weights, embedded, verify_interval=1).publish()
     served = SglangRolloutEngine(
         connection.router,
         everyone=world,

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from mega_rl.cli.quickstart import sums
+from mega_rl.cli.quickstart.inputs import write_fresh_model
 from mega_rl.tracking.metrics.records import read_metrics
 from mega_rl.verify import audit_run
 from mega_rl.verify.audit import read_steps
@@ -59,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[int]]
     """The folder of a finished run, its folder of temporary files, and the processes that it had."""
     folder = tmp_path_factory.mktemp("ppo")
     sums.write_data(folder / "data", seed=0)
-    sums.write_model(folder / "model", seed=0)
+    write_fresh_model(folder / "model", sums.TOKENS, seed=0)
     quantise(folder / "model")
     (folder / "reward.py").write_text(REWARD)
     (folder / "tmp").mkdir()

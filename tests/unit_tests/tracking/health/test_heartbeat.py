@@ -11,7 +11,7 @@ import pytest
 
 from mega_rl.errors import RunError
 from mega_rl.tracking.health import heartbeat
-from mega_rl.tracking.health.guard import Guard
+from mega_rl.tracking.health.guard import guarded
 from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.tracking.health.records import RankRecord, read_records
 
@@ -51,7 +51,7 @@ def test_system_exit_inside_a_run_is_a_failure(tmp_path: Path) -> None:
             RunError, match=r"^SystemExit\(0\) was raised inside of the run \(at .*test_heartbeat.py:\d+ in test_"
         ),
         heartbeat_in(tmp_path) as beat,
-        Guard(beat),
+        guarded(beat),
     ):
         raise SystemExit(0)
     words = read_records(tmp_path)[0].ended

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
 
+from mega_rl.tracking.metrics import console
 from mega_rl.tracking.metrics.console import ConsoleSink, step_line
 from mega_rl.tracking.progress.terminal import TIME_WIDTH
 
@@ -52,7 +54,9 @@ def test_narrow_line_keeps_the_important_columns(width: int) -> None:
 def test_only_terminal_lines_are_narrowed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mega_rl")
     for terminal in (True, False):
-        ConsoleSink(console=Console(file=io.StringIO(), force_terminal=terminal, width=80)).log(12, METRICS)
+        stream = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+        with patch.object(console, "standard_error", return_value=stream):
+            ConsoleSink().log(12, METRICS)
     narrow, whole = (record.getMessage() for record in caplog.records)
     assert len(narrow) + TIME_WIDTH <= 80
     assert whole == ALL
@@ -65,7 +69,7 @@ def test_parts_get_columns_and_samples_are_shown(caplog: pytest.LogCaptureFixtur
         "reward": 1.5, "reward_exact": 1.0, "reward_style": None, "advantage_mean": 0.25, "response_tokens": 3,
         "finished": False,
     }  # fmt: skip
-    sink = ConsoleSink(samples=1, console=Console(file=io.StringIO(), width=80))
+    sink = ConsoleSink(samples=1)
     for step in (1, 2):
         sink.dump_rollouts(step, [row, row])
         sink.log(step, METRICS | {"reward/exact": 0.75})

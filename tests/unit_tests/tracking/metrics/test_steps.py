@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.tracking.metrics import steps
 from mega_rl.tracking.metrics.steps import TOKEN_PHASES, PhaseTimer, StepMeter, StepTraces, WorkMeter
 from mega_rl.workers.models import RoleMeter
 
@@ -26,24 +27,30 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(steps, "perf_counter", made)
+    return made
+
+
 def spend(timer: PhaseTimer | StepMeter, clock: Clock, **seconds: float) -> None:
     for name, length in seconds.items():
         with timer.phase(name):
             clock.now += length
 
 
-def meter_of(clock: Clock, *, peak: float | None = 10e12, traces: StepTraces | None = None) -> StepMeter:
+def meter_of(*, peak: float | None = 10e12, traces: StepTraces | None = None) -> StepMeter:
     peaks: list[Mapping[str, int]] = [{"allocated": 7}, {"allocated": 5}]
-    meter = StepMeter(PhaseTimer(clock=clock), WorkMeter(), SingleRank(), peak, lambda: peaks.pop(0), traces)
+    meter = StepMeter(PhaseTimer(), WorkMeter(), SingleRank(), peak, lambda: peaks.pop(0), traces)
     if traces is None:
         meter.reset()
     return meter
 
 
-def test_phases_add_up_to_the_step() -> None:
+def test_phases_add_up_to_the_step(clock: Clock) -> None:
     """A step begins when the last one was read."""
-    clock = Clock()
-    timer = PhaseTimer(clock=clock)
+    timer = PhaseTimer()
     spend(timer, clock, generate=3.0, update_actor=1.0)
     spend(timer, clock, update_actor=4.0)
     clock.now += 1.5
@@ -60,25 +67,23 @@ def test_phases_add_up_to_the_step() -> None:
     assert timer.metrics() == {"time/step_s": 0.0, "time/coverage": 1.0}
 
 
-def test_device_is_waited_for_at_both_ends() -> None:
-    clock = Clock()
+def test_device_is_waited_for_at_both_ends(clock: Clock) -> None:
     calls: list[float] = []
 
     def synchronize() -> None:
         calls.append(clock.now)
         clock.now += 10.0  # the queue drains while waiting
 
-    timer = PhaseTimer(synchronize=synchronize, clock=clock)
+    timer = PhaseTimer(synchronize=synchronize)
     spend(timer, clock, update_actor=1.0)
     assert calls == [100.0, 111.0]
     assert timer.metrics()["time/update_actor_s"] == 11.0, "its own queue counts, the earlier queue does not"
 
 
 @pytest.mark.parametrize(("peak", "mfu"), [(10e12, 0.2), (None, None)])
-def test_rate_counts_only_phases_of_models(peak: float | None, mfu: float | None) -> None:
+def test_rate_counts_only_phases_of_models(peak: float | None, mfu: float | None, clock: Clock) -> None:
     """8 TFLOP in 4 s, on a device that does 10 in a second; memory is only this step's peak."""
-    clock = Clock()
-    meter = meter_of(clock, peak=peak)
+    meter = meter_of(peak=peak)
     spend(meter, clock, generate=5.0, values=1.0, update_actor=3.0)
     meter.work.total += 8e12
     record = meter.metrics()
@@ -86,10 +91,9 @@ def test_rate_counts_only_phases_of_models(peak: float | None, mfu: float | None
     assert (record["memory/peak_allocated_bytes"], record["time/step_s"]) == (5, 9.0)
 
 
-def test_tokens_are_divided_by_their_phase() -> None:
+def test_tokens_are_divided_by_their_phase(clock: Clock) -> None:
     """300 tokens in 2 s; phases without tokens or without a rate are not reported."""
-    clock = Clock()
-    meter = meter_of(clock)
+    meter = meter_of()
     for phase, seconds in (("values", 2.0), ("log", 1.0), ("ref_logprobs", 1.0)):
         with meter.phase(phase):
             clock.now += seconds
@@ -101,8 +105,7 @@ def test_tokens_are_divided_by_their_phase() -> None:
 
 
 def test_chosen_steps_are_traced(tmp_path: Path) -> None:
-    clock = Clock()
-    meter = meter_of(clock, traces=StepTraces(tmp_path / "profile", steps=[2], rank=3, memory=False))
+    meter = meter_of(traces=StepTraces(tmp_path / "profile", steps=[2], rank=3, memory=False))
     meter.peak_memory = dict
     for _ in range(3):
         meter.reset()
@@ -131,9 +134,9 @@ def test_rank_counts_its_share_of_the_replica() -> None:
     role = RoleMeter(cast(Any, Work()), meter, replica_size=2)
     meter.phase = "values"
     role.forward(batch)
-    assert meter.take() == 5.0
+    assert meter.take()[0] == 5.0
     role.forward(batch, tokens=False)
     role.update(batch)
-    assert (meter.take(), meter.take()) == (20.0, 0.0)
-    assert meter.take_tokens()[TOKEN_PHASES.index("values")] == 10.0
-    assert not any(meter.take_tokens())
+    done, *tokens = meter.take()
+    assert (done, tokens[TOKEN_PHASES.index("values")]) == (20.0, 5.0)
+    assert not any(meter.take())

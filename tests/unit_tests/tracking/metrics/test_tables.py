@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
 
+from mega_rl.tracking.metrics import tables
 from mega_rl.tracking.metrics.sinks import JsonlSink
 from mega_rl.tracking.metrics.tables import RoleFacts, show_startup, show_summary
 
@@ -15,8 +17,8 @@ ACTOR = RoleFacts(
     role="actor", model="/models/a[bold]b", family="qwen2", parameters=494_032_768, engine="megatron",
     layout="tp2 dp2", attention="te: flash", dtype="bf16", trains=True,
 )  # fmt: skip
-CRITIC = RoleFacts("critic", "/models/larger", "qwen2", 7_615_616_512, "megatron", "tp2 dp2", "sdpa", "bf16", True)
-REWARD = RoleFacts("reward", "exact_match")
+CRITIC = RoleFacts("critic", "qwen2", 7_615_616_512, "megatron", "tp2 dp2", "sdpa", "bf16", True, "/models/larger")
+REWARD = RoleFacts("reward", model="exact_match")
 
 
 def console() -> tuple[Console, io.StringIO]:
@@ -26,13 +28,15 @@ def console() -> tuple[Console, io.StringIO]:
 
 def shown(*roles: RoleFacts, stop_tokens: str = "") -> str:
     made, stream = console()
-    show_startup(roles, stop_tokens=stop_tokens, console=made)
+    with patch.object(tables, "standard_error", return_value=made):
+        show_startup(roles, stop_tokens=stop_tokens)
     return stream.getvalue()
 
 
 def summary(run: Path) -> str:
     made, stream = console()
-    show_summary(run, console=made)
+    with patch.object(tables, "standard_error", return_value=made):
+        show_summary(run)
     return stream.getvalue()
 
 

@@ -32,7 +32,7 @@ with progress.rounds("step", 3) as steps, progress.phase("generate", total=8, un
     time.sleep(0.6)
     logging.getLogger("mega_rl").info("a line above the live one, longer than the terminal is wide: /a/path/to/keep")
     steps.advance()
-    show_startup([RoleFacts("actor", "a/model")])
+    show_startup([RoleFacts("actor", model="a/model")])
     time.sleep(0.6)
 print("the end")
 """

@@ -87,7 +87,7 @@ class Colocation:
             _actor=cast(Any, self.actor),
         )  # fmt: skip
         self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
-        self.run.sync.add_listener(self.residency.after_send)
+        self.run.sync.after_send = self.residency.after_send
         self.stage = Stages(FakeTimer(), self.residency)
 
     def generate(self) -> None:

@@ -26,7 +26,7 @@ from tests.helpers.update_server import UpdateServer
 
 SMALL = (
     "engine.megatron.tp=2", "engine.megatron.ep=1", "engine.megatron.pp=2",
-    "engine.megatron.vpp=1", "engine.megatron.overlap_p2p=false",
+    "engine.megatron.vpp=1",
     "data.max_prompt_tokens=16", "rollout.max_new_tokens=8", "rollout.n=2", "rollout.sglang.server.tp=1",
     "rollout.sglang.server.count=2", "rollout.sglang.sync.probe_tokens=0", "rollout.sglang.sync.timeout_s=60",
     "trainer.timeout_s=60", "rollout.sglang.return_routing=false",

@@ -27,7 +27,7 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, list[tuple[s
 
 def watch(trainer: Any) -> list[tuple[str, dict[str, list[str]]]]:
     """Write down what is on the device at every pass of every model, and at every rollout and publish."""
-    from mega_rl.workers.residency import PARTS
+    from mega_rl.protocols import PARTS
 
     models = trainer.stage.devices.models
     seen: list[tuple[str, dict[str, list[str]]]] = []

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_rl.config.schema import Config, MixtureConfig
+from mega_rl.config.schema import Config
+from mega_rl.config.schema.data import MixtureConfig
 from tests.helpers.engines import exported, replaced
 from tests.helpers.loops import watch_batches
 from tests.unit_tests.distributed.test_layout_invariance import run_config
