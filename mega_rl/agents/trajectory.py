@@ -185,7 +185,7 @@ class _Row(NamedTuple):
 
 
 def _rows(trajectory: Trajectory) -> Iterator[_Row]:
-    """Yield the rows of a trajectory, each up to its last turn that trains; a failed one has its prompt only."""
+    """Yield a trajectory's rows, each up to its last trained turn; a failed one's is its prompt."""
     if trajectory.ended() == "error":
         yield _Row(trajectory, 0, trajectory.prompt.token_ids)
         return

@@ -119,7 +119,7 @@ class Control:
         return True
 
     def flush(self) -> None:
-        """Empty the prefix cache, which old weights filled; retry until the server is idle, for at most `timeout_s`."""
+        """Empty the prefix cache; retry for up to `timeout_s` until the server is idle."""
         deadline, tries, what = time.monotonic() + self.timeout_s, 0, ""
         while (left := deadline - time.monotonic()) > 0:
             tries += 1

@@ -356,7 +356,7 @@ def rollout_of(
 
 
 def turn_of(sample: Sample, read: int, routed: RoutedLayers | None) -> Turn:
-    """Return a response to `read` tokens as a turn. Raises RunError for experts that are not of `routed`."""
+    """Return a response to `read` tokens as a turn. Raises RunError for other experts than `routed`."""
     ids = tuple(sample.token_ids)
     routing = _experts(sample, read + len(ids) - 1, routed) if routed and sample.routing else None
     columns = (tuple(sample.logprobs), tuple(sample.versions), sample.finish == "stop")

@@ -420,7 +420,7 @@ def _serving(generation: _Generation, *states: State) -> list[Replica]:
 
 
 def _failed(generation: _Generation, job: _Job, replica: Replica, failure: RequestFailure, *, retries: int) -> bool:
-    """Record a failed try, and wake the samples after its pause; return whether it was the sample's last one."""
+    """Record a failed try and set its alarm; return whether it was the sample's last one."""
     loop = asyncio.get_running_loop()
     now = loop.time()
     job.last = failure.message
@@ -519,7 +519,7 @@ def _close(generation: _Generation) -> None:
 
 
 def _close_open(generation: _Generation, interrupt: bool, grace_s: float) -> None:
-    """Let no more requests come; interrupt: send none, and abort all within `grace_s`: they get their answers first."""
+    """Let no more requests come; interrupt: abort those that are out, which answer within `grace_s`."""
     generation.is_open = False
     if interrupt:
         generation.result.interrupted = True
