@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.plan.cost import BUBBLE, HARDWARE, RATES, StepTime, step_time, sync_traffic
+from mega_rl.plan.cost import BUBBLE, HARDWARE, Hardware, StepTime, step_time, sync_traffic
 from mega_rl.plan.report import as_json, as_text, plan_of
 from mega_rl.plan.search import changed
 from mega_rl.rollout.sglang.weights.reshard import changes_pay_off
@@ -57,7 +57,7 @@ def test_messages_take_the_slowest_link() -> None:
     assert two_hosts / one_host == pytest.approx(H100.nvlink / (4 * H100.network))
 
 
-@pytest.mark.parametrize("rate", [rate for rate in RATES if rate not in ("memory", "embedded_layer_s")])
+@pytest.mark.parametrize("rate", sorted({one.name for one in fields(Hardware)} - {"memory", "embedded_layer_s"}))
 def test_every_coefficient_has_an_effect(rate: str) -> None:
     """Twice a rate, or half a latency, makes one of the large runs faster, and none slower."""
     faster = False
