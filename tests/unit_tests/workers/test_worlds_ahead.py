@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,12 +92,35 @@ def context() -> RolloutContext:
     return RolloutContext(TOKENIZER, None, sampling, 2, 7, one, one, lambda: 1, ChatTemplate(TOKENIZER))
 
 
+def across_updates(run: StreamRun) -> Callable[[tuple[int, int], int], int]:
+    """Pace of servers at which trajectories go on over a weight update, however long their environments take.
+
+    One that begins ahead of its step has one token until then, and no step before the last ends without such a one.
+    """
+    usual, begun = erratic(0)["pace"], set[tuple[int, int]]()
+
+    def pace(key: tuple[int, int], look: int) -> int:
+        step = key[0] // PER_STEP
+        is_ahead, is_first = run.policy.weight_version <= step, key not in begun
+        if is_ahead:
+            begun.add(key)
+            return int(is_first)
+        is_last = key == (PER_STEP * (step + 1) - 1, 1) and step < STEPS - 1
+        if is_last and not any(ticket // PER_STEP > step for ticket, _ in begun):
+            return 0
+        return usual(key, look)
+
+    return pace
+
+
 def played(environment: Environment, *, free: bool, schemas: Any = None, seed: int = 0) -> StreamRun:
     fleet = {**(erratic(seed) if free else {}), "sampling": context().sampling}
     run = StreamRun(
         K, SingleRank(), free=free, steps=STEPS, per_step=PER_STEP, quantum=math.ceil(LONGEST / K), fleet=fleet,
         environment=environment,
     )  # fmt: skip
+    if free and not seed:
+        run.flow.engine.pace = across_updates(run)  # type: ignore[attr-defined]
     run.collector.order = Chats(schemas)  # type: ignore[assignment]
     run.flow.timeout_s = 60.0
     run.flow.players.runner = replace(run.flow.players.runner, vocab_size=len(TOKENIZER))  # type: ignore[union-attr]
