@@ -179,7 +179,8 @@ class Trainer:
                 self.log.write(done)
         for event in self.events:
             event.finish(done)
-        self.log.write(done, timed=False)
+        if done > self.start:  # else the record is that of an earlier run
+            self.log.write(done, timed=False)
 
     def step(self, number: int) -> object:
         """Make one step, counted from 0; returns the evaluated batch."""
