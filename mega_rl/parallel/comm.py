@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -222,6 +223,40 @@ def _check_same(of_ranks: Sequence[Mapping[str, str]]) -> None:
             problems.append(f"field {name!r} is not the same on all ranks: {values}")
     if problems:
         raise RunError("\n".join(problems))
+
+
+def gather_tensordict(batch: TensorDict, ranks: SingleRank | GroupRanks) -> TensorDict:
+    """Return all ranks' rows in rank order on every rank, with objects.
+
+    batch: of size [B], which may differ between ranks and be 0. It may hold tensors, as `gather_fields` takes them; a
+    NonTensorStack, an object for each row; and NonTensorData, one value for all rows, which stays as it is. Objects are
+    those that `gather_json` takes.
+
+    Raises RunError: on all ranks alike, the ranks' fields, their types or their NonTensorData differ.
+    """
+    tensors, objects, shared = dict[str, Tensor](), dict[str, list[Any]](), dict[str, Any]()
+    fields: dict[str, Any] = dict(batch.items())
+    for name, field in fields.items():
+        if isinstance(field, NonTensorStack):
+            objects[name] = list(field.tolist())
+        elif isinstance(field, NonTensorData):
+            shared[name] = field.data
+        else:
+            tensors[name] = field
+    gathered: dict[str, Any] = dict(ranks.gather_fields(tensors))
+    messages = ranks.gather_json([batch.batch_size[0], objects, shared])
+    _check_same(
+        [
+            dict.fromkeys(own, "objects of rows") | {name: json.dumps(value) for name, value in of_all.items()}
+            for _, own, of_all in messages
+        ]
+    )
+    count = sum(rows for rows, _, _ in messages)
+    for name in objects:
+        values = [value for _, own, _ in messages for value in own[name]]
+        gathered[name] = NonTensorStack(*values) if values else fields[name]
+    gathered |= {name: NonTensorData(value, batch_size=[count]) for name, value in shared.items()}
+    return TensorDict(gathered, count)
 
 
 def _fields(rows: Any) -> dict[str, Tensor]:

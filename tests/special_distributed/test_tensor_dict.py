@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import GroupRanks, gather_tensordict
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
 from tests.special_distributed.program import device, finish, group_of_mine, pass_on_four_ranks, world
 
@@ -25,37 +26,50 @@ DATA_PARALLEL = {1: [[0, 1, 2, 3]], 2: [[0, 2], [1, 3]]}  # by tensor-parallel s
 VOCAB, TOKENS = 96, 33
 
 
-def batch(rank: int) -> dict[str, Tensor]:
-    """Rows that say where they come from: tensors of several dtypes and shapes."""
+def batch(rank: int) -> TensorDict:
+    """Rows that say where they come from: tensors of several dtypes and shapes, objects of rows, data of all rows."""
     rows, length = ROWS[rank], LENGTHS[rank]
     where = 1000 * rank + 10 * torch.arange(rows)[:, None] + torch.arange(length)
-    return {
-        "tokens": where.t().contiguous().t(),  # strided: what gloo alone would send wrong
-        "mask": where % 3 == 0,
-        "logprobs": -where.float() / 7,
-        "hidden": where[:, :, None].bfloat16().expand(rows, length, 3),
-        "routing": where.to(torch.int16)[:, :, None, None].expand(rows, length, 2, 2),
-        "reward": (where.sum(1) / 3).double(),
-        "number": where.sum(1).to(torch.int16),
-    }
+    texts = [f"rank {rank}, row {row}: ü" for row in range(rows)]
+    return TensorDict(
+        {
+            "tokens": where.t().contiguous().t(),  # strided: what gloo alone would send wrong
+            "mask": where % 3 == 0,
+            "logprobs": -where.float() / 7,
+            "hidden": where[:, :, None].bfloat16().expand(rows, length, 3),
+            "routing": where.to(torch.int16)[:, :, None, None].expand(rows, length, 2, 2),
+            "reward": (where.sum(1) / 3).double(),
+            "number": where.sum(1).to(torch.int16),
+            "text": NonTensorStack(*texts, "none")[:rows],
+            "answer": NonTensorStack(*[{"of": [rank, row, None]} for row in range(rows)], True)[:rows],
+            "meta": NonTensorData({"temperature": 0.7, "stop": ["<eos>"]}, batch_size=[rows]),
+        },
+        batch_size=[rows],
+    )
 
 
 def gathered_in_rank_order(ranks: GroupRanks, members: list[int]) -> None:
     """`members` are the world's ranks in the group, in its order."""
     mine = members[ranks.rank]
-    given = {name: field.to(device()) for name, field in batch(mine).items()}
-    actual = ranks.gather_fields(given)
+    given = batch(mine).to(device())
+    actual = gather_tensordict(given, ranks)
     parts = [batch(member) for member in members]
-    assert actual.keys() == given.keys()
+    assert actual.batch_size == (sum(ROWS[member] for member in members),)
+    assert set(actual.keys()) == set(given.keys())
     length = max(LENGTHS[member] for member in members)
-    for name in given:
+    tensors = [name for name, field in parts[0].items() if isinstance(field, Tensor)]
+    assert len(tensors) == 7
+    for name in tensors:
         assert torch.equal(given[name].cpu(), batch(mine)[name]), "the input changed"
         expected = torch.cat([with_length(part[name], length) for part in parts])
         assert actual[name].device == device()
         assert actual[name].dtype == expected.dtype, name
         assert torch.equal(actual[name].cpu(), expected), name
-    again = ranks.gather_fields(actual)  # a gathered batch is a batch
-    assert torch.equal(again["tokens"], torch.cat([actual["tokens"]] * ranks.size))
+    for name in ("text", "answer"):
+        assert actual.get(name).tolist() == [value for part in parts for value in part.get(name).tolist()], name
+    assert actual["meta"] == {"temperature": 0.7, "stop": ["<eos>"]}
+    again = gather_tensordict(actual, ranks)  # a gathered batch is a batch
+    assert again.get("text").tolist() == actual.get("text").tolist() * ranks.size
 
 
 def with_length(field: Tensor, length: int) -> Tensor:
@@ -73,7 +87,7 @@ def a_field_that_one_rank_lacks_is_told_to_all(ranks: GroupRanks) -> None:
         del given["mask"]
     message = r"field 'mask' .* torch.bool \[B, S\] on rank\(s\) 0, 1, 2; missing on rank\(s\) 3$"
     with pytest.raises(RunError, match=message):
-        ranks.gather_fields(given)
+        gather_tensordict(given, ranks)
 
 
 def entropy_equals_that_of_full_logits(group: dist.ProcessGroup, *, replica: int) -> None:
