@@ -11,7 +11,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mega_rl.agents.tools import ToolFunction
-from mega_rl.cli.quickstart.inputs import EOS, WORDS, vocabulary_of, write_fresh_model, write_rows
+from mega_rl.cli.quickstart.inputs import EOS, WORDS, TaskTokens, write_fresh_model, write_rows
 
 Row = Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -66,6 +66,6 @@ def write_inputs(
     pattern = "|".join([*map(re.escape, sorted(frames, key=len, reverse=True)), EOS, WORDS])
     conversations = [one["messages"] for one in demonstrations]
     texts, _ = render_jinja_template(conversations, schemas(tools), chat_template=TEMPLATE)
-    tokens = vocabulary_of([*frames, *(text.replace(EOS, "") for text in texts)], pattern)
-    write_fresh_model(folder / "fresh_model", tokens, pattern, max_positions=max_positions, seed=0)
+    known = [*frames, *(text.replace(EOS, "") for text in texts)]
+    write_fresh_model(folder / "fresh_model", TaskTokens.of_texts(known, pattern, max_positions), seed=0)
     (folder / "fresh_model" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
