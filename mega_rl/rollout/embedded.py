@@ -337,7 +337,7 @@ class EmbeddedWeightSync:
         self._verify_interval = verify_interval
         self._num_publishes = 0
         self._num_bytes = 0  # in the last publish
-        self.weight_version = 0  # of the weights that the engine holds; 0 before the first publish
+        self.weight_version = 0  # version of the weights that the engine holds; 0 before the first publish
 
     def resume_at(self, version: int) -> None:
         """Let the next publish stamp `version`, so that a resumed run counts on."""

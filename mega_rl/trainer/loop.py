@@ -88,7 +88,7 @@ class StepLog:
     sink: MetricsSink
     timer: StepMeter | PhaseTimer
     metrics: Metrics = field(default_factory=dict, init=False)
-    last: Metrics = field(default_factory=dict, init=False)  # of the step before
+    last: Metrics = field(default_factory=dict, init=False)  # metrics of the step before
 
     def begin(self) -> None:
         """Begin a step without metrics."""

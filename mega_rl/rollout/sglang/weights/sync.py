@@ -109,7 +109,7 @@ class SglangWeightSync:
         self._probe, self._adapters, self._keeps = probe, adapters, keeps
         # Called in every update with the servers that have all weights, before they generate; collective.
         self.after_send: Callable[[Sequence[int]], None] = lambda _: None
-        self.weight_version = 0  # of the weights last published; 0 before the first publish
+        self.weight_version = 0  # version of the weights last published; 0 before the first publish
         self.ready: set[int] = set()  # servers that took the last update; the same on all ranks
         self._checked: set[int] = set()
 
