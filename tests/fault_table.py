@@ -499,10 +499,22 @@ TABLE: Table = {
     ],
     ("ddp", "distributed/test_distributed_data_parallel.py"): [
         (
+            "gradients of experts scaled wrongly",
+            "gradients *= bucket.gradient_scaling_factor",
+            "gradients *= 2 * bucket.gradient_scaling_factor",
+        ),
+        (
             "gradients of other optimizer instances left out",
             "dist.all_reduce(total, group=self.across)",
             "pass",
-        )
+        ),
+    ],
+    ("ddp", "distributed/test_reduce_scatter_with_fp32_accumulation.py"): [
+        (
+            "a mean over optimizer instances divides by those of one",
+            "(1 if across is None else across.size()) if mean",
+            "1 if mean",
+        ),
     ],
     ("ddp", "distributed/test_finalize_model_grads.py"): [
         (
@@ -569,6 +581,13 @@ TABLE: Table = {
             "clipping by half the norm",
             "max_norm=limit, total_norm=norm",
             "max_norm=limit, total_norm=norm / 2",
+        )
+    ],
+    ("engines", "distributed/test_distributed_data_parallel.py"): [
+        (
+            "average over micro-batches not undone",
+            "self.config.calculate_per_token_loss else len(micros) * ",
+            "self.config.calculate_per_token_loss else 1 * ",
         )
     ],
     ("engines", "distributed/test_layout_invariance.py"): [

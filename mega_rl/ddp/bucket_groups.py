@@ -21,8 +21,8 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
     """Bucket group whose gradients are summed in FP32 and rank order, whatever its buckets' dtype.
 
     Megatron-Core has this for one bucket per group, sums, and one optimizer instance, by replacing a function of the
-    process; here it belongs to the group. Several buckets; several optimizer instances; on gloo also for FP32 buckets
-    and for the gathering of parameters, where its own collectives are slow.
+    process; here it belongs to the group. Sums or means; several buckets; several optimizer instances; on gloo also
+    for FP32 buckets and for the gathering of parameters, where its own collectives are slow.
     """
 
     def __init__(self, replaced: _ParamAndGradBucketGroup, *, scratch: Scratch) -> None:
@@ -32,7 +32,6 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             replaced.intra_distributed_optimizer_instance_group if sharded else replaced.data_parallel_group
         )
         super().__init__(replaced.buckets, config, group, group.size())
-        assert all(bucket.gradient_scaling_factor == 1.0 for bucket in self.buckets), "gradients are sums"
         self.group = group
         self.across: ProcessGroup | None = None
         if config.num_distributed_optimizer_instances > 1:
@@ -92,12 +91,17 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             works.wait()
 
     def _reduce(self, bucket: _ParamAndGradBucket, *, whole: bool) -> Reduction:
-        """Start a bucket's reduction: to this rank's shard, or `whole` to every rank."""
+        """Scale a bucket and start its reduction: to this rank's shard, or `whole` to every rank."""
         gradients: Tensor = bucket.grad_data
+        if bucket.gradient_scaling_factor != 1.0:
+            gradients *= bucket.gradient_scaling_factor
+        mean = self.ddp_config.average_in_collective
         if whole:
-            return all_reduce_fp32(gradients, group=self.group, across=self.across, scratch=self.scratch)
+            return all_reduce_fp32(gradients, group=self.group, across=self.across, mean=mean, scratch=self.scratch)
         own = shard_buffer(gradients, self.group.size())[self.group.rank()]
-        return reduce_scatter_fp32(own, gradients, group=self.group, across=self.across, scratch=self.scratch)
+        return reduce_scatter_fp32(
+            own, gradients, group=self.group, across=self.across, mean=mean, scratch=self.scratch
+        )
 
 
 def use_summing_groups(ddp: DistributedDataParallel, *, scratch: Scratch) -> None:

@@ -81,6 +81,7 @@ class _Piece:
     work: dist.Work | None
     rows: Rows  # each rank's contribution [n], complete after `work`
     out: Tensor  # [n] this rank's part of the result
+    divisor: int
     across: ProcessGroup | None
     scratch: Scratch
     buffers: list[Tensor] = field(default_factory=list)
@@ -94,12 +95,12 @@ class _Piece:
         if self.work is not None:
             self.work.wait()
         if self.out.numel() and self.across is None:
-            sum_rows(self.rows, self.out)
+            sum_rows(self.rows, self.out, divisor=self.divisor)
         elif self.out.numel():
             total = torch.empty(self.out.shape, dtype=torch.float32, device=self.out.device)
             sum_rows(self.rows, total)
             dist.all_reduce(total, group=self.across)
-            self.out.copy_(total)  # the only rounding, after the sum over optimizer instances
+            self.out.copy_(total.div_(self.divisor))  # the only rounding, after the sum over optimizer instances
         self.scratch.give_back(self)
 
 
@@ -131,8 +132,8 @@ class Works:
             work.wait()
 
 
-def sum_rows(rows: Rows, out: Tensor) -> None:
-    """out = rows[0] + rows[1] + ... in FP32, rounded once to `out`'s dtype.
+def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1) -> None:
+    """out = (rows[0] + rows[1] + ...) / divisor in FP32, rounded once to `out`'s dtype.
 
     rows [n] of any floating dtype, one per rank, on CUDA as one tensor; out [n], may be one of the rows. On CPU the
     additions go in the order of rows; on CUDA in that of `torch.sum`, which is one kernel with an FP32 accumulator.
@@ -141,8 +142,9 @@ def sum_rows(rows: Rows, out: Tensor) -> None:
         return  # a group of one, in place
     if out.device.type != "cpu":
         assert isinstance(rows, Tensor)
-        if rows.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() or out.dtype != rows.dtype:
-            out.copy_(torch.sum(rows, dim=0, dtype=torch.float32))
+        shared = rows.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+        if divisor > 1 or shared or out.dtype != rows.dtype:
+            out.copy_(torch.sum(rows, dim=0, dtype=torch.float32).div_(divisor))
         elif len(rows) == 2:
             torch.add(rows[0], rows[1], out=out)  # torch.sum of two rows reached 0.38 of a copy's bandwidth
         else:
@@ -152,13 +154,13 @@ def sum_rows(rows: Rows, out: Tensor) -> None:
     for start in range(0, out.numel(), BLOCK):
         first, *others = (row[start : start + BLOCK] for row in rows)
         part = out[start : start + BLOCK]
-        if len(others) == 1 and part.dtype == first.dtype:
+        if len(others) == 1 and divisor == 1 and part.dtype == first.dtype:
             torch.add(first, others[0], out=part)  # one addition is rounded once in any case
             continue
         block = total[: len(part)].copy_(first)
         for row in others:
             block.add_(row)
-        part.copy_(block)
+        part.copy_(block.div_(divisor) if divisor > 1 else block)
 
 
 def reduce_scatter_fp32(
@@ -168,8 +170,9 @@ def reduce_scatter_fp32(
     group: ProcessGroup,
     scratch: Scratch,
     across: ProcessGroup | None = None,
+    mean: bool = False,
 ) -> Reduction:
-    """Start a reduce-scatter with FP32 sums: `output` gets this rank's part of the sum.
+    """Start a reduce-scatter with FP32 sums: `output` gets this rank's part of the sum, or of the mean.
 
     input [ranks * n], output [n], contiguous and of one dtype, which is what travels; output may be this rank's part
     of `input`. `across` is a second group that the result is summed over. The sum over `group` goes in rank order.
@@ -177,17 +180,22 @@ def reduce_scatter_fp32(
     ranks = group.size()
     assert input.numel() == ranks * output.numel(), f"{input.numel()} elements for {ranks} parts of {output.numel()}"
     shards = input.chunk(ranks) if ranks > 1 else (input,)
-    return Reduction(_exchange(output, input, shards, group=group, across=across, scratch=scratch))
+    return Reduction(_exchange(output, input, shards, group=group, across=across, mean=mean, scratch=scratch))
 
 
 def all_reduce_fp32(
-    tensor: Tensor, *, group: ProcessGroup, scratch: Scratch, across: ProcessGroup | None = None
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    scratch: Scratch,
+    across: ProcessGroup | None = None,
+    mean: bool = False,
 ) -> Reduction:
     """Start an all-reduce in place: the result of `reduce_scatter_fp32` on every rank; any number of elements."""
     ranks, count = group.size(), tensor.numel()
     size = -(-count // ranks)
     shards = [tensor[min(rank * size, count) : min((rank + 1) * size, count)] for rank in range(ranks)]
-    pieces = _exchange(shards[group.rank()], tensor, shards, group=group, across=across, scratch=scratch)
+    pieces = _exchange(shards[group.rank()], tensor, shards, group=group, across=across, mean=mean, scratch=scratch)
     return Reduction(pieces, shards, group)
 
 
@@ -210,10 +218,12 @@ def _exchange(
     *,
     group: ProcessGroup,
     across: ProcessGroup | None,
+    mean: bool,
     scratch: Scratch,
 ) -> list[_Piece]:
     """Start every all-to-all of a reduction; `shards` are the parts of `input` in rank order."""
     ranks = group.size()
+    divisor = ranks * (1 if across is None else across.size()) if mean else 1
     longest = max(shard.numel() for shard in shards)
     step = scratch.step(ranks=ranks, dtype=input.dtype)
     pieces = []
@@ -227,6 +237,6 @@ def _exchange(
             if step < longest:
                 sent = torch.cat(parts, out=scratch.lend(sum(sizes), like=input))
             work = dist.all_to_all_single(rows.view(-1), sent, [out.numel()] * ranks, sizes, group=group, async_op=True)
-        pieces.append(_Piece(work, rows, out, across, scratch))
+        pieces.append(_Piece(work, rows, out, divisor, across, scratch))
         scratch.start(pieces[-1])
     return pieces

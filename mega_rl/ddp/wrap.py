@@ -32,7 +32,8 @@ def wrap_chunks(
     also spares its fp32 copy of the logits.
 
     Gradients are summed over data parallel, not averaged: every token's loss already carries its weight in the global
-    mean (`config.calculate_per_token_loss`).
+    mean (`config.calculate_per_token_loss`). With `average_in_collective` DDP divides by dp x cp and the schedule
+    by the number of micro-batches; the engine multiplies every loss by both.
     """
     wrapped: list[Any]
     if ddp.name == "ddp":
@@ -76,6 +77,7 @@ def _ddp_config(
         use_distributed_optimizer=distributed_optimizer,
         num_distributed_optimizer_instances=ddp.optimizer_instances,
         bucket_size=ddp.bucket_size or None,
+        average_in_collective=ddp.average_in_collective,
     )
 
 

@@ -108,7 +108,8 @@ class MegatronEngine(ModelEngine):
         self.optimizer.zero_grad()
         if self.routing is not None:
             sequences = int(self.data_parallel.sum(torch.tensor(len(minibatch.tokens))))
-            self.routing.begin(micros, minibatch, training=True, sequences=sequences)
+            averaged = not self.config.calculate_per_token_loss
+            self.routing.begin(micros, minibatch, training=True, sequences=sequences, averaged=averaged)
         over_context = partial(sum_over_context, group=self.groups.cp)
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
         read = partial(self.token_outputs, group=self.groups.tp, with_entropy=loss.needs_entropy, lesson=lesson)

@@ -52,7 +52,9 @@ class Schedule:
         outputs: of the logits of a micro-batch. With a loss: forward and backward, gradients finalised. Without:
         forward only.
         """
-        finish = partial(_finish_microbatch, loss, outputs)
+        # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
+        scale = 1 if self.config.calculate_per_token_loss else len(micros) * self.groups.dp_cp.size()
+        finish = partial(_finish_microbatch, loss, scale, outputs)
         return self._run(chunks, micros, finish, forward_only=loss is None)
 
     def hidden_states(self, chunks: Sequence[GPTModel], micros: list[MicroBatch]) -> list[Tensor]:
@@ -120,6 +122,7 @@ class Schedule:
 
 def _finish_microbatch(
     loss: MicrobatchLoss | None,
+    scale: int,
     outputs_of: Callable[[Tensor, MicroBatch], TokenOutputs],
     micro: MicroBatch,
     output: Tensor,
@@ -130,7 +133,7 @@ def _finish_microbatch(
     if loss is None:
         return output.new_zeros([]), no_count, Finished(micro, outputs, None)
     result = loss(outputs, micro.fields)
-    return result.loss, no_count, finished(micro, outputs, result)
+    return result.loss * scale, no_count, finished(micro, outputs, result)
 
 
 def _keep_hidden(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

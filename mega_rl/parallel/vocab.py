@@ -54,13 +54,13 @@ def vocab_parallel_logprobs_entropy(
     temperature: float = 1.0,
     chunk_rows: int | None = None,
     with_entropy: bool = True,
+    inplace_backward: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and entropy (nats) of each row's distribution, both [T] float32.
 
-    The backward writes the gradient over the logits, which must be a temporary without later readers, as an output
-    layer's result is; autograd raises where somebody reads them, and on a second backward. Temporaries are some float32
-    chunks of [chunk_rows, V / tp], or with kernels none; besides the logits nothing of their size is allocated. Two
-    all-reduces of [T] and [2 or 3, T] in the forward, none in the backward.
+    Temporaries are some float32 chunks of [chunk_rows, V / tp], or with kernels none; besides the logits nothing of
+    their size is allocated, forward or backward. Two all-reduces of [T] and [2 or 3, T] in the forward, none in the
+    backward.
 
     Args:
         logits: [T, V / tp] float32 or bfloat16, finite; rank r of `group` holds columns r * V / tp and up.
@@ -70,11 +70,14 @@ def vocab_parallel_logprobs_entropy(
         temperature: the logits are divided by it.
         chunk_rows: rows handled at a time; None chooses. The kernels need none.
         with_entropy: False saves its share of the work and returns None in its place.
+        inplace_backward: write the gradient over the logits, which must be a temporary without later readers, as an
+            output layer's result is; autograd raises where somebody reads them, and on a second backward. False keeps
+            the logits and allocates a gradient of their size.
     """
     columns = VocabColumns.of(
         logits, targets, group=group, vocab_size=vocab_size, temperature=temperature, chunk_rows=chunk_rows
     )
-    logprobs, entropy = _LogprobsEntropy.apply(logits, targets - columns.first, columns, with_entropy)
+    logprobs, entropy = _LogprobsEntropy.apply(logits, targets - columns.first, columns, with_entropy, inplace_backward)
     return logprobs, (entropy if with_entropy else None)
 
 
@@ -160,24 +163,25 @@ class _LogprobsEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, local_targets: Tensor, columns: VocabColumns, with_entropy: bool
+        ctx: Any, logits: Tensor, local_targets: Tensor, columns: VocabColumns, with_entropy: bool, inplace: bool
     ) -> tuple[Tensor, Tensor]:
         logprobs, *values = row_values(logits, local_targets, columns, with_entropy=with_entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(values[-1])
         ctx.save_for_backward(logits, local_targets, *values)
         ctx.set_materialize_grads(False)
-        ctx.columns = columns
+        ctx.columns, ctx.inplace = columns, inplace
         return logprobs, values[-1]
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, local_targets, *values = ctx.saved_tensors
-        nothing = (None,) * 3
+        nothing = (None,) * 4
         if grad_logprobs is None and grad_entropy is None:
             return (None, *nothing)
-        write_gradient(logits, local_targets, tuple(values), (grad_logprobs, grad_entropy), ctx.columns)
-        return (logits, *nothing)
+        grad = logits if ctx.inplace else logits.clone()
+        write_gradient(grad, local_targets, tuple(values), (grad_logprobs, grad_entropy), ctx.columns)
+        return (grad, *nothing)
 
 
 def write_gradient(

@@ -93,10 +93,11 @@ def a_field_that_one_rank_lacks_is_told_to_all(ranks: GroupRanks) -> None:
 def entropy_equals_that_of_full_logits(group: dist.ProcessGroup, *, replica: int) -> None:
     """Forward and backward on every column cut; `replica` numbers the tokens of a data-parallel rank."""
     cases: list[dict[str, Any]] = [
-        {"dtype": torch.float32},
-        {"dtype": torch.float32, "temperature": 0.6, "vocab_size": 70},  # padding behind
-        {"dtype": torch.bfloat16},
-        {"dtype": torch.bfloat16, "spread": 1e3},
+        {"dtype": torch.float32, "inplace_backward": False},
+        {"dtype": torch.float32, "inplace_backward": True},
+        {"dtype": torch.float32, "inplace_backward": False, "temperature": 0.6, "vocab_size": 70},  # padding behind
+        {"dtype": torch.bfloat16, "inplace_backward": False},
+        {"dtype": torch.bfloat16, "inplace_backward": True, "spread": 1e3},
     ]
     for number, case in enumerate(cases):
         one_entropy(group, seed=10 * replica + number, **case)
@@ -107,6 +108,7 @@ def one_entropy(
     *,
     seed: int,
     dtype: torch.dtype,
+    inplace_backward: bool,
     temperature: float = 1.0,
     vocab_size: int = VOCAB,
     spread: float = 3.0,
@@ -126,6 +128,7 @@ def one_entropy(
         vocab_size=vocab_size,
         temperature=temperature,
         chunk_rows=7,
+        inplace_backward=inplace_backward,
     )
     assert entropy is not None
     assert torch.equal(given.cpu(), whole[:, columns]), "the forward changed its input"
@@ -135,6 +138,7 @@ def one_entropy(
     torch.testing.assert_close(torch.stack([logprobs, entropy]).double().cpu(), expected, rtol=1e-5, atol=1e-5)
     (torch.stack([logprobs, entropy]) * weights.to(device())).sum().backward()
     (expected * weights.double()).sum().backward()
+    assert inplace_backward or torch.equal(given.detach().cpu(), whole[:, columns]), "the backward changed its input"
     assert logits.grad is not None
     assert full.grad is not None
     bounds = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 2**-12}

@@ -17,6 +17,7 @@ class DataParallelConfig(Kind):
     overlap_param_gather: bool = False
     grad_reduce_in_fp32: bool = True
     reduce_scatter_fp32_accumulation: bool = False
+    average_in_collective: bool = False
     optimizer_instances: int = 1
 
 
@@ -46,6 +47,9 @@ class DdpConfig(_OfMegatron):
         min=0,
     )
     reduce_scatter_fp32_accumulation: bool = setting(False, "Send bf16 gradients and add them in FP32.")
+    average_in_collective: bool = setting(
+        False, "Let the collective average instead of adding; losses are scaled to match."
+    )
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def transformer_config(
     the environment of the process, where every model must find the same.
 
     `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
-    micro-batches or of data-parallel ranks, because every token's loss already carries its global weight.
+    micro-batches or of data-parallel ranks, because every token's loss already carries its global weight. Only
+    `engine.megatron.ddp.average_in_collective` needs it off, and the engine then scales the loss up by what is divided.
 
     Raises UserError: experts or latent attention under tensor parallelism without sequence parallelism, or yarn's
     positions that context parallelism does not divide.
@@ -84,7 +85,7 @@ def transformer_config(
         "hidden_dropout": 0.0,
         # Fuses nothing without dropout and biases, and torch would compile it anew for eight shapes of packed rows.
         "bias_dropout_fusion": False,
-        "calculate_per_token_loss": True,
+        "calculate_per_token_loss": not megatron.ddp.average_in_collective,
         "attention_backend": AttnBackend[attention.removeprefix(TE)] if attention.startswith(TE) else AttnBackend.auto,
         "deterministic_mode": deterministic,
         "perform_initialization": False,  # every parameter is loaded, or set by its own module

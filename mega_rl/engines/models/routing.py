@@ -48,6 +48,7 @@ class Routing:
         self.num_rows = self.num_mixtures + hf.num_layers * self._rows
         self._tp = groups.coordinates.tp_rank, groups.layout.tp if groups.layout.sequence_parallel else 1
         self._replica, self._world = ranks_of(groups.host_replica), ranks_of(groups.world)
+        self._shares = groups.layout.dp * groups.layout.cp
         numbers = list(accumulate(int(mixed) for mixed in moe.layers))
         self.routers: list[list[Router]] = []
         self._attentions: list[list[Expecting]] = []  # those with an indexer, if their choices are recorded
@@ -71,10 +72,12 @@ class Routing:
         *,
         training: bool,
         sequences: int = 0,
+        averaged: bool = False,
     ) -> None:
         """Begin a pass over the micro-batches of a batch, on the host.
 
-        `sequences` counts the rows of the mini-batch on all data-parallel ranks.
+        `sequences` counts the rows of the mini-batch on all data-parallel ranks. `averaged`: gradients will be divided
+        by the number of ranks that share the tokens.
 
         Raises RunError: its `routing` names experts that the model lacks, or has not one choice per mixture and expert;
         positions are too large to be recorded.
@@ -86,7 +89,8 @@ class Routing:
         self._routing = None if routing is None or not self.record else routing.flatten(0, 1)
         if self._routing is not None:
             self._check(self._routing)
-        self._weight = self.balance_coef / max(sequences, 1) if training else 0.0
+        self._scale = self._shares if averaged else 1
+        self._weight = self.balance_coef / max(sequences, 1) * self._scale if training else 0.0
         self._done = [0] * len(self.routers)
         self._open: list[tuple[RoutedTokens, Tensor, Tensor] | None] = [None] * len(self.routers)
         for module in (*self._all(), *(attention for layers in self._attentions for attention in layers)):
@@ -150,7 +154,7 @@ class Routing:
             "moe_experts_without_tokens": float((self.loads == 0).sum()),
         }
         if self.balance_coef:
-            metrics["moe_balance_loss"] = float(table[:, columns].sum())
+            metrics["moe_balance_loss"] = float(table[:, columns].sum()) / self._scale
         return metrics
 
     def update_biases(self) -> None:

@@ -77,7 +77,10 @@ def wrapped(
 
     from mega_rl.ddp.wrap import wrap_chunks
 
-    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1, calculate_per_token_loss=True)
+    per_token = not ddp.average_in_collective
+    config = TransformerConfig(
+        num_layers=1, hidden_size=WIDTH, num_attention_heads=1, calculate_per_token_loss=per_token
+    )
     chunks: Any = modules
     return wrap_chunks(
         chunks, config=config, ddp=ddp, distributed_optimizer=distributed_optimizer, collection=collection
@@ -128,6 +131,7 @@ CONFIGS: dict[str, tuple[DdpConfig, bool]] = {  # name -> (settings, distributed
     "overlap": (DdpConfig(overlap_grad_reduce=True, bucket_size=700), False),
     "overlap sharded": (DdpConfig(overlap_grad_reduce=True, bucket_size=700), True),
     "overlap gather": (DdpConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=700), True),
+    "average": (DdpConfig(average_in_collective=True, overlap_grad_reduce=True, bucket_size=700), True),
 }
 
 
@@ -145,6 +149,7 @@ def compare_groups(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                 runs.append((chunk, steps, [p.main_grad.clone() for p in chunk.parameters()]))
             (default, outputs, gradients), (other, other_outputs, other_gradients) = runs
             assert default.dp_cp_group is not other.dp_cp_group
+            mean = ddp.average_in_collective
             actual[name] = {
                 "buckets": len(default.bucket_groups),
                 "same_outputs": all(
@@ -153,12 +158,12 @@ def compare_groups(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                     for a, b in zip(x, y, strict=True)
                 ),
                 "same_gradients": all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True)),
-                "error": distance_from_one_process(default, world_size, device, sharded=sharded),
+                "error": distance_from_one_process(default, world_size, device, mean=mean, sharded=sharded),
             }
     return actual
 
 
-def distance_from_one_process(chunk: Any, world_size: int, device: torch.device, *, sharded: bool) -> float:
+def distance_from_one_process(chunk: Any, world_size: int, device: torch.device, *, mean: bool, sharded: bool) -> float:
     """Largest relative error of the gradients that this rank is answerable for, against float64 over all inputs."""
     torch.manual_seed(0)
     reference = Layers(6).to(device).double()
@@ -169,7 +174,7 @@ def distance_from_one_process(chunk: Any, world_size: int, device: torch.device,
     worst = 0.0
     for parameter, expected in zip(chunk.parameters(), reference.parameters(), strict=True):
         assert expected.grad is not None
-        wanted = expected.grad.flatten()
+        wanted = (expected.grad / (world_size if mean else 1)).flatten()
         difference = (parameter.main_grad.flatten().double() - wanted).abs()[own_part(chunk, parameter, sharded)]
         if difference.numel():
             worst = max(worst, float(difference.max() / wanted.abs().max()))
@@ -268,6 +273,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of
 
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 2000}
 GATHER = {**OVERLAP, "overlap_param_gather": True}
+AVERAGE = {"average_in_collective": True}
 WIRE = {"grad_reduce_in_fp32": False, "reduce_scatter_fp32_accumulation": True}
 INSTANCES = {"optimizer_instances": 2}
 # (name, world size, model, parallel sizes, ddp settings, dtype)
@@ -275,7 +281,7 @@ ENGINES: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str]] = [
     ("dense", 1, "dense", {}, {}, "fp32"),
     ("experts", 1, "experts", {}, {}, "fp32"),
     ("dense bf16", 1, "dense", {}, {}, "bf16"),
-    ("one rank, everything on", 1, "dense", {}, GATHER, "fp32"),
+    ("one rank, everything on", 1, "dense", {}, {**GATHER, **AVERAGE}, "fp32"),
     ("one rank, bf16 messages", 1, "dense", {}, {**OVERLAP, **WIRE}, "bf16"),
     *[
         (f"dp{size} {name}", size, "dense", {}, settings, dtype)
@@ -283,22 +289,29 @@ ENGINES: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str]] = [
         for name, settings, dtype in (
             ("overlap", OVERLAP, "fp32"),
             ("gather", GATHER, "fp32"),
+            ("average", AVERAGE, "fp32"),
+            ("average overlap", {**AVERAGE, **OVERLAP}, "fp32"),
             ("instances", INSTANCES, "fp32"),
             ("instances gather", {**INSTANCES, **GATHER}, "fp32"),
             ("bf16 messages", WIRE, "bf16"),
             ("bf16 messages overlap", {**WIRE, **GATHER}, "bf16"),
         )
     ],
-    ("ep2 gather", 2, "experts", {"ep": 2}, GATHER, "fp32"),
-    ("cp2", 2, "dense", {"cp": 2}, {}, "fp32"),
-    ("ep2 x2 gather", 4, "experts", {"ep": 2}, GATHER, "fp32"),
+    ("ep2 average gather", 2, "experts", {"ep": 2}, {**AVERAGE, **GATHER}, "fp32"),
+    ("cp2 average", 2, "dense", {"cp": 2}, AVERAGE, "fp32"),
+    ("ep2 x2 average", 4, "experts", {"ep": 2}, AVERAGE, "fp32"),
+    ("ep2 x2 average gather", 4, "experts", {"ep": 2}, {**AVERAGE, **GATHER}, "fp32"),
     ("ep2 x2 instances", 4, "experts", {"ep": 2}, {**INSTANCES, **OVERLAP}, "fp32"),
+    ("ep2 x2 instances average", 4, "experts", {"ep": 2}, {**INSTANCES, **AVERAGE}, "fp32"),
     ("pp2 x2 gather", 4, "dense", {"pp": 2}, GATHER, "fp32"),
     ("pp2 vpp2 x2 gather", 4, "dense", {"pp": 2, "vpp": 2}, GATHER, "fp32"),
+    ("pp2 vpp2 x2 average gather", 4, "dense", {"pp": 2, "vpp": 2}, {**AVERAGE, **GATHER}, "fp32"),
 ]
 # What two ranks or a neighbour in the list show as well: in `make test-full`.
-FULL_ONLY = ("dp4 overlap", "dp4 instances", "dp4 bf16 messages", "dp2 overlap", "dp2 instances", "ep2 gather")
-FULL_ONLY += ("dp2 bf16 messages overlap", "pp2 x2 gather", "dp4 gather", "dp2 bf16 messages", "dp2 instances gather")
+FULL_ONLY = ("dp4 overlap", "dp4 average", "dp4 average overlap", "dp4 instances", "dp4 bf16 messages", "dp2 overlap")
+FULL_ONLY += ("dp2 average", "dp2 instances", "dp2 bf16 messages overlap", "ep2 average gather", "ep2 x2 average")
+FULL_ONLY += ("ep2 x2 instances", "pp2 x2 gather", "pp2 vpp2 x2 gather", "dp4 gather", "dp2 bf16 messages")
+FULL_ONLY += ("dp2 instances gather", "ep2 x2 instances average")
 assert {case[0] for case in ENGINES} >= set(FULL_ONLY)
 ENGINES = [case for case in ENGINES if FULL or case[0] not in FULL_ONLY]
 RESUMES = covering([(size, settings) for size in (2, 4) for settings in RESUMED])

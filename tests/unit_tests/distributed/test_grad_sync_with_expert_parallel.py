@@ -23,11 +23,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def combinations(layout: str) -> list[dict[str, Any]]:
-    """Distributed optimizer x overlap x instances, as far as they go together."""
+    """Distributed optimizer x overlap x average x instances, as far as they go together."""
     chosen = []
-    for sharded, overlap, instances in itertools.product((False, True), (False, True), (1, 2)):
+    for sharded, overlap, average, instances in itertools.product((False, True), (False, True), (False, True), (1, 2)):
         if instances == 1 or (sharded and LAYOUTS[layout][1] > 1 and LAYOUTS[layout][0].get("tp", 1) == 1):
-            chosen.append({"sharded": sharded, "overlap": overlap, "instances": instances})
+            chosen.append({"sharded": sharded, "overlap": overlap, "average": average, "instances": instances})
     return chosen
 
 
@@ -36,8 +36,8 @@ def name_of(layout: str, case: dict[str, Any]) -> str:
     return f"{layout} " + " ".join(f"{key}={value:d}" for key, value in case.items())
 
 
-def synced(engine: Any, groups: Any) -> dict[str, Any]:
-    """How far every synchronised gradient of two rounds is from the sum over its group.
+def synced(engine: Any, groups: Any, *, average: bool) -> dict[str, Any]:
+    """How far every synchronised gradient of two rounds is from the sum (or average) over its group.
 
     Rank r fills parameter i with (r + 1) (i + 1): whole numbers, so every sum is exact. The first round starts its
     communication at the end, the second, with overlap, as the last parameter of a bucket is ready.
@@ -78,7 +78,8 @@ def synced(engine: Any, groups: Any) -> dict[str, Any]:
                 # Not `bucket.param_to_index`, which takes no account of the alignment under the distributed optimizer.
                 start = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
                 stop = start + parameter.numel()
-                expected[start:stop] = numbers[parameter] * sum(rank + 1 for rank in ranks)
+                total = numbers[parameter] * sum(rank + 1 for rank in ranks)
+                expected[start:stop] = total / len(dense_ranks) if average else total
             kept, wanted = bucket.grad_data, expected
             if chunk.ddp_config.use_distributed_optimizer:
                 size = bucket_group.intra_distributed_optimizer_instance_size
@@ -111,10 +112,11 @@ def run(rank: int, checkpoint: str) -> dict[str, Any]:
                         "engine.megatron.ddp",
                         optimizer_instances=instances,
                         overlap_grad_reduce=case["overlap"],
+                        average_in_collective=case["average"],
                         bucket_size=4000,
                     )
                     engine = build_actor(config, groups, accelerator)
-                    actual[name_of(layout, case)] = synced(engine, groups)
+                    actual[name_of(layout, case)] = synced(engine, groups, average=case["average"])
     return actual
 
 
@@ -152,7 +154,7 @@ def test_sharding_keeps_a_part(results: list[dict[str, Any]]) -> None:
     """What is compared is a quarter of the dense buckets with one instance of the optimizer, half with two."""
 
     def checked(**changes: Any) -> int:
-        case = {"sharded": True, "overlap": False, "instances": 1, **changes}
+        case = {"sharded": True, "overlap": False, "average": False, "instances": 1, **changes}
         return int(results[0][name_of("ep1-etp1", case)]["checked"])
 
     assert 2 * checked() == checked(instances=2)

@@ -21,12 +21,12 @@ BUCKET_SIZES = [0, 9000, 9025, 9050, 9075, 9999, 10000, 10001, 10100, 20000]  # 
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1000}
 WIRE = {"grad_reduce_in_fp32": False, "reduce_scatter_fp32_accumulation": True}
 SYNCS: dict[str, tuple[DdpConfig, bool, torch.dtype]] = {
-    f"{kind}{' overlap' if overlap else ''}{f' instances{n}' if n > 1 else ''}": (
-        DdpConfig(**{**settings, **overlap}, optimizer_instances=n),
+    f"{kind}{' average' if average else ''}{' overlap' if overlap else ''}{f' instances{n}' if n > 1 else ''}": (
+        DdpConfig(**{**settings, **overlap}, average_in_collective=average, optimizer_instances=n),
         sharded,
         dtype,
     )
-    for (kind, settings, sharded, dtype), overlap, n in product(
+    for (kind, settings, sharded, dtype), average, overlap, n in product(
         (
             ("plain", {}, False, torch.float32),
             ("sharded", {}, True, torch.float32),
@@ -34,6 +34,7 @@ SYNCS: dict[str, tuple[DdpConfig, bool, torch.dtype]] = {
             ("wire", WIRE, True, torch.bfloat16),
             ("plain wire", WIRE, False, torch.bfloat16),
         ),
+        (False, True),
         ({}, OVERLAP),
         (1, 2),
     )
@@ -65,14 +66,14 @@ def layouts(groups: Any, device: torch.device) -> Iterator[tuple[tuple[Any, ...]
 def synced_values(name: str, groups: Any, device: torch.device) -> dict[str, Any]:
     """Gradients of rank + 1 everywhere, reduced three times: the largest error in what this rank answers for.
 
-    Small whole numbers are exact in every dtype here, and so are their sums.
+    Small whole numbers are exact in every dtype here, and so are their sums and, over 2 or 4 ranks, their means.
     """
     ddp, sharded, dtype = SYNCS[name]
     chunk = wrapped(
         [Layers(4).to(device).cast(dtype)], ddp, collection=groups.collection, distributed_optimizer=sharded
     )[0]
     size, rank = dist.get_world_size(), dist.get_rank()
-    expected = sum(range(1, size + 1))
+    expected = sum(range(1, size + 1)) / (size if ddp.average_in_collective else 1)
     error = 0.0
     for step in range(3):
         chunk.zero_grad_buffer()
@@ -242,6 +243,6 @@ def test_all_reduce_on_demand(worlds: dict[int, list[dict[str, Any]]], ranks: in
 def test_bucket_used_before_its_gradients_are_ready(worlds: dict[int, list[dict[str, Any]]], ranks: int) -> None:
     """Finishing a bucket of which one parameter has no gradient is an error that counts them."""
     for rank in worlds[ranks]:
-        assert len(rank["unready"]) == 5
+        assert len(rank["unready"]) == 10
         for name, message in rank["unready"].items():
             assert "3/4" in message or "3 of 4" in message, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -27,12 +28,12 @@ def contribution(rank: int, trial: int, numel: int, dtype: torch.dtype) -> Tenso
     return (mantissa * torch.where(near, torch.ones(()), torch.exp2(exponent.float()))).to(dtype)
 
 
-def sequential_sum(ranks: list[int], trial: int, numel: int, dtype: torch.dtype) -> Tensor:
+def sequential_sum(ranks: list[int], trial: int, numel: int, dtype: torch.dtype, *, mean: bool = False) -> Tensor:
     """The reference: FP32, one rank after the other, one rounding at the end."""
     total = torch.zeros(numel)
     for rank in ranks:
         total = total + contribution(rank, trial, numel, dtype).float()
-    return total.to(dtype)
+    return (total / len(ranks) if mean else total).to(dtype)
 
 
 def function_cases(rank: int, size: int, device: torch.device) -> list[str]:
@@ -47,24 +48,24 @@ def function_cases(rank: int, size: int, device: torch.device) -> list[str]:
     for trial in range(TRIALS):
         shard = draw.choice([1, 3, 64, 333, 1024, 70_001])
         dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float32])
-        in_place, pieces = (draw.random() < 0.5 for _ in range(2))
-        what = f"trial {trial}: {shard} x {dtype}, {in_place=}, {pieces=}"
+        mean, in_place, pieces = (draw.random() < 0.5 for _ in range(3))
+        what = f"trial {trial}: {shard} x {dtype}, {mean=}, {in_place=}, {pieces=}"
         numel = size * shard
         mine = contribution(rank, trial, numel, dtype).to(device)
         out = mine[rank * shard : (rank + 1) * shard] if in_place else torch.empty(shard, dtype=dtype, device=device)
         module.PIECE_BYTES = SMALL_PIECE if pieces and shard < 10_000 else 256 << 20
         handle = module.reduce_scatter_fp32(
-            out, mine, group=group, scratch=scratch if trial % 2 else module.Scratch(mine.nbytes)
+            out, mine, group=group, mean=mean, scratch=scratch if trial % 2 else module.Scratch(mine.nbytes)
         )
         handle.wait()
         handle.wait()  # a second time changes nothing
-        expected = sequential_sum(list(range(size)), trial, numel, dtype)
+        expected = sequential_sum(list(range(size)), trial, numel, dtype, mean=mean)
         if not torch.equal(out.cpu(), expected[rank * shard : (rank + 1) * shard]):
             wrong.append(f"{what}: reduce-scatter")
         odd = numel - (size - 1) if shard > 1 else 1  # the last rank's part is shorter, or only the first has one
         whole = contribution(rank, trial, odd, dtype).to(device)
-        module.all_reduce_fp32(whole, group=group, scratch=scratch).wait()
-        if not torch.equal(whole.cpu(), sequential_sum(list(range(size)), trial, odd, dtype)):
+        module.all_reduce_fp32(whole, group=group, mean=mean, scratch=scratch).wait()
+        if not torch.equal(whole.cpu(), sequential_sum(list(range(size)), trial, odd, dtype, mean=mean)):
             wrong.append(f"{what}: all-reduce of {odd}")
     module.PIECE_BYTES = 256 << 20
     return wrong
@@ -103,23 +104,23 @@ def across_instances(rank: int, size: int, device: torch.device) -> list[str]:
     intra = dist.new_subgroups_by_enumeration([list(range(half)), list(range(half, size))])[0]
     inter = dist.new_subgroups_by_enumeration([[place, half + place] for place in range(half)])[0]
     wrong = []
-    for trial, shard in enumerate((501, 1)):
+    for trial, (shard, mean) in enumerate([(501, False), (1, False), (501, True)]):
         mine = contribution(rank, trial, half * shard, torch.bfloat16).to(device)
         out = mine[intra.rank() * shard : (intra.rank() + 1) * shard]
-        reduce_scatter_fp32(out, mine, group=intra, across=inter, scratch=Scratch(mine.nbytes)).wait()
+        reduce_scatter_fp32(out, mine, group=intra, across=inter, mean=mean, scratch=Scratch(mine.nbytes)).wait()
         sums = []
         for instance in (range(half), range(half, size)):
             total = torch.zeros(half * shard)
             for member in instance:
                 total = total + contribution(member, trial, half * shard, torch.bfloat16).float()
             sums.append(total)
-        expected = (sums[0] + sums[1]).bfloat16()
+        expected = ((sums[0] + sums[1]) / (size if mean else 1)).bfloat16()
         if not torch.equal(out.cpu(), expected[intra.rank() * shard : (intra.rank() + 1) * shard]):
-            wrong.append(f"{shard=}")
+            wrong.append(f"{shard=} {mean=}")
     return wrong
 
 
-def through_buckets(rank: int, size: int, groups: Any, device: torch.device, *, overlap: bool) -> list[str]:
+def through_buckets(rank: int, size: int, groups: Any, device: torch.device, *, overlap: bool, mean: bool) -> list[str]:
     """Random gradients through the buckets of two chunks; the second has one group of buckets of two dtypes."""
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -131,6 +132,7 @@ def through_buckets(rank: int, size: int, groups: Any, device: torch.device, *, 
         reduce_scatter_fp32_accumulation=True,
         overlap_grad_reduce=overlap,
         bucket_size=700 if overlap else 0,
+        average_in_collective=mean,
     )
     modules = [
         Layers(6, fp32=fp32, shared=shared).to(device).cast(torch.bfloat16)
@@ -156,7 +158,7 @@ def through_buckets(rank: int, size: int, groups: Any, device: torch.device, *, 
         for number, (chunk, parameter) in enumerate(parameters):
             own = own_part(chunk, parameter, sharded=True)
             expected = sequential_sum(
-                list(range(size)), 100 * step + number, parameter.numel(), parameter.main_grad.dtype
+                list(range(size)), 100 * step + number, parameter.numel(), parameter.main_grad.dtype, mean=mean
             )
             if not torch.equal(parameter.main_grad.flatten()[own].cpu(), expected[own]):
                 wrong.append(f"step {step}, parameter {number}")
@@ -197,9 +199,9 @@ def run_world(rank: int, size: int) -> dict[str, Any]:
             "others": against_others(rank, size, device),
             "instances": across_instances(rank, size, device) if size > 1 else [],
             "buckets": [
-                f"{overlap=}: {wrong}"
-                for overlap in (False, True)
-                for wrong in through_buckets(rank, size, groups, device, overlap=overlap)
+                f"{overlap=} {mean=}: {wrong}"
+                for overlap, mean in itertools.product((False, True), repeat=2)
+                for wrong in through_buckets(rank, size, groups, device, overlap=overlap, mean=mean)
             ],
             "links": linked_groups(groups, device),
         }
@@ -217,7 +219,7 @@ def worlds() -> dict[int, list[dict[str, Any]]]:
 
 
 WRONG = {
-    "function": "bits of a sequential fp32 sum: sizes, dtypes, in place, in pieces",
+    "function": "bits of a sequential fp32 sum: sizes, dtypes, sums, means, in place, in pieces",
     "instances": "fp32 sums of optimizer instances are added before anything is rounded",
     "buckets": "the same bits through DDP, with and without overlap; several buckets in a group; bounded memory",
     "links": "every parameter finds its group, and every group the next one to gather",
@@ -245,6 +247,16 @@ def test_rounds_once(worlds: dict[int, list[dict[str, Any]]], size: int) -> None
         assert others["off_bf16"] > 500 if size == 4 else others["off_bf16"] == 0
 
 
+def test_mean_over_one_of_its_terms() -> None:
+    """Rounded once, also where the result takes the place of the first term."""
+    from mega_rl.ddp.reduce_scatter import sum_rows
+
+    rows = list(torch.randn(2, 100_000, generator=torch.Generator().manual_seed(1)).bfloat16())
+    expected = ((rows[0].float() + rows[1].float()) / 2).bfloat16()
+    sum_rows(rows, rows[0], divisor=2)
+    assert torch.equal(rows[0], expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
@@ -254,9 +266,10 @@ def test_sums_on_a_gpu(ranks: int, dtype: torch.dtype) -> None:
 
     rows = torch.stack([contribution(rank, 0, 100_000, dtype) for rank in range(ranks)])
     finest = torch.finfo(dtype)
-    out = torch.full((100_000,), torch.nan, dtype=dtype, device="cuda")
-    sum_rows(rows.cuda(), out)
-    expected = rows.double().sum(0)
-    slack = finest.eps / 2 * expected.abs() + 2**-21 * rows.double().abs().sum(0) + finest.tiny
-    inside = expected.abs() <= finest.max  # float16 has no room for some sums
-    assert ((out.cpu().double() - expected).abs() <= slack)[inside].all()
+    for divisor in (1, ranks):
+        out = torch.full((100_000,), torch.nan, dtype=dtype, device="cuda")
+        sum_rows(rows.cuda(), out, divisor=divisor)
+        expected = rows.double().sum(0) / divisor
+        slack = finest.eps / 2 * expected.abs() + 2**-21 * rows.double().abs().sum(0) / divisor + finest.tiny
+        inside = expected.abs() <= finest.max  # float16 has no room for some sums
+        assert ((out.cpu().double() - expected).abs() <= slack)[inside].all()

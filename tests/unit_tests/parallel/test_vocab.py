@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "extreme cold": {"spread": 1e4, "temperature": 0.3, "vocab_size": 61},
     "bf16": {"dtype": torch.bfloat16},
     "no entropy": {"with_entropy": False},
+    "own gradient": {"inplace_backward": False},
     "no tokens": {"tokens": 0},
     "hidden": {"hidden": ((0, 1), (40, 75), (90, 1 << 40)), "temperature": 0.7},
     "hidden bf16": {"hidden": ((0, 30), (95, 96)), "dtype": torch.bfloat16},
@@ -189,20 +190,27 @@ class LargestAllocation(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_of_the_logits_size_is_allocated(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("inplace", [True, False])
+def test_nothing_of_the_logits_size_is_allocated(dtype: torch.dtype, inplace: bool) -> None:
     tokens, vocab, chunk_rows = 256, 512, 4
     logits = torch.randn(tokens, vocab).to(dtype).requires_grad_() * 1
     targets = torch.randint(vocab, (tokens,))
     chunk_bytes = chunk_rows * vocab * 4
     with LargestAllocation(logits) as forward:
-        logprobs, entropy = vocab_parallel_logprobs_entropy(logits, targets, group=None, chunk_rows=chunk_rows)
+        logprobs, entropy = vocab_parallel_logprobs_entropy(
+            logits, targets, group=None, chunk_rows=chunk_rows, inplace_backward=inplace
+        )
     assert forward.largest <= chunk_bytes
     assert entropy is not None
     objective = (logprobs + entropy).sum()
     with LargestAllocation(logits) as backward:
         (gradient,) = torch.autograd.grad(objective, logits)
-    assert backward.largest <= chunk_bytes
-    assert gradient.data_ptr() == logits.data_ptr()
+    if inplace:
+        assert backward.largest <= chunk_bytes
+        assert gradient.data_ptr() == logits.data_ptr()
+    else:
+        assert backward.largest == gradient.untyped_storage().nbytes()
+        assert gradient.data_ptr() != logits.data_ptr()
 
 
 def test_overwritten_logits_are_not_used_twice() -> None:

@@ -64,12 +64,15 @@ def idle(checkpoint: str, layout: str, *, dispatcher: str = "alltoall") -> dict[
     return result
 
 
-def balance(checkpoint: str, layout: str, *, padded: bool = False, recompute: str = "none") -> dict[str, Any]:
+def balance(
+    checkpoint: str, layout: str, *, padded: bool = False, recompute: str = "none", average: bool = False
+) -> dict[str, Any]:
     """Gradients of the balance loss alone, unclipped, and its value."""
     config = config_of(Path(checkpoint), layout, aux_loss_coef=2.0)
     config = replaced(config, "optim", clip_grad=0.0)
     config = replaced(config, "trainer.microbatch", packing=not padded, size=3)
     config = replaced(config, "model", recompute=recompute)
+    config = replaced(config, "engine.megatron.ddp", average_in_collective=average)
     with running_engine(config) as engine:
         metrics = engine.train_minibatch(own_rows(random_experience(), engine), nothing, lr=0.0)
         return {"gradients": exported_gradients(engine), "loss": metrics["moe_balance_loss"]}

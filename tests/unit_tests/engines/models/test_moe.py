@@ -40,6 +40,7 @@ BALANCE: dict[str, dict[str, Any]] = {
     "cp2-ep2": {"layout": "cp2-ep2"},
     "cp2-ep2 padded": {"layout": "cp2-ep2", "padded": True},
     "ep2-dp4": {"layout": "ep2-dp4"},
+    "ep2-dp4 average": {"layout": "ep2-dp4", "average": True},
 }
 BIASES: dict[str, dict[str, Any]] = {
     "1 full": {"layout": "1", "recompute": "full"},
